@@ -1,6 +1,6 @@
-"""The embedded directory's state: who is in the cluster, by name, each record for a time. Pure; hints only.
+"""The embedded directory's state: the record of each node, by name and for a limited time. Pure; hints only.
 
-Records are kept as the messages they came in, so that fields of a later version pass through.
+Records stay the messages that they arrived in, so that fields of a later version pass through.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from enum import Enum
 
-from batonpb.directory_pb2 import NodeRecord
+from batonpb.directory_pb2 import NodeRecord, RemoveRequest, WatchEvent
 
 from baton.errors import BatonError, InvalidField, Reason, bad_field, check_positive
 from baton.wire import check_record
@@ -20,15 +20,13 @@ class DirectoryLimits:
     """Fixed; tests pass others."""
 
     records_max: int = 4096
-    """Nodes that it keeps records of."""
     ttl_ms_min: int = 200
     """Shortest time to live that a node may ask for."""
     ttl_ms_max: int = 60_000
-    """Longest time to live that a node may ask for."""
     removals_kept_max: int = 1024
-    """Removals remembered; a watcher that missed more gets a new snapshot."""
+    """A watcher that missed more removals gets a new snapshot."""
     gone_kept_max: int = 4096
-    """Incarnations that left or were replaced, remembered for `ttl_ms_max` against late pushes."""
+    """Incarnations that left or were replaced; a late push of one is refused for `ttl_ms_max`."""
 
     def __post_init__(self) -> None:
         check_positive(self, *self.__slots__)
@@ -39,30 +37,9 @@ class DirectoryLimits:
 class PushOutcome(Enum):
     ADDED = "added"
     CHANGED = "changed"
-    RENEWED = "renewed"  # nothing new but the time: watchers get no event
+    RENEWED = "renewed"  # only its time changed: watchers get no event
     REPLACED = "replaced"  # another incarnation at the same endpoint took over
-    STALE = "stale"  # overtaken by a later push of the same incarnation; ignored
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Removal:
-    name: str
-    incarnation: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Changes:
-    """What a watcher at some version lacks. The records are shared: read only.
-
-    With `snapshot`, what is not in it is gone; `removals` are then the last that the directory remembers of nodes that
-    said goodbye, for a watcher that knows nodes from before. Of a node whose record ran out they say nothing: that the
-    directory has not heard of it may be the fault of the directory, which may have been out of reach of everybody.
-    """
-
-    version: int
-    snapshot: bool
-    upserts: tuple[NodeRecord, ...]
-    removals: tuple[Removal, ...]
+    STALE = "stale"  # a later push of the same incarnation came first; ignored
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,16 +51,16 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Left:
-    removal: Removal
+    removal: RemoveRequest
     version: int
-    ran_out: bool
-    """The node did not say goodbye."""
+    expired: bool
+    """The node did not remove itself."""
 
 
 class Standstill:
-    """Notices that this process itself stood still: it looks often, and once did not for longer than `ms_min`.
+    """Notices that this process itself stood still (stopped, paused or without a core): two looks were far apart.
 
-    Stopped, on a machine that was paused, or without a processor: whoever stands still hears of nobody.
+    A process that stands still hears from nobody.
     """
 
     def __init__(self, *, ms_min: int, now_s: float) -> None:
@@ -91,9 +68,9 @@ class Standstill:
         self._looked_s = now_s
 
     def look(self, *, now_s: float) -> float:
-        """For how many seconds beyond `ms_min` it has stood still since the last look; 0 where it has not.
+        """Seconds since the last look, less `ms_min`; 0 if that is negative.
 
-        Only what is beyond: a loop that is always slow must not keep the dead for good.
+        Without the subtraction, a loop that is always slow would keep dead nodes forever.
         """
         gap_s, self._looked_s = now_s - self._looked_s, now_s
         return max(0.0, gap_s - self._ms_min / 1e3)
@@ -107,24 +84,25 @@ class DirectoryState:
         self._entries: dict[str, _Entry] = {}
         self._version = 0
         self._left: OrderedDict[str, _Left] = OrderedDict()
-        """The last removal of each name that is not held; oldest first."""
+        """The last removal of each name that nobody holds; oldest first."""
         self._complete_since = 0
-        """Versions from here on can be brought up to date without a snapshot."""
+        """A watcher at this version or a later one needs no snapshot."""
         self._gone: OrderedDict[int, float] = OrderedDict()
+        """Incarnation to the end of its refusal; oldest first."""
 
     @property
     def version(self) -> int:
-        """Rises with every change that watchers should see."""
+        """Rises with every change that watchers must see."""
         return self._version
 
     def push(self, record: NodeRecord, *, ttl_ms: int, now_s: float) -> PushOutcome:
         """Register or renew. Takes ownership of `record`.
 
-        A port cannot be held by two living processes, so another incarnation at the same endpoint takes the name over
-        at once; elsewhere it waits until the holder's record has run out.
+        Two living processes cannot hold one port, so another incarnation at the same endpoint takes the name over at
+        once. At another endpoint it has to wait until the holder's record has expired.
 
-        Raises BatonError: NAME_IN_USE, INCARNATION_MISMATCH (this incarnation has been replaced or removed),
-        DIRECTORY_FULL, or what `check_record` raises; nothing has changed then.
+        Raises BatonError with nothing changed: NAME_IN_USE, INCARNATION_MISMATCH (this incarnation was replaced or
+        removed), DIRECTORY_FULL, or what `check_record` raises.
         """
         check_push(record, ttl_ms, self._limits)
         self.expire(now_s=now_s)
@@ -147,40 +125,39 @@ class DirectoryState:
         if record.sequence <= holder.record.sequence:
             return PushOutcome.STALE
         holder.expires_s = expires_s
-        if _same_but_sequence(holder.record, record):
-            holder.record.sequence = record.sequence
+        holder.record.sequence = record.sequence
+        if holder.record == record:
             return PushOutcome.RENEWED
         self._put(record, expires_s)
         return PushOutcome.CHANGED
 
     def remove(self, *, name: str, incarnation: int, now_s: float) -> bool:
-        """The node leaves. False where the name is not held, or is held by another incarnation.
+        """The node leaves. False if nobody or another incarnation holds the name.
 
-        Watchers get an event for a name that is not held too: they may know the node from before a restart.
+        Watchers also get an event for a name that nobody holds: they may know the node from before a restart.
         """
         self.expire(now_s=now_s)
-        # Remembered in any case: the Remove may have overtaken the Push.
+        # In any case: the Remove may have overtaken the Push.
         self._forget(incarnation, now_s)
         holder = self._entries.get(name)
         if holder is not None and holder.record.incarnation != incarnation:
             return False
         self._entries.pop(name, None)
-        self._note_removal(name, incarnation, ran_out=False)
+        self._note_removal(name, incarnation, expired=False)
         return holder is not None
 
     def expire(self, *, now_s: float) -> tuple[NodeRecord, ...]:
-        """Drop overdue records and return them. A process that was only stopped may push again."""
+        """Drop expired records and return them. A process that was only stopped may push again."""
         overdue = tuple(entry.record for entry in self._entries.values() if entry.expires_s <= now_s)
         for record in overdue:
             del self._entries[record.name]
-            self._note_removal(record.name, record.incarnation, ran_out=True)
+            self._note_removal(record.name, record.incarnation, expired=True)
         while self._gone and next(iter(self._gone.values())) <= now_s:
             self._gone.popitem(last=False)
         return overdue
 
     def stood_still(self, *, gap_s: float) -> None:
-        """Nobody could be heard for so long. To be told before anything else is asked at the new time: whatever lasts
-        for a time lasts so much longer."""
+        """Extend every expiry by `gap_s`, in which no node could be heard. The first call at the new time."""
         for entry in self._entries.values():
             entry.expires_s += gap_s
         for incarnation in self._gone:
@@ -191,22 +168,22 @@ class DirectoryState:
         self.expire(now_s=now_s)
         return tuple(self._entries[name].record for name in sorted(self._entries))
 
-    def changes_since(self, version: int | None, *, now_s: float) -> Changes:
-        """What a watcher at `version` lacks; None, or a version too far back, gets a snapshot.
+    def changes_since(self, version: int | None, *, now_s: float) -> WatchEvent:
+        """What brings a watcher at `version` to the present one; a snapshot for None or a version too far back.
 
-        However slow the watcher: a record that changed often comes once, as it is now, and nothing queues up for it.
+        A record that changed often comes once, as it is now, so nothing queues up for a slow watcher. The removals of a
+        snapshot are for watchers that know nodes from before. They leave out nodes whose record expired: the directory
+        may be at fault, if no node could reach it.
         """
         self.expire(now_s=now_s)
         snapshot = version is None or version < self._complete_since
         after = -1 if version is None or snapshot else version
         changed = sorted(name for name, entry in self._entries.items() if entry.version > after)
-        return Changes(
-            version=self._version,
+        left = [left for left in self._left.values() if left.version > after and not (snapshot and left.expired)]
+        return WatchEvent(
             snapshot=snapshot,
-            upserts=tuple(self._entries[name].record for name in changed),
-            removals=tuple(
-                left.removal for left in self._left.values() if left.version > after and not (snapshot and left.ran_out)
-            ),
+            upserts=[self._entries[name].record for name in changed],
+            removals=[each.removal for each in left],
         )
 
     def _put(self, record: NodeRecord, expires_s: float) -> None:
@@ -214,11 +191,11 @@ class DirectoryState:
         self._entries[record.name] = _Entry(record=record, expires_s=expires_s, version=self._version)
         self._left.pop(record.name, None)
 
-    def _note_removal(self, name: str, incarnation: int, *, ran_out: bool) -> None:
+    def _note_removal(self, name: str, incarnation: int, *, expired: bool) -> None:
         self._version += 1
         self._left.pop(name, None)
-        removal = Removal(name=name, incarnation=incarnation)
-        self._left[name] = _Left(removal=removal, version=self._version, ran_out=ran_out)
+        removal = RemoveRequest(name=name, incarnation=incarnation)
+        self._left[name] = _Left(removal=removal, version=self._version, expired=expired)
         if len(self._left) > self._limits.removals_kept_max:
             self._complete_since = self._left.popitem(last=False)[1].version
 
@@ -229,15 +206,8 @@ class DirectoryState:
             self._gone.popitem(last=False)
 
 
-def _same_but_sequence(old: NodeRecord, new: NodeRecord) -> bool:
-    compared = NodeRecord()
-    compared.CopyFrom(old)
-    compared.sequence = new.sequence
-    return compared == new
-
-
 def check_push(record: NodeRecord, ttl_ms: int, limits: DirectoryLimits) -> None:
-    """Refuse what no directory takes. Raises BatonError BAD_FIELD, or what `check_record` raises."""
+    """Raises BatonError BAD_FIELD, or what `check_record` raises, for a push that no directory takes."""
     check_record(record)
     if not limits.ttl_ms_min <= ttl_ms <= limits.ttl_ms_max:
         raise bad_field("ttl_ms", f"ttl_ms must be {limits.ttl_ms_min} to {limits.ttl_ms_max}, not {ttl_ms}.")
@@ -259,7 +229,7 @@ def directory_full(count: int, ttl_ms: int) -> BatonError:
 
 
 def name_in_use(name: str, endpoint: str, incarnation: int, left_ms: int) -> BatonError:
-    """`endpoint` and `incarnation` are the holder's, whose record runs out in `left_ms`."""
+    """`endpoint` and `incarnation` are the holder's, whose record expires in `left_ms`."""
     left_ms = max(1, left_ms)
     return BatonError(
         Reason.NAME_IN_USE,

@@ -10,7 +10,7 @@ from typing import Final
 from batonpb import directory_pb2, directory_pb2_grpc
 
 from baton.clock import Clock
-from baton.directory import Changes, DirectoryLimits, DirectoryState, PushOutcome, Standstill
+from baton.directory import DirectoryLimits, DirectoryState, PushOutcome, Standstill
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.log import get_log
 from baton.rpc import RpcServer
@@ -26,14 +26,13 @@ class DirectoryConfig:
 
     limits: DirectoryLimits = field(default_factory=DirectoryLimits)
     watchers_max: int = 1024
-    """Watchers at the same time."""
     watch_interval_ms: int = 10
-    """A watcher is sent changes at most this often; what changes in between is sent together."""
+    """A watcher gets changes at most this often; those in between come together."""
     expire_interval_ms: int = 100
-    """Time between two looks for records that have expired."""
+    """Time between two looks for expired records."""
     standstill_ms_min: int = 400
-    """After a longer pause between two looks the directory itself stood still: every expiry is extended once by the
-    rest of the pause."""
+    """After a longer time between two looks, every expiry is extended once by what is beyond it: the directory itself
+    stood still."""
 
     def __post_init__(self) -> None:
         check_positive(self, "watchers_max", "watch_interval_ms", "expire_interval_ms")
@@ -50,13 +49,14 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
         self._state = DirectoryState(limits=config.limits)
         self._standstill = Standstill(ms_min=config.standstill_ms_min, now_s=clock.monotonic_s())
         self._changed = asyncio.Event()
-        self._told_version = 0
+        self._seen_version = 0
+        """The version at the last wake-up of the watchers."""
         self._watchers = 0
         self._closing = False
         self._expirer: asyncio.Task[None] | None = None
 
     def start(self, server: RpcServer) -> None:
-        """Register with `server`, which is not started yet, and begin to let records expire. Needs a running loop."""
+        """Register with `server`, which is not started yet, and begin to drop expired records. Needs a running loop."""
         server.add(DIRECTORY_SERVICE, directory_pb2_grpc.add_DirectoryServicer_to_server, self)
         self._expirer = asyncio.create_task(self._expire_forever(), name="directory-expire")
 
@@ -99,14 +99,14 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
             while not self._closing:
                 now_s = self._expire()
                 changed = self._changed
-                changes = self._state.changes_since(version, now_s=now_s)
-                if version is None or changes.version != version:
-                    version = changes.version
-                    # The generator rests here while the watcher is slow to read; what it misses is merged.
-                    yield _event(changes)
-                    await self._clock.sleep_s(self._config.watch_interval_ms / 1e3)
-                else:
+                if version == self._state.version:
                     await changed.wait()
+                    continue
+                event = self._state.changes_since(version, now_s=now_s)
+                version = self._state.version
+                # While the watcher is slow to read, the generator waits here, and further changes are merged.
+                yield event
+                await self._clock.sleep_s(self._config.watch_interval_ms / 1e3)
         finally:
             self._watchers -= 1
 
@@ -116,34 +116,25 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
             self._expire()
 
     def _expire(self) -> float:
-        """Before whatever is done with the records: let them expire, but for what a standstill gives them. Returns the
-        time by which that was judged, which is the time to go on with."""
+        """Extend all records after a standstill, then drop the expired ones. Call it before every use of the records.
+
+        Returns the time that it used, which the caller uses too.
+        """
         now_s = self._clock.monotonic_s()
         gap_s = self._standstill.look(now_s=now_s)
         if gap_s:
-            log.warning("stood still and heard of nobody; all records live so much longer", ms=round(gap_s * 1e3))
+            log.warning("stood still and heard from no node; all records are extended", ms=round(gap_s * 1e3))
             self._state.stood_still(gap_s=gap_s)
         for record in self._state.expire(now_s=now_s):
-            log.warning("node not heard of any more", name=record.name, endpoint=record.endpoint)
+            log.warning("node expired", name=record.name, endpoint=record.endpoint)
         self._wake_if_changed()
         return now_s
 
     def _wake_if_changed(self) -> None:
-        if self._state.version != self._told_version:
-            self._told_version = self._state.version
+        if self._state.version != self._seen_version:
+            self._seen_version = self._state.version
             self._wake()
 
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-
-
-def _event(changes: Changes) -> directory_pb2.WatchEvent:
-    return directory_pb2.WatchEvent(
-        snapshot=changes.snapshot,
-        upserts=changes.upserts,
-        removals=[
-            directory_pb2.RemoveRequest(name=removal.name, incarnation=removal.incarnation)
-            for removal in changes.removals
-        ],
-    )

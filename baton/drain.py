@@ -1,10 +1,10 @@
-"""The orders that a node takes about its own life, and the proof that a drain is over."""
+"""A node's orders about its own life (cordon, drain and back), and the proof that a drain is over."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final
 
 from baton.clock import Clock, first_of
@@ -17,7 +17,7 @@ from baton.tasks import end_task
 log = get_log("drain")
 
 PROOF_MS: Final = 50
-"""Between two looks of a draining node at what it still holds."""
+"""Time between two looks of a draining node at what it still holds."""
 WHY_CHARS_MAX: Final = 100
 DRAINING_RETRY_MS: Final = 1_000
 
@@ -30,24 +30,19 @@ class Holdings:
     answers_unacknowledged: int = 0
     grants_received: int = 0
     grants_quarantined: int = 0
-    """Of `grants_received`: their blocks end with the process, so they hold no drain back."""
+    """Also counted in `grants_received`. Their blocks end with the process, so they do not delay a drain."""
     grants_written: int = 0
     unacknowledged_writes: int = 0
 
     def left(self) -> dict[str, int]:
-        """What holds a drain back, by name; nothing that is 0."""
-        counts = {
-            "requests": self.requests,
-            "answers_unacknowledged": self.answers_unacknowledged,
-            "grants_received": self.grants_received - self.grants_quarantined,
-            "grants_written": self.grants_written,
-            "unacknowledged_writes": self.unacknowledged_writes,
-        }
+        """What delays a drain, by name; without zeros."""
+        counts: dict[str, int] = asdict(self)
+        counts["grants_received"] -= counts.pop("grants_quarantined")
         return {what: count for what, count in counts.items() if count}
 
 
 def node_draining(own: Incarnation) -> BatonError:
-    """The error of a node that takes no new requests; `refused_by` says whether the node that was asked sent it."""
+    """The error of a node that takes no new requests."""
     return BatonError(
         Reason.NODE_DRAINING,
         "This node takes no new requests: it is cordoned, draining or about to end.",
@@ -57,25 +52,17 @@ def node_draining(own: Incarnation) -> BatonError:
 
 
 def refused_by(error: BatonError, incarnation: Incarnation) -> bool:
-    """Whether this process, and no other that it asked, takes no new requests."""
+    """Whether `error` says that this process takes no new requests, and not another one that it asked."""
     return error.reason is Reason.NODE_DRAINING and error.metadata.get("incarnation") == f"{incarnation:016x}"
 
 
 class NodeDrain:
-    """Cordon, drain and back, of one node; on its event loop.
-
-    `holds` says what the node holds now. `changed` is called after every change of state: readiness and directory
-    follow there.
-    """
+    """Cordon, drain and back, of one node; on its event loop."""
 
     def __init__(
-        self,
-        lifecycle: NodeLifecycle,
-        *,
-        clock: Clock,
-        holds: Callable[[], Holdings],
-        changed: Callable[[], None],
+        self, lifecycle: NodeLifecycle, *, clock: Clock, holds: Callable[[], Holdings], changed: Callable[[], None]
     ) -> None:
+        """`holds` says what the node holds now. `changed` is called after every change of state."""
         self._lifecycle = lifecycle
         self._clock = clock
         self._holds = holds
@@ -85,13 +72,14 @@ class NodeDrain:
 
     @property
     def safe_to_delete(self) -> bool:
-        """The node has proved that it holds nothing, and still holds nothing."""
+        """The drain is over, and the node still holds nothing."""
         return self._lifecycle.state is Lifecycle.DRAINED and not self._holds().left()
 
     def order(self, event: LifecycleEvent, why: str) -> None:
-        """CORDON, UNCORDON, DRAIN or UNDRAIN; a repeat changes nothing. Returns at once: a drain goes on by itself.
+        """CORDON, UNCORDON, DRAIN or UNDRAIN; a repeat changes nothing. Returns at once; a drain goes on by itself.
 
-        Raises BatonError BAD_LIFECYCLE where the state does not allow it, and for the way back once the process stops.
+        Raises BatonError BAD_LIFECYCLE if the state does not allow it, and for anything but DRAIN in a process that is
+        stopping.
         """
         assert event is not LifecycleEvent.EMPTY
         if self._stopping and event is not LifecycleEvent.DRAIN:
@@ -107,7 +95,7 @@ class NodeDrain:
             self._proving = asyncio.create_task(self._prove(), name="drain")
 
     async def serve_until(self, stop: asyncio.Event, drain: asyncio.Event | None, *, drain_ms_max: int) -> None:
-        """Return at `stop`; or at `drain`, when the node is empty or `drain_ms_max` has passed, whichever is first."""
+        """Return at `stop`, or after `drain` as soon as the node is empty or `drain_ms_max` has passed."""
         if drain is None:
             await stop.wait()
             return
@@ -134,7 +122,7 @@ class NodeDrain:
             self._changed()
 
     def _is_empty(self) -> bool:
-        """Become DRAINED if nothing is left."""
+        """Whether nothing is left; then the node becomes DRAINED."""
         if self._holds().left():
             return False
         self._handle(LifecycleEvent.EMPTY, "nothing is left")

@@ -1,6 +1,6 @@
-"""The life of a node, owned by the node itself: STARTING -> READY -> DRAINING -> DRAINED -> STOPPED, and CORDONED.
+"""The life of a node, which the node owns: STARTING -> READY -> DRAINING -> DRAINED -> STOPPED, and CORDONED.
 
-The state machine is pure. `install_signal_handlers` is the only part that touches the process.
+The state machine is pure. Only `install_signal_handlers` touches the process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final
 from baton.errors import BatonError, Reason
 
 HISTORY_MAX: Final = 16
-"""How many of the last changes of state a node remembers, to show in an error."""
+"""Changes of state that a node remembers for its errors."""
 
 
 class Lifecycle(IntEnum):
@@ -26,11 +26,11 @@ class Lifecycle(IntEnum):
     STARTING = 1
     READY = 2
     CORDONED = 3
-    """Takes nothing new, keeps what it has; can become READY again."""
+    """Takes nothing new and keeps what it has; can become READY again."""
     DRAINING = 4
-    """Takes nothing new, finishes what it has; can become READY again until the process is stopping."""
+    """Takes nothing new and finishes what it has; can become READY again until the process is stopping."""
     DRAINED = 5
-    """Has proved that it holds nothing."""
+    """Holds nothing, and has checked that."""
     STOPPED = 6
 
 
@@ -40,7 +40,7 @@ class LifecycleEvent(Enum):
     UNCORDON = "uncordon"
     DRAIN = "drain"
     UNDRAIN = "undrain"
-    EMPTY = "empty"  # the node has proved it: no request, no grant, no unacknowledged outbound write
+    EMPTY = "empty"  # no request, no grant, no unacknowledged outbound write
     STOP = "stop"
 
 
@@ -57,18 +57,18 @@ TRANSITIONS: Final[Mapping[tuple[Lifecycle, LifecycleEvent], Lifecycle]] = {
     (Lifecycle.DRAINING, LifecycleEvent.DRAIN): Lifecycle.DRAINING,
     (Lifecycle.DRAINING, LifecycleEvent.UNDRAIN): Lifecycle.READY,
     (Lifecycle.DRAINING, LifecycleEvent.EMPTY): Lifecycle.DRAINED,
-    # The drain's time limit has passed: what is left is given up, by its owner, before the process ends.
+    # The drain's time limit has passed: the owner gives up what is left before the process ends.
     (Lifecycle.DRAINING, LifecycleEvent.STOP): Lifecycle.STOPPED,
     (Lifecycle.DRAINED, LifecycleEvent.DRAIN): Lifecycle.DRAINED,
     (Lifecycle.DRAINED, LifecycleEvent.UNDRAIN): Lifecycle.READY,
     (Lifecycle.DRAINED, LifecycleEvent.STOP): Lifecycle.STOPPED,
     (Lifecycle.STOPPED, LifecycleEvent.STOP): Lifecycle.STOPPED,
 }
-"""Everything that may happen. An event that repeats what is so already is no error; what is not listed is one."""
+"""All that may happen; anything else is an error. An event that changes nothing is allowed."""
 
 
 class NodeLifecycle:
-    """Where one node is in its life, and how it got there."""
+    """The state of one node, and its history."""
 
     def __init__(self, *, now_s: float) -> None:
         self._state = Lifecycle.STARTING
@@ -81,18 +81,18 @@ class NodeLifecycle:
 
     @property
     def takes_requests(self) -> bool:
-        """Whether new requests may be placed here; readiness is the same thing."""
+        """Whether new requests may be placed here. Readiness is the same."""
         return self._state is Lifecycle.READY
 
     @property
     def ended_empty(self) -> bool:
-        """Its end was ordered when it had proved that it held nothing."""
-        return self._state is Lifecycle.STOPPED and len(self._history) > 1 and self._history[-2][1] is Lifecycle.DRAINED
+        """STOPPED, directly after DRAINED."""
+        return [state for _, state, _ in self._history][-2:] == [Lifecycle.DRAINED, Lifecycle.STOPPED]
 
     def handle(self, event: LifecycleEvent, *, now_s: float, why: str = "") -> Lifecycle:
-        """Apply `event` and return the new state. `why` ("SIGTERM", "weights loaded") is kept for the story.
+        """Apply `event` and return the new state. `story` shows `why` ("SIGTERM", "weights loaded").
 
-        Raises BatonError BAD_LIFECYCLE, with nothing changed, where the table has no such transition.
+        Raises BatonError BAD_LIFECYCLE, with nothing changed, if the table has no such transition.
         """
         new = TRANSITIONS.get((self._state, event))
         if new is None:
@@ -123,18 +123,17 @@ def install_signal_handlers(
     *,
     on_drain: Callable[[signal.Signals], None] | None = None,
 ) -> Callable[[], None]:
-    """SIGINT and SIGTERM: the first calls `on_stop` on the loop, any further one ends the process at once (130, 143).
+    """The first SIGINT or SIGTERM calls `on_stop` on the loop; a further one ends the process at once (130, 143).
 
-    With `on_drain` a first SIGTERM calls that instead, and a SIGINT after it is still the first call of `on_stop`.
-    Main thread only. A terminal sends Ctrl-C to every process of its foreground group: a parent that stops its
-    children itself starts them in sessions of their own, or they count two signals. Returns the function that puts the
-    handlers back that were there before.
+    With `on_drain`, a first SIGTERM calls that instead, and a SIGINT after it still calls `on_stop`. Main thread only.
+    A terminal sends Ctrl-C to every process of its foreground group: a parent that stops its children itself must start
+    them in sessions of their own, or they get two signals. Returns the function that restores the previous handlers.
     """
     caught = (signal.SIGINT, signal.SIGTERM)
     before = {signum: signal.getsignal(signum) for signum in caught}
 
     def end_at_once(*signums: signal.Signals) -> None:
-        # From here on a plain handler: it runs between any two bytecodes, even when the loop itself is stuck.
+        # A plain handler runs between any two bytecodes, even when the loop is stuck.
         for each in signums:
             loop.remove_signal_handler(each)
             signal.signal(each, _exit_now)
@@ -158,6 +157,5 @@ def install_signal_handlers(
     return restore
 
 
-def _exit_now(signum: int, frame: FrameType | None) -> None:
-    del frame
+def _exit_now(signum: int, _: FrameType | None) -> None:
     os._exit(128 + signum)

@@ -1,11 +1,10 @@
-"""How a process learns that another one has died, stopped or been cut off. One configuration for every such place.
+"""How a process learns that another one has died, stopped or been cut off.
 
-Each gRPC connection between nodes is pinged from both ends while it is silent. gRPC answers a ping on a thread of its
-own, in native code: a process whose event loop or interpreter lock is busy answers, one that is stopped or cut off
-does not. A connection that ends, or whose ping goes unanswered, ends every call on it. Whoever holds a long-lived call
-to a peer (`Reach`) then tries to reach it again for a short time before it believes it lost. A peer that takes every
-such call and ends each at once, with nothing of use said, might as well be gone, and is believed lost too.
-Being wrong costs what was under way there and is safe: ownership of blocks and of tokens never depends on it.
+Both ends ping each silent gRPC connection between nodes. gRPC answers on a thread of its own in native code, so a busy
+process answers and one that is stopped or cut off does not. A connection that ends, or leaves a ping unanswered, ends
+every call on it. The holder of a long-lived call to a peer (`Reach`) then tries to reach it again for a short time
+before it counts it as lost. A peer that accepts every such call and ends it at once counts as lost too.
+A wrong guess costs the work under way there and is safe: ownership of blocks and tokens never depends on it.
 """
 
 from __future__ import annotations
@@ -22,13 +21,12 @@ from baton.endpoint import split_endpoint
 from baton.errors import BatonError, Reason, check_positive
 
 JITTER_MAX: Final = 0.2
-"""The pause between pings is shorter by up to this share on some connections, so that pings spread out."""
+"""The pause between pings is shorter by up to this share, so that the pings of many connections spread out."""
 REFUSALS_MAX: Final = 3
-"""Tries in a row at which nobody listens there before the peer is lost at once."""
+"""A peer is lost after this many tries in a row at which nobody listens at its address."""
 DOUBT_PAUSE_MS: Final = 1_000
-"""After a peer was lost for ending every call at once: until it is tried again, doubled with each time."""
+"""Pause before the next try after a peer was lost for ending every call at once; doubled each time."""
 DOUBT_PAUSE_MS_MAX: Final = 5_000
-"""A peer that recovers is tried again at most this much later, and is of use `failed_stream_ms_max` after that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,26 +47,19 @@ class LivenessConfig:
         "Connections break and come back, as behind a load balancer or a restarting network.",
     )
     reconnect_pause_ms: int = fixed(50)
-    """Pause between two tries to reach it again."""
+    """Pause between two tries to reach a peer again."""
     failed_stream_ms_max: int = fixed(1_000)
-    """A long call that ends before this, with nothing of use received on it, was of no use."""
+    """A long call that ends before this with nothing of use received has failed."""
     failed_streams_max: int = fixed(6)
-    """Such calls in a row, with longer and longer pauses, before the peer is lost."""
+    """Failed calls in a row, with growing pauses, before the peer is lost."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "heartbeat_ms", "answer_ms_max", "reconnect_ms_max", "reconnect_pause_ms")
-        check_positive(self, "failed_stream_ms_max", "failed_streams_max")
-
-    @property
-    def noticed_ms_max(self) -> int:
-        """The longest that a stopped or cut-off peer is taken to be alive."""
-        return self.heartbeat_ms + self.answer_ms_max + self.reconnect_ms_max
+        check_positive(self, *self.__slots__)
 
     def ping_options(self, rng: random.Random | None) -> list[tuple[str, int]]:
-        """gRPC's options for a channel or a server. A server's pings cannot be spread: `rng` is None there.
+        """gRPC's options for a channel or a server. `rng` spreads the pings; None for a server, where it cannot.
 
-        The name `keepalive_timeout` does not keep what it promises: in the versions that we know (1.74) a ping is given
-        up after `ping_timeout`, a minute by default, so both are set.
+        Despite its name, `keepalive_timeout` limits no ping in gRPC 1.74: `ping_timeout` does, by default a minute.
         """
         shorter = rng.uniform(0, JITTER_MAX) if rng is not None else 0.0
         return [
@@ -81,10 +72,9 @@ class LivenessConfig:
 
 
 class Reach:
-    """What one holder of a long-lived call to a peer believes of it. Lives on one event loop.
+    """Whether a peer counts as lost, for the holder of a long-lived call to it. Lives on one event loop.
 
-    Each call goes through `connected`; `heard` is called when something comes on it; after each end, `lost` says
-    whether to believe the peer lost.
+    Pass each call to `connected`, call `heard` when something arrives on it, and after each end ask `lost`.
     """
 
     def __init__(self, endpoint: str, config: LivenessConfig, clock: Clock) -> None:
@@ -96,53 +86,55 @@ class Reach:
         self._connected_s: float | None = None
         self._failed_streams = 0
         self._doubts = 0
-        """Times in a row that it was lost for calls that came to nothing."""
+        """How often in a row it was lost for failed calls."""
         self.why = ""
 
     @property
     def doubted(self) -> bool:
-        """Lost for calls that came to nothing, and nothing heard since: that it takes a call says little."""
+        """Lost for failed calls and not heard since: that it accepts a call proves little."""
         return self._doubts > 0
 
     @property
     def doubt_pause_s(self) -> float:
-        """How long a peer that is doubted is left alone; 0 for one that is not."""
+        """Pause before a doubted peer is tried again; 0 for others."""
         return doubt_pause_ms(self._doubts) / 1000
 
     async def connected(self, call: Any) -> None:
-        """Wait until a call that has just been made is on a connection to the peer. Cancels it where that takes longer
-        than is left, and raises BatonError PEER_UNREACHABLE; raises grpc.aio.AioRpcError where it has ended."""
+        """Wait until a new call is on a connection to the peer.
+
+        Raises BatonError PEER_UNREACHABLE and cancels the call when the time is over; grpc.aio.AioRpcError if it ended.
+        """
         try:
             async with asyncio.timeout(self._left_s):
                 await call.wait_for_connection()
         except TimeoutError as error:
             call.cancel()
             raise BatonError(Reason.PEER_UNREACHABLE, f"No connection to {self._endpoint} yet.") from error
-        self._begin()
+        self._broken_s, self._refusals = None, 0
         self._connected_s = self._clock.monotonic_s()
 
     def heard(self) -> None:
-        """The peer has said something of use on the call, or has kept it long enough: it is of use."""
+        """The peer sent something of use on the call, or kept the call for long enough."""
         self._connected_s = None
-        self._failed_streams = 0
-        self._doubts = 0
+        self._failed_streams = self._doubts = 0
 
     @property
     def _left_s(self) -> float:
-        if self._broken_s is None:
-            return self._config.reconnect_ms_max / 1000
-        return max(0.0, self._broken_s + self._config.reconnect_ms_max / 1000 - self._clock.monotonic_s())
+        """Time left to reach the peer again."""
+        now_s = self._clock.monotonic_s()
+        broken_s = now_s if self._broken_s is None else self._broken_s
+        return max(0.0, broken_s + self._config.reconnect_ms_max / 1000 - now_s)
 
     async def lost(self) -> bool:
-        """The call has ended, or could not be made. True: the peer is lost, `why` says how that is known, and the next
-        call has all the time again. Pauses where it is not."""
+        """The call has ended, or could not be made. Returns whether the peer is lost, and then `why` says the reason.
+
+        It pauses before it returns False. After True, the next call has all the time again.
+        """
         self._count_failed_stream()
         if self._broken_s is None:
             self._broken_s = self._clock.monotonic_s()
-        if await nobody_listens(self._endpoint, timeout_s=self._left_s):
-            self._refusals += 1
-        else:
-            self._refusals = 0
+        refused = await nobody_listens(self._endpoint, timeout_s=self._left_s)
+        self._refusals = self._refusals + 1 if refused else 0
         if self._refusals >= REFUSALS_MAX:
             self.why = "nobody listens at its address"
             self._doubts = 0
@@ -153,19 +145,13 @@ class Reach:
             self.why = f"it was not reached again for {self._config.reconnect_ms_max} ms"
             self._doubts = 0
         else:
-            await self._clock.sleep_s(self._pause_s)
+            pause_s = self._config.reconnect_pause_ms / 1000
+            # One failed stream may be a link that broke twice; from the third on the pauses grow.
+            growing_s = pause_s * (1 << (self._failed_streams - 2)) if self._failed_streams > 2 else 0.0
+            await self._clock.sleep_s(max(min(pause_s, self._left_s), growing_s))
             return False
-        self._failed_streams = 0
-        self._begin()
+        self._broken_s, self._refusals, self._failed_streams = None, 0, 0
         return True
-
-    @property
-    def _pause_s(self) -> float:
-        """One failed stream may be a link that broke twice; from the third on the pauses grow."""
-        pause_s = self._config.reconnect_pause_ms / 1000
-        return max(
-            min(pause_s, self._left_s), pause_s * (1 << (self._failed_streams - 2)) if self._failed_streams > 2 else 0.0
-        )
 
     def _count_failed_stream(self) -> None:
         connected_s, self._connected_s = self._connected_s, None
@@ -176,18 +162,14 @@ class Reach:
         else:
             self.heard()
 
-    def _begin(self) -> None:
-        self._broken_s = None
-        self._refusals = 0
-
 
 def doubt_pause_ms(doubts: int) -> int:
-    """Pause before trying a peer again that was lost this often in a row for ending every call at once."""
+    """Pause before the next try of a peer that was lost this often in a row for failed calls."""
     return min(DOUBT_PAUSE_MS << min(doubts - 1, 16), DOUBT_PAUSE_MS_MAX) if doubts else 0
 
 
 async def nobody_listens(endpoint: str, *, timeout_s: float) -> bool:
-    """Whether the peer's machine says that no process has this port. False where it says nothing or is not found."""
+    """Whether the peer's machine answers that no process has this port. False if it does not answer or is not found."""
     host, port = split_endpoint(endpoint)
     try:
         async with asyncio.timeout(timeout_s):

@@ -37,9 +37,8 @@ class Log(logging.LoggerAdapter[logging.Logger]):
     """A standard logger whose further keyword arguments become `key=value` at the end of the line."""
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        passed = {key: value for key, value in kwargs.items() if key in _OWN_ARGUMENTS}
-        fields = {key: value for key, value in kwargs.items() if key not in _OWN_ARGUMENTS}
-        passed["extra"] = {**(passed.get("extra") or {}), _FIELDS: fields}
+        passed = {key: kwargs.pop(key) for key in _OWN_ARGUMENTS & kwargs.keys()}
+        passed["extra"] = {**(passed.get("extra") or {}), _FIELDS: kwargs}
         return msg, passed
 
 
@@ -68,7 +67,7 @@ class JsonFormatter(LineFormatter):
     """One JSON object a line, the traceback inside: `time`, `level`, `node`, `component`, `message`, `fields`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        told: dict[str, object] = {
+        event: dict[str, object] = {
             "time": _time_text(record),
             "level": record.levelname,
             "node": self._node,
@@ -77,8 +76,8 @@ class JsonFormatter(LineFormatter):
             "fields": {key: _json_value(value) for key, value in _fields(record).items()},
         }
         if record.exc_info:
-            told["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(told)
+            event["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(event)
 
 
 _FORMATTERS: Final = {LogFormat.TEXT: LineFormatter, LogFormat.JSON: JsonFormatter}
@@ -87,9 +86,9 @@ _FORMATTERS: Final = {LogFormat.TEXT: LineFormatter, LogFormat.JSON: JsonFormatt
 def set_up_logging(
     *, node: str, level: LogLevel, log_format: LogFormat = LogFormat.TEXT, stream: TextIO | None = None
 ) -> logging.Handler:
-    """Send this process's events to `stream` (default stderr), replacing what an earlier call has set up.
+    """Send this process's events to `stream` (default stderr) in place of what an earlier call has set up.
 
-    Libraries are heard from WARNING up. Returns the handler, for `tear_down_logging`.
+    Libraries log from WARNING up. Returns the handler.
     """
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(_FORMATTERS[log_format](node))
@@ -103,14 +102,8 @@ def set_up_logging(
     return handler
 
 
-def tear_down_logging(handler: logging.Handler) -> None:
-    """Take back `set_up_logging`. Does not close the stream."""
-    logging.getLogger().removeHandler(handler)
-    logging.getLogger(_ROOT).setLevel(logging.NOTSET)
-
-
 def _time_text(record: logging.LogRecord) -> str:
-    """This machine's time with its difference from UTC: lines of several days and several machines can be ordered."""
+    """Local time with its offset from UTC, so that lines of several machines can be ordered."""
     return datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
 
 

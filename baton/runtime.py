@@ -1,4 +1,4 @@
-"""What every node process has around its work: server, channels, membership, lifecycle, upkeep, the Node service."""
+"""What every node process has: server, channels, membership, lifecycle, upkeep, and the Node service."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ log = get_log("node")
 
 UPKEEP_MS = 1_000
 WATCH_STATUS_MS = 1_000
-"""Between two statuses of a call that watches, while nothing changes."""
+"""Time between two statuses of `WatchStatus` while nothing changes."""
 NODE_SERVICE = "baton.v1.Node"
 
 Progress = Callable[[str, int, int], None]
-"""What is being done, how much of it is done, how much there is."""
+"""Called with what is being done, how much of it is done, and how much there is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessConfig:
-    """What the configurations of routers and of serving nodes have in common. Raises InvalidField."""
+    """What routers and serving nodes both configure. Raises InvalidField."""
 
     name: str = field(
         metadata={
@@ -80,8 +80,8 @@ class ProcessConfig:
 
 
 class NodeRuntime:
-    """One node process. `holds` says what the node answers for, `status` adds details to its answer, `upkeep` is called
-    every second; none of them may block."""
+    """One node process. Its owner sets `load`, `holds` (what the node still answers for), `status` (adds details to the
+    answer of GetStatus) and `upkeep` (called every second). None of them may block."""
 
     def __init__(
         self,
@@ -93,10 +93,7 @@ class NodeRuntime:
         rng: random.Random,
         on_change: Callable[[], None] | None = None,
     ) -> None:
-        """`pod` is that of a serving node: a router sets no deletion cost.
-
-        Raises BatonError BAD_NAME, BAD_ENDPOINT or BAD_CONFIG.
-        """
+        """A router has no `pod`: it sets no deletion cost. Raises BatonError BAD_NAME, BAD_ENDPOINT or BAD_CONFIG."""
         self.config, self.role = config, role
         self.name = check_name(config.name)
         self.incarnation = Incarnation(rng.getrandbits(64) | 1)
@@ -111,13 +108,13 @@ class NodeRuntime:
         self.transports: tuple[str, ...] = ()
         self.load: Callable[[], NodeLoad] = NodeLoad
         self.holds: Callable[[], Holdings] = Holdings
-        self.status: Callable[[node_pb2.NodeStatus], None] = _nothing_to_add
+        self.status: Callable[[node_pb2.NodeStatus], None] = lambda _status: None
         self.upkeep: Callable[[], None] = lambda: None
         self.loop_lag = LoopLag(clock)
         self.ending = False
-        """The process is being taken apart."""
+        """The process is shutting down."""
         self.lifecycle_news = asyncio.Event()
-        """Set at the next change of the lifecycle, and another one from then on."""
+        """Set at the next change of the lifecycle, and then replaced by a new one."""
         self._upkeep_task: asyncio.Task[None] | None = None
         self.directory = open_directory(config.directory, channels=self.channels, clock=clock)
         self.membership = Membership(
@@ -133,7 +130,7 @@ class NodeRuntime:
         self.server.add(NODE_SERVICE, node_pb2_grpc.add_NodeServicer_to_server, _NodeService(self))
 
     def make_channels(self) -> Channels:
-        """Channels to other nodes, by this node's limits; the caller closes those that it asks for."""
+        """New channels to other nodes, with this node's limits. The caller closes them."""
         return Channels(limits=ChannelLimits(liveness=self.config.liveness), rng=self.rng)
 
     def record(self) -> NodeRecord:
@@ -149,11 +146,7 @@ class NodeRuntime:
         )
 
     async def check_listen(self) -> None:
-        """Fail before a model is loaded where the port is taken, or peers would get no usable address."""
-        self._check_advertised()
-        await check_can_bind(self.config.listen)
-
-    def _check_advertised(self) -> None:
+        """Fail before a model is loaded if the port is taken or peers cannot reach the address. Raises BatonError."""
         listen, advertise = self.config.listen, self.config.advertise
         if advertise is not None:
             check_reachable(advertise)
@@ -164,6 +157,7 @@ class NodeRuntime:
                 "one.",
                 field="advertise",
             )
+        await check_can_bind(listen)
 
     async def open(self) -> str:
         """Serve, register, become ready. Returns the endpoint that peers call.
@@ -175,14 +169,14 @@ class NodeRuntime:
         self.endpoint = self.config.advertise or join_endpoint(host, port)
         self._upkeep_task = asyncio.create_task(self._upkeep_forever(), name="upkeep")
         self.loop_lag.start()
-        # Registered as ready, not made ready later: whoever sees "ready" finds the node in the directory.
+        # Ready before it registers: whoever sees "ready" finds the node in the directory.
         self._become(LifecycleEvent.STARTED, "ready")
         await self.membership.start()
         self._lifecycle_seen()
         return self.endpoint
 
     async def serve_until(self, stop: asyncio.Event, drain: asyncio.Event | None) -> None:
-        """Return when the node is to be taken apart: at `stop`, or at `drain` and empty (or `drain_ms_max` later)."""
+        """Return when the node is to shut down: at `stop`, or after `drain` when empty or `drain_ms_max` later."""
         await self.drain.serve_until(stop, drain, drain_ms_max=self.config.drain_ms_max)
 
     async def leave(self) -> None:
@@ -231,10 +225,6 @@ class NodeRuntime:
                 log.exception("upkeep failed")
 
 
-def _nothing_to_add(_status: node_pb2.NodeStatus) -> None:
-    """A node that holds nothing but its record."""
-
-
 class _NodeService(node_pb2_grpc.NodeServicer):
     def __init__(self, runtime: NodeRuntime) -> None:
         self._runtime = runtime
@@ -273,20 +263,14 @@ class _NodeService(node_pb2_grpc.NodeServicer):
 
     def _status(self) -> node_pb2.NodeStatus:
         runtime = self._runtime
-        holds = runtime.holds()
         status = node_pb2.NodeStatus(
             record=record_to_proto(runtime.record()),
-            requests=holds.requests,
-            answers_unacknowledged=holds.answers_unacknowledged,
-            grants_received=holds.grants_received,
-            grants_quarantined=holds.grants_quarantined,
-            grants_written=holds.grants_written,
-            unacknowledged_writes=holds.unacknowledged_writes,
-            # Only then does a smaller pool remove this pod.
+            # A pool that shrinks removes this pod first only once its deletion cost is settled.
             safe_to_delete=runtime.drain.safe_to_delete and runtime.deletion_cost.settled,
             story=runtime.lifecycle.story(),
             ended_empty=runtime.lifecycle.ended_empty,
             ending=runtime.ending,
+            **dataclasses.asdict(runtime.holds()),
         )
         for name, value in runtime.deletion_cost.counters().items():
             status.counters.add(name=name, value=value)

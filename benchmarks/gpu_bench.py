@@ -127,7 +127,7 @@ class Bench:
             config=config, tensors=weights, block_size=BLOCK_SIZE, device=self.device,
             quantisation=quantisation, gpu=GpuConfig(graphs=graphs), capture=self.capture,
         )  # fmt: skip
-        runner.bind_tensor((allocate or self.zeros)(self.region_bytes(runner, num_blocks)), num_blocks)
+        runner.bind((allocate or self.zeros)(self.region_bytes(runner, num_blocks)), num_blocks)
         runner.warm_up(BlockId(num_blocks - 1))
         return runner
 

@@ -16,7 +16,7 @@ from cachestore.host_blocks import HostBlockId
 from cachestore.layout import kv_layout
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.region import Region
-from node.copiers import BlockCopy, BlockPlaces, StreamCopier
+from node.copiers import BlockCopier, BlockCopy, BlockPlaces
 from node.spill import SpillConfig
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ async def _move(bench: Bench, figures: Figures) -> None:
     begin = time.perf_counter()
     pinned = driver.register(host.array_U8)
     pinned_s = time.perf_counter() - begin
-    copier = StreamCopier(
+    copier = BlockCopier(
         streams=driver.streams,
         places=BlockPlaces(layout=layout, device_blocks=blocks, host_blocks=blocks),
         device=region,

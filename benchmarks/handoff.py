@@ -139,7 +139,7 @@ async def cluster(setting: Setting, transport: str) -> AsyncIterator[InferenceCl
             env = {**os.environ, "OMP_NUM_THREADS": "1"}
             child = Child(
                 name=service.value, command=command, env=env, log_path=Path(logs) / service.value,
-                on_progress=lambda _: None,
+                on_progress=lambda *_: None,
             )  # fmt: skip
             children.append(child)
             if not await child.wait_ready():

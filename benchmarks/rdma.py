@@ -194,7 +194,7 @@ def _post_queued(native: Poster, ops: WriteOps, chain: int) -> float:
     loop = asyncio.new_event_loop()
     limits = QueueLimits(
         qps=1, send_wrs_max=chain + 1, chain_wrs_max=chain, chain_bytes_max=1 << 30, wr_bytes_max=1 << 20,
-        on_the_way_bytes_max=1 << 40, abandoned_grants_max=1,
+        on_the_way_bytes_max=1 << 40,
     )  # fmt: skip
     lanes = ChainLanes(
         limits=limits,

@@ -52,10 +52,9 @@ class _Pin:
 class PinTable:
     """Mutable; owned by the node's control thread. Times are seconds of one monotonic clock, passed in."""
 
-    def __init__(self, cache: PrefixCache, *, num_blocks: int, block_size: int, limits: PinLimits) -> None:
+    def __init__(self, cache: PrefixCache, *, num_blocks: int, limits: PinLimits) -> None:
         self.blocks_max = int(num_blocks * limits.region_share_max)
         self._cache = cache
-        self._block_size = block_size
         self._limits = limits
         self._pins: dict[str, _Pin] = {}
 
@@ -79,7 +78,7 @@ class PinTable:
         if not chain:
             raise bad_field(
                 "tokens",
-                f"The prefix has {len(tokens)} tokens; it must fill at least one block of {self._block_size}.",
+                f"The prefix has {len(tokens)} tokens; it must fill at least one block of {self._cache.block_size}.",
             )
         old = self._pins.get(name)
         if old is not None and old.chain == chain:

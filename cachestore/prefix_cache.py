@@ -97,7 +97,7 @@ class PrefixCache:
     ) -> None:
         assert block_size > 0, block_size
         self._ledger = ledger
-        self._block_size = block_size
+        self.block_size = block_size
         self._fingerprint = fingerprint
         self._digest = digest
         self._entries: dict[bytes, Entry] = {}
@@ -137,7 +137,7 @@ class PrefixCache:
         self._now += 1
         found: list[BlockId] = []
         entry: Entry | None = None
-        for index in range(min(blocks_max, len(tokens) // self._block_size)):
+        for index in range(min(blocks_max, len(tokens) // self.block_size)):
             packed = self._pack(tokens, index)
             child = self._entries.get(self._link(entry, salt, packed))
             if child is None or not _is_same(child, entry, salt, packed):
@@ -158,7 +158,7 @@ class PrefixCache:
         if cursor.entry is not None and not cursor.entry.alive:
             # A duplicate of ours that the chain went through has been evicted, and what was behind it with it.
             cursor.blocks, cursor.entry = 0, None
-        for index in range(cursor.blocks, computed // self._block_size):
+        for index in range(cursor.blocks, computed // self.block_size):
             packed = self._pack(tokens, index)
             digest = self._link(cursor.entry, salt, packed)
             entry = self._entries.get(digest)
@@ -216,7 +216,7 @@ class PrefixCache:
         """The digests of the full blocks of `tokens`, indexed or not: what `pin` takes."""
         digests: list[bytes] = []
         parent = root_digest(self._fingerprint, salt)
-        for index in range(len(tokens) // self._block_size):
+        for index in range(len(tokens) // self.block_size):
             parent = self._digest(parent, self._pack(tokens, index))
             digests.append(parent)
         return tuple(digests)
@@ -274,7 +274,7 @@ class PrefixCache:
         assert not self._entries, len(self._entries)
 
     def _pack(self, tokens: Sequence[int], index: int) -> bytes:
-        return pack_tokens(tokens[index * self._block_size : (index + 1) * self._block_size])
+        return pack_tokens(tokens[index * self.block_size : (index + 1) * self.block_size])
 
     def _link(self, parent: Entry | None, salt: bytes, packed: bytes) -> bytes:
         if parent is not None:

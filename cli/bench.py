@@ -8,52 +8,52 @@ import os
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields
+from itertools import repeat
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import click
 
 from baton.errors import BatonError, InvalidField, Reason
-from baton.rpc import ChannelLimits, Channels
+from baton.rpc import Channels
 from cli.bench_load import LoadConfig, Loader, OpenAiTarget, RouterTarget, Target
 from cli.bench_plan import (
     BLOCK_TOKENS,
     LENGTH_MAX,
     LENGTHS_HELP,
     Arrivals,
-    Caps,
-    Fixed,
     Lengths,
     Planned,
     TraceError,
-    TraceScale,
     arrival_times,
     at_times,
     check_trace,
     drawn_requests,
     parse_lengths,
     trace_requests,
-    without_times,
 )
 from cli.bench_stats import Progress, Slo, check_plot, draw, report_data, report_text
-from cli.client import answer_timeout_option, router_option
+from cli.client import answer_timeout_option, open_channels, router_option
 from cli.invocation import EXIT_ERROR, EXIT_INTERRUPTED
-from cli.output import Output, output_option, print_json
-from cli.parameters import TOKEN_ID_MAX, Number
+from cli.output import JSON, output_option, print_json
+from cli.parameters import TOKEN_ID_MAX, Number, options
 from cli.signals import StopSignals
 from cli.supervisor import Cluster, ClusterSpec
-from cli.up import StartBoard
+from cli.up import started
 from engine.build import EngineKind
 
 CONCURRENCY_DEFAULT: Final = 4
 REQUESTS_DEFAULT: Final = 64
 CONCURRENCY_MAX: Final = 1 << 14
-_PROMPT_DEFAULT: Final = Fixed(256)
-_OUTPUT_DEFAULT: Final = Fixed(32)
-_F = TypeVar("_F", bound=Callable[..., Any])
+PROGRESS_S: Final = 0.5
+_ABOVE_0: Final = Number(1e-9, 1e12)
+_COUNT: Final = click.IntRange(min=0)
+_POSITIVE: Final = click.IntRange(min=1)
+_LENGTH: Final = click.IntRange(1, LENGTH_MAX)
+_PATH: Final = click.Path(path_type=Path)
 
 
 class LengthsType(click.ParamType[Lengths]):
@@ -62,29 +62,14 @@ class LengthsType(click.ParamType[Lengths]):
     name = "lengths"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Lengths:
-        if not isinstance(value, str):
-            found: Lengths = value
-            return found
         try:
-            return parse_lengths(value)
+            return value if isinstance(value, Lengths) else parse_lengths(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
 
-class Above0(Number):
-    """A finite number above 0, and below a million million."""
-
-    name = "number"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        number = super().convert(value, param, ctx)
-        if not 0 < number <= 1e12:
-            self.fail(f"'{value}' is not above 0 (and at most 1e12)", param, ctx)
-        return number
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchOptions:
+class BenchOptions(LoadConfig):
     """One field for each option, as click gives it. Raises UsageError where options exclude each other."""
 
     router: str
@@ -97,7 +82,6 @@ class BenchOptions:
     mixed: int
     blocks: int | None
     config: Path | None
-    concurrency: int | None
     rate: float | None
     arrivals: str
     trace: Path | None
@@ -109,12 +93,6 @@ class BenchOptions:
     shared_prefix_tokens: int
     prompt_tokens_max: int
     output_tokens_max: int
-    requests: int | None
-    duration: float | None
-    warm_up: int
-    in_flight_max: int
-    token_ids: tuple[int, int]
-    seed: int
     temperature: float
     timeout_s: float
     slo_ttft_ms: float | None
@@ -124,6 +102,7 @@ class BenchOptions:
     plot: Path | None
 
     def __post_init__(self) -> None:
+        LoadConfig.__post_init__(self)
         own = self.model is not None or self.mock
         excluded = (
             (self.concurrency is not None and self.rate is not None, "--concurrency and --rate"),
@@ -142,175 +121,107 @@ class BenchOptions:
                 "--model or --mock too."
             )
 
-    @property
-    def closed(self) -> bool:
-        """A closed loop: a request comes when the one before it is over."""
-        return self.concurrency is not None or (self.rate is None and self.trace is None)
-
-    def load_config(self) -> LoadConfig:
-        """Raises InvalidField."""
-        unlimited = self.requests is None and self.duration is None and self.trace is None
-        requests = REQUESTS_DEFAULT if unlimited else self.requests
-        if requests is not None and self.warm_up >= requests:
-            raise InvalidField("warm_up", f"must be below the number of requests ({requests}), not {self.warm_up}")
-        return LoadConfig(
-            concurrency=(self.concurrency or CONCURRENCY_DEFAULT) if self.closed else None,
-            requests_max=requests,
-            duration_s_max=self.duration,
-            warm_up=self.warm_up,
-            in_flight_max=self.in_flight_max,
-            ids_from=self.token_ids[0],
-            ids_to=self.token_ids[1],
-            seed=self.seed,
-        )
-
-    def slo(self) -> Slo:
-        return Slo(ttft_ms=self.slo_ttft_ms, itl_ms=self.slo_itl_ms, tpot_ms=self.slo_tpot_ms)
-
-    def caps(self) -> Caps:
-        return Caps(prompt_tokens_max=self.prompt_tokens_max, output_tokens_max=self.output_tokens_max)
-
-    def trace_scale(self) -> TraceScale:
-        return TraceScale(speed=self.trace_speed, length=self.trace_length_scale, block_tokens=self.trace_block_tokens)
-
     def text(self) -> str:
         """What is sent, in a few words."""
         if self.trace is not None:
             lengths = f"requests of {self.trace.name}, lengths times {self.trace_length_scale:g}"
         else:
-            lengths = f"prompts of {_text(self.prompt_tokens)} tokens, answers of {_text(self.output_tokens)}"
-        if self.closed:
-            return f"{self.concurrency or CONCURRENCY_DEFAULT} at a time, {lengths}"
+            lengths = f"prompts of {self.prompt_tokens} tokens, answers of {self.output_tokens}"
+        if self.concurrency is not None:
+            return f"{self.concurrency} at a time, {lengths}"
         if self.rate is None:
             return f"{lengths}, at the trace's times, {self.trace_speed:g} times as fast"
         return f"{self.rate:g} requests/s ({self.arrivals}), {lengths}"
 
     def data(self) -> dict[str, object]:
         """All of it as JSON has it."""
-        return {each.name: _json(getattr(self, each.name)) for each in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: str(value) if isinstance(value, Path | Lengths) else value for name, value in values.items()}
 
 
-def _text(lengths: Lengths) -> str:
-    if isinstance(lengths, Fixed):
-        return str(lengths.length)
-    return ":".join([type(lengths).__name__.lower(), *(f"{getattr(lengths, each.name):g}" for each in fields(lengths))])
-
-
-def _json(value: object) -> object:
-    if isinstance(value, Path):
-        return str(value)
-    return _text(value) if isinstance(value, Lengths) else value
-
-
-def _option(*names: str, **settings: Any) -> Callable[[_F], _F]:
-    return click.option(*names, **settings)
-
-
-_WHERE: Final = (
+_bench_options: Final = options(
     router_option,
-    _option("--url", metavar="URL", help="A server with OpenAI's API over HTTP, in place of a router."),
-    _option("--openai-model", metavar="NAME", help="The model to name there; not every server asks for it."),
-    _option("--model", type=click.Path(path_type=Path), metavar="DIR", help="Start a cluster here, with this model."),
-    _option("--mock", is_flag=True, help="Start a cluster here, of the mock engine."),
-    _option("--prefill", type=click.IntRange(min=0), help="Its prefill nodes.  [default: 1, or 0 with --mixed]"),
-    _option("--decode", type=click.IntRange(min=0), help="Its decode nodes.  [default: 1, or 0 with --mixed]"),
-    _option("--mixed", type=click.IntRange(min=0), default=0, show_default=True, help="Its nodes that do both halves."),
-    _option("--blocks", type=click.IntRange(min=1), help="KV blocks of each of its nodes."),
-    _option("--config", type=click.Path(path_type=Path), metavar="FILE.toml", help="Configuration file of its nodes."),
-)
-_WHEN: Final = (
-    _option(
+    click.option("--url", metavar="URL", help="A server with OpenAI's API over HTTP, in place of a router."),
+    click.option("--openai-model", metavar="NAME", help="The model to name there; not every server asks for it."),
+    click.option("--model", type=_PATH, metavar="DIR", help="Start a cluster here, with this model."),
+    click.option("--mock", is_flag=True, help="Start a cluster here, of the mock engine."),
+    click.option("--prefill", type=_COUNT, help="Its prefill nodes.  [default: 1, or 0 with --mixed]"),
+    click.option("--decode", type=_COUNT, help="Its decode nodes.  [default: 1, or 0 with --mixed]"),
+    click.option("--mixed", type=_COUNT, default=0, show_default=True, help="Its nodes that do both halves."),
+    click.option("--blocks", type=_POSITIVE, help="KV blocks of each of its nodes."),
+    click.option("--config", type=_PATH, metavar="FILE.toml", help="Configuration file of its nodes."),
+    click.option(
         "--concurrency", type=click.IntRange(1, CONCURRENCY_MAX), metavar="N",
-        help=f"Closed loop: so many at a time.  [default: {CONCURRENCY_DEFAULT}, without --rate and --trace]",
+        help=f"Closed loop: N requests at a time.  [default: {CONCURRENCY_DEFAULT}, without --rate and --trace]",
     ),
-    _option("--rate", type=Above0(), metavar="PER_S", help="Open loop: requests a second."),
-    _option(
+    click.option("--rate", type=_ABOVE_0, metavar="PER_S", help="Open loop: requests a second."),
+    click.option(
         "--arrivals", type=click.Choice([each.value for each in Arrivals]), default=Arrivals.POISSON.value,
-        show_default=True, help="With --rate: how they come.",
+        show_default=True, help="With --rate: how requests arrive.",
     ),
-    _option("--trace", type=click.Path(path_type=Path), metavar="FILE", help="Lengths, prefixes, times of a trace."),
-    _option("--trace-speed", type=Above0(), default=1.0, show_default=True, help="Times as fast as recorded."),
-    _option("--trace-length-scale", type=Above0(), default=1.0, show_default=True, help="Factor of its lengths."),
-    _option(
-        "--trace-block-tokens", type=click.IntRange(1, LENGTH_MAX), default=BLOCK_TOKENS, show_default=True,
-        help="Tokens that one of its hash ids stands for.",
+    click.option("--trace", type=_PATH, metavar="FILE", help="Send the requests of this trace."),
+    click.option("--trace-speed", type=_ABOVE_0, default=1.0, show_default=True, help="Factor of its speed."),
+    click.option("--trace-length-scale", type=_ABOVE_0, default=1.0, show_default=True, help="Factor of its lengths."),
+    click.option(
+        "--trace-block-tokens", type=_LENGTH, default=BLOCK_TOKENS, show_default=True,
+        help="Tokens that one hash id of the trace stands for.",
     ),
-    _option(
-        "--requests", type=click.IntRange(min=1), metavar="N",
+    click.option(
+        "--requests", type=_POSITIVE, metavar="N",
         help=f"End after this many requests.  [default: {REQUESTS_DEFAULT}, without --duration and --trace]",
     ),
-    _option("--duration", type=Above0(), metavar="SECONDS", help="Send nothing later than this."),
-    _option(
-        "--warm-up", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
-        help="The first requests of this number are warm-up and do not count.",
+    click.option("--duration", type=_ABOVE_0, metavar="SECONDS", help="Send nothing later than this."),
+    click.option(
+        "--warm-up", type=_COUNT, default=0, show_default=True, metavar="N",
+        help="Leave the first N requests out of the figures.",
     ),
-    _option(
-        "--in-flight-max", type=click.IntRange(min=1), default=4096, show_default=True, metavar="N",
-        help="Open loop: a request is not sent, and counts as failed, while this many are running.",
+    click.option(
+        "--in-flight-max", type=_POSITIVE, default=4096, show_default=True, metavar="N",
+        help="Open loop: while N requests are running, a further one is not sent and counts as failed.",
     ),
     answer_timeout_option,
-)  # fmt: skip
-_WHAT: Final = (
-    _option(
-        "--prompt-tokens", type=LengthsType(), default=_PROMPT_DEFAULT, show_default=False, metavar="LENGTHS",
-        help=f"Length of prompts: {LENGTHS_HELP}.  [default: {_PROMPT_DEFAULT.length}]",
+    click.option(
+        "--prompt-tokens", type=LengthsType(), default="256", show_default=True, metavar="LENGTHS",
+        help=f"Length of prompts: {LENGTHS_HELP}.",
     ),
-    _option(
-        "--output-tokens", type=LengthsType(), default=_OUTPUT_DEFAULT, show_default=False, metavar="LENGTHS",
-        help=f"Length of answers, likewise.  [default: {_OUTPUT_DEFAULT.length}]",
+    click.option(
+        "--output-tokens", type=LengthsType(), default="32", show_default=True, metavar="LENGTHS",
+        help="Length of answers, likewise.",
     ),
-    _option(
+    click.option(
         "--shared-prefix-tokens", type=click.IntRange(0, LENGTH_MAX), default=0, show_default=True, metavar="N",
-        help="So many tokens at the beginning are the same in all prompts.",
+        help="All prompts begin with the same N tokens.",
     ),
-    _option(
-        "--prompt-tokens-max", type=click.IntRange(1, LENGTH_MAX), default=LENGTH_MAX, metavar="N",
-        help="Cut longer prompts off.",
-    ),
-    _option(
-        "--output-tokens-max", type=click.IntRange(1, LENGTH_MAX), default=LENGTH_MAX, metavar="N",
-        help="Cut longer answers off.",
-    ),
-    _option(
+    click.option("--prompt-tokens-max", type=_LENGTH, default=LENGTH_MAX, metavar="N", help="Cut longer prompts off."),
+    click.option("--output-tokens-max", type=_LENGTH, default=LENGTH_MAX, metavar="N", help="Cut longer answers off."),
+    click.option(
         "--token-ids", type=(click.IntRange(0, TOKEN_ID_MAX), click.IntRange(0, TOKEN_ID_MAX)), default=(2, 256),
         show_default=True, metavar="FROM TO", help="Prompts are drawn from FROM <= id < TO.",
     ),
-    _option(
+    click.option(
         "--seed", type=click.IntRange(0, (1 << 64) - 1), default=0, show_default=True,
-        help="Same seed, same requests at the same times; another one's prompts share no prefix with these.",
+        help="The same seed sends the same requests at the same times. Prompts of different seeds share no prefix.",
     ),
-    _option("--temperature", type=Number(), default=0.0, show_default=True, help="Of every request; 0 is greedy."),
+    click.option("--temperature", type=Number(), default=0.0, show_default=True, help="0 is greedy."),
+    click.option("--slo-ttft-ms", type=_ABOVE_0, help="An answer is good if its first token comes within this time."),
+    click.option("--slo-itl-ms", type=_ABOVE_0, help="An answer is good if no gap is longer than this."),
+    click.option("--slo-tpot-ms", type=_ABOVE_0, help="An answer is good if its TPOT is at most this."),
+    click.option("--json", type=_PATH, metavar="FILE", help="Write all figures there, as JSON."),
+    click.option("--plot", type=_PATH, metavar="FILE.png", help="Draw them (.png, .svg, .pdf)."),
 )  # fmt: skip
-_TOLD: Final = (
-    _option("--slo-ttft-ms", type=Above0(), help="Good is an answer whose first token comes within this."),
-    _option("--slo-itl-ms", type=Above0(), help="Good is an answer without a longer gap than this."),
-    _option("--slo-tpot-ms", type=Above0(), help="Good is an answer whose later tokens take this at most, on average."),
-    _option("--json", type=click.Path(path_type=Path), metavar="FILE", help="Write all figures there."),
-    _option("--plot", type=click.Path(path_type=Path), metavar="FILE.png", help="Draw them (.png, .svg, .pdf)."),
-)
-
-
-def bench_options(command: _F) -> _F:
-    """All of them, in the order in which the help shows them."""
-    for option in reversed((*_WHERE, *_WHEN, *_WHAT, *_TOLD)):
-        command = option(command)
-    return command
-
-
-PROGRESS_S: Final = 0.5
 
 
 @click.command()
-@bench_options
+@_bench_options
 @output_option
 def bench(output: str, **given: Any) -> int:
     """Send requests to a cluster and report latencies, throughput and goodput.
 
-    With --concurrency a closed loop: so many requests at a time. With --rate an open loop, whose requests come when
-    they are due, however slow the answers are, and are measured from then; with --trace at the times of the trace.
-    Prompts are random token ids, answers have exactly the length asked for. Starts a cluster of its own where --model
-    or --mock is given. A gap (ITL) is the time between two messages with tokens. Ctrl-C reports what there is. The exit
-    status is 1 where nothing was answered.
+    --concurrency is a closed loop: so many requests at a time. --rate is an open loop: requests are sent when they are
+    due, however slow the answers are, and are measured from then. --trace sends them at the times of the trace.
+    Prompts are random token ids; answers have exactly the length asked for. --model or --mock starts a cluster for the
+    run. A gap (ITL) is the time between two messages with tokens. Ctrl-C reports the figures so far. The exit status is
+    1 if nothing was answered.
 
     \b
     Example:
@@ -320,19 +231,15 @@ def bench(output: str, **given: Any) -> int:
       baton bench --model /tmp/demo-model --mixed 1 --concurrency 4
       baton bench --url http://127.0.0.1:8000 --openai-model my-model --concurrency 8
     """
-    options = BenchOptions(**given)
+    if given["concurrency"] is given["rate"] is given["trace"] is None:
+        given["concurrency"] = CONCURRENCY_DEFAULT
+    if given["requests"] is given["duration"] is given["trace"] is None:
+        given["requests"] = REQUESTS_DEFAULT
     try:
-        run = _Run(options, as_json=Output(output) is Output.JSON)
+        run = _Run(BenchOptions(**given), as_json=output == JSON)
     except (InvalidField, TraceError) as error:
         raise BatonError(Reason.BAD_CONFIG, f"{error}.") from error
     return asyncio.run(run.run())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    target: Target
-    watching: asyncio.Future[Any] | None
-    """Ends when a process of the cluster started here does."""
 
 
 class _Run:
@@ -342,7 +249,6 @@ class _Run:
         """Raises BatonError, InvalidField, TraceError."""
         self._options = options
         self._as_json = as_json
-        self._load = options.load_config()
         self._spec = _cluster_spec(options)
         if self._spec is not None:
             self._spec.check()
@@ -355,32 +261,39 @@ class _Run:
         self._in_trace = None if options.trace is None else check_trace(options.trace)
 
     async def run(self) -> int:
+        options = self._options
+        slo = Slo(ttft_ms=options.slo_ttft_ms, itl_ms=options.slo_itl_ms, tpot_ms=options.slo_tpot_ms)
         with StopSignals() as signals:
-            async with _place(self._options, self._spec, signals) as place:
-                if place is None or not await signals.unless_stopped(place.target.check()):
+            async with open_channels() as channels, _own_cluster(self._spec, signals) as cluster:
+                if signals.received:
                     return EXIT_INTERRUPTED
-                loader = Loader(
-                    self._load, _plan(self._options), place.target, slo=self._options.slo(), now_s=time.monotonic
-                )
-                complete = await self._drive(loader, place, signals)
-        self._tell(loader, place.target.name, complete=complete)
+                target = _target(options, options.router if cluster is None else cluster.router, channels)
+                if not await signals.unless_stopped(target.check()):
+                    return EXIT_INTERRUPTED
+                loader = Loader(options, _plan(options), target, slo=slo, now_s=time.monotonic)
+                running = loader.run() if cluster is None else cluster.run_beside(loader.run())
+                showing = asyncio.ensure_future(self._show(loader))
+                try:
+                    complete = await signals.unless_stopped(running)
+                finally:
+                    showing.cancel()
+                    await asyncio.wait([showing])
+        self._report(loader, target.name, complete=complete)
         if not complete:
             return EXIT_INTERRUPTED
         return 0 if loader.measured.answered else EXIT_ERROR
 
-    async def _drive(self, loader: Loader, place: _Place, signals: StopSignals) -> bool:
-        """Whether it came to its end; False after a signal. Raises BatonError where the own cluster breaks."""
-        known = [number for number in (self._load.requests_max, self._in_trace) if number is not None]
-        progress = Progress(sys.stderr, min(known) if known and self._load.duration_s_max is None else None)
-        showing = asyncio.ensure_future(_show(progress, loader))
+    async def _show(self, loader: Loader) -> None:
+        known = [number for number in (self._options.requests, self._in_trace) if number is not None]
+        progress = Progress(sys.stderr, min(known) if known and self._options.duration is None else None)
         try:
-            return await signals.unless_stopped(_or_broken(loader, place.watching))
+            while True:
+                await asyncio.sleep(PROGRESS_S)
+                progress.show(loader.measured, loader.elapsed_s)
         finally:
-            showing.cancel()
-            await asyncio.wait([showing])
             progress.end()
 
-    def _tell(self, loader: Loader, target: str, *, complete: bool) -> None:
+    def _report(self, loader: Loader, target: str, *, complete: bool) -> None:
         options = self._options
         what = f"{options.text()} to {target}"
         data = report_data(loader.measured, config={"target": target, **options.data()}, complete=complete)
@@ -409,70 +322,25 @@ def unwritable(path: Path) -> str | None:
     return None if os.access(path if path.exists() else parent, os.W_OK) else "this user may not"
 
 
-async def _show(progress: Progress, loader: Loader) -> None:
-    while True:
-        await asyncio.sleep(PROGRESS_S)
-        progress.show(loader.measured, loader.elapsed_s)
-
-
-async def _or_broken(loader: Loader, watching: asyncio.Future[Any] | None) -> None:
-    """The run, or the error that says which process of the cluster has ended."""
-    if watching is None:
-        return await loader.run()
-    running = asyncio.ensure_future(loader.run())
-    try:
-        await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if watching.done():
-            raise watching.result()
-        return await running
-    finally:
-        running.cancel()
-        await asyncio.wait({running})
-
-
 @asynccontextmanager
-async def _place(options: BenchOptions, spec: ClusterSpec | None, signals: StopSignals) -> AsyncIterator[_Place | None]:
-    """Where to send: a cluster started here, and stopped at the end, or what runs already.
-
-    None: a signal came first. Raises BatonError.
-    """
-    channels = Channels(limits=ChannelLimits())
-    try:
-        if spec is None:
-            yield _Place(target=_target(options, options.router, channels), watching=None)
-            return
-        board = StartBoard(tuple(name for name, _ in spec.processes()), sys.stderr)
-        cluster = Cluster(spec, on_progress=board.progress, on_ready=board.ready)
-        signals.at_second = cluster.abandon
-        watching: asyncio.Future[Any] | None = None
-        try:
-            if not await signals.unless_stopped(cluster.start()):
-                yield None
-                return
-            watching = asyncio.ensure_future(cluster.watch())
-            yield _Place(target=_target(options, cluster.router, channels), watching=watching)
-        finally:
-            if watching is not None:
-                watching.cancel()
-                await asyncio.wait({watching})
-            for problem in await cluster.stop():
-                click.echo(problem, err=True)
-    finally:
-        await channels.close()
+async def _own_cluster(spec: ClusterSpec | None, signals: StopSignals) -> AsyncIterator[Cluster | None]:
+    """A cluster started here, and stopped at the end. None: there is none to start, or a signal came first."""
+    if spec is None:
+        yield None
+    else:
+        async with started(spec, signals, sys.stderr) as cluster:
+            yield cluster
 
 
 def _target(options: BenchOptions, router: str, channels: Channels) -> Target:
-    if options.url is not None:
-        try:
-            return OpenAiTarget(
-                options.url,
-                model=options.openai_model,
-                timeout_s=options.timeout_s,
-                temperature=options.temperature,
-            )
-        except ValueError as error:
-            raise BatonError(Reason.BAD_ENDPOINT, f"{error}.") from error
-    return RouterTarget(router, channels=channels, timeout_s=options.timeout_s, temperature=options.temperature)
+    if options.url is None:
+        return RouterTarget(router, channels=channels, timeout_s=options.timeout_s, temperature=options.temperature)
+    try:
+        return OpenAiTarget(
+            options.url, model=options.openai_model, timeout_s=options.timeout_s, temperature=options.temperature
+        )
+    except ValueError as error:
+        raise BatonError(Reason.BAD_ENDPOINT, f"{error}.") from error
 
 
 def _cluster_spec(options: BenchOptions) -> ClusterSpec | None:
@@ -494,17 +362,25 @@ def _cluster_spec(options: BenchOptions) -> ClusterSpec | None:
 def _plan(options: BenchOptions) -> Iterator[Planned]:
     """The requests in order, with times for an open loop."""
     if options.trace is not None:
-        requests = trace_requests(options.trace, scale=options.trace_scale(), caps=options.caps())
+        requests = trace_requests(
+            options.trace,
+            speed=options.trace_speed,
+            length_scale=options.trace_length_scale,
+            block_tokens=options.trace_block_tokens,
+            prompt_tokens_max=options.prompt_tokens_max,
+            output_tokens_max=options.output_tokens_max,
+        )
     else:
         requests = drawn_requests(
             prompt=options.prompt_tokens,
             output=options.output_tokens,
-            shared_prefix_tokens=options.shared_prefix_tokens,
-            caps=options.caps(),
             seed=options.seed,
+            shared_prefix_tokens=options.shared_prefix_tokens,
+            prompt_tokens_max=options.prompt_tokens_max,
+            output_tokens_max=options.output_tokens_max,
         )
-    if options.closed:
-        return without_times(requests)
+    if options.concurrency is not None:
+        return at_times(requests, repeat(None))
     if options.rate is None:
         return requests
     rng = random.Random(f"arrivals {options.seed}")

@@ -1,10 +1,8 @@
-"""The loader of `baton bench`: sends what is planned and takes the times.
+"""The loader of `baton bench`: sends what is planned, to a router over gRPC or to any server with OpenAI's API over
+HTTP, and takes the times.
 
 An open loop sends at the planned times, whatever has become of earlier requests, and measures each from when it was
-*due*; a closed loop keeps so many requests under way and measures from when each was sent. The clock is passed in and
-must be monotonic. One event loop, one thread.
-
-A target is a router over gRPC, or any server that speaks OpenAI's API over HTTP.
+*due*. A closed loop keeps so many requests under way and measures each from when it was sent.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import asyncio
 import json
 import ssl
 from array import array
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
@@ -23,11 +21,11 @@ import h11
 from batonpb import inference_pb2
 
 from baton.endpoint import join_endpoint, split_endpoint
-from baton.errors import BatonError, InvalidField, Reason, check_positive
+from baton.errors import BatonError, InvalidField, Reason
 from baton.rpc import Channels
 from cli.bench_plan import Planned, prompt_ids
 from cli.bench_stats import Answered, Measured, Slo
-from cli.client import InferenceClient, no_router, unreached
+from cli.client import InferenceClient, no_router
 
 RECEIVE_BYTES: Final = 64 * 1024
 CONNECT_S_MAX: Final = 5.0
@@ -85,7 +83,7 @@ class RouterTarget:
         try:
             await _connect_once(*split_endpoint(self._router))
         except OSError as error:
-            raise no_router(unreached(self._router), self._router) from error
+            raise no_router(self._router) from error
 
     def prepare(self, ids: list[int], output_tokens: int) -> Callable[[], Messages]:
         sampling = inference_pb2.Sampling(temperature=self._temperature, max_tokens=output_tokens, ignore_eos=True)
@@ -267,28 +265,27 @@ LAG_LOOK_S: Final = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadConfig:
-    """Raises InvalidField."""
+    """Options of the command by their names. Raises InvalidField."""
 
-    concurrency: int | None
+    concurrency: int | None = None
     """Of a closed loop; None is an open loop."""
-    requests_max: int | None
-    duration_s_max: float | None
-    """Nothing is sent later than this; what is under way is waited for."""
-    warm_up: int
+    requests: int | None = None
+    duration: float | None = None
+    """Nothing is sent later than after this many seconds; what is under way is waited for."""
+    warm_up: int = 0
     """The first requests of this number are warm-up and do not count."""
-    in_flight_max: int
+    in_flight_max: int = 4096
     """Open loop: requests under way; one more is not sent, and counts as failed."""
-    ids_from: int
-    ids_to: int
-    seed: int
+    token_ids: tuple[int, int] = (2, 256)
+    """Prompts are drawn from the first id on, below the second."""
+    seed: int = 0
 
     def __post_init__(self) -> None:
-        check_positive(self, "in_flight_max")
-        for name in ("concurrency", "requests_max", "duration_s_max"):
-            if getattr(self, name) is not None:
-                check_positive(self, name)
-        if not 0 <= self.ids_from < self.ids_to:
-            raise InvalidField("ids_from", f"must be from 0 to below {self.ids_to}, not {self.ids_from}")
+        low, high = self.token_ids
+        if low >= high:
+            raise InvalidField("token_ids", f"must be from 0 to below {high}, not {low}")
+        if self.requests is not None and self.warm_up >= self.requests:
+            raise InvalidField("warm_up", f"must be below the number of requests ({self.requests}), not {self.warm_up}")
 
 
 class Loader:
@@ -297,6 +294,7 @@ class Loader:
     def __init__(
         self, config: LoadConfig, plan: Iterator[Planned], target: Target, *, slo: Slo, now_s: Callable[[], float]
     ) -> None:
+        """`now_s` is a monotonic clock."""
         self.measured = Measured(slo=slo)
         self._config = config
         self._plan = plan
@@ -304,6 +302,7 @@ class Loader:
         self._now_s = now_s
         self._start_s = 0.0
         self._running: set[asyncio.Task[None]] = set()
+        """Requests of an open loop."""
 
     @property
     def elapsed_s(self) -> float:
@@ -315,51 +314,36 @@ class Loader:
         self._start_s = self._now_s()
         lag = asyncio.ensure_future(self._watch_lag())
         try:
-            if self._config.concurrency is None:
-                await self._send_on_time()
-            else:
-                for _ in range(self._config.concurrency):
-                    self._spawn(self._work())
-            while self._running:
-                await asyncio.wait(self._running, return_when=asyncio.FIRST_EXCEPTION)
-                for task in [task for task in self._running if task.done()]:
-                    self._running.discard(task)
-                    task.result()  # a bug of ours ends the run
+            async with asyncio.TaskGroup() as group:
+                if self._config.concurrency is None:
+                    await self._send_on_time(group)
+                else:
+                    for _ in range(self._config.concurrency):
+                        group.create_task(self._work())
+        except BaseExceptionGroup as bugs:  # failed requests are counted, not raised
+            raise bugs.exceptions[0] from None
         finally:
-            tasks = {lag, *self._running}
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._running.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        # Failures stay, for `run` to find.
-        if not task.cancelled() and task.exception() is None:
-            self._running.discard(task)
+            lag.cancel()
+            await asyncio.wait({lag})
 
     def _next(self) -> Planned | None:
         """The next request to send, None after the last one."""
         config = self._config
-        if config.requests_max is not None and self.measured.sent >= config.requests_max:
+        if config.requests is not None and self.measured.sent >= config.requests:
             return None
         planned = next(self._plan, None)
-        if planned is None or config.duration_s_max is None:
+        if planned is None or config.duration is None:
             return planned
         due_s = self.elapsed_s if planned.due_s is None else planned.due_s
-        return planned if due_s < config.duration_s_max else None
+        return planned if due_s < config.duration else None
 
     async def _work(self) -> None:
         """One of the closed loop's: a request after the other."""
         while (planned := self._next()) is not None:
             self.measured.sent += 1
-            messages = self._messages(planned)
-            await self._request(planned, messages, due_s=self.elapsed_s)
+            await self._request(planned, self._messages(planned), due_s=self.elapsed_s)
 
-    async def _send_on_time(self) -> None:
+    async def _send_on_time(self, group: asyncio.TaskGroup) -> None:
         while (planned := self._next()) is not None:
             assert planned.due_s is not None
             messages = self._messages(planned)  # made before its time comes
@@ -375,11 +359,13 @@ class Loader:
                 continue
             if counts:
                 self.measured.late.add(max(0.0, self.elapsed_s - planned.due_s) * 1000)
-            self._spawn(self._request(planned, messages, due_s=planned.due_s))
+            sent = group.create_task(self._request(planned, messages, due_s=planned.due_s))
+            self._running.add(sent)
+            sent.add_done_callback(self._running.discard)
 
     def _messages(self, planned: Planned) -> Callable[[], Messages]:
-        config = self._config
-        ids = prompt_ids(planned, ids_from=config.ids_from, ids_to=config.ids_to, seed=config.seed)
+        low, high = self._config.token_ids
+        ids = prompt_ids(planned, ids_from=low, ids_to=high, seed=self._config.seed)
         return self._target.prepare(ids, planned.output_tokens)
 
     async def _request(self, planned: Planned, messages: Callable[[], Messages], *, due_s: float) -> None:
@@ -407,11 +393,10 @@ class Loader:
                 at_s = self.elapsed_s
                 if last_s is None:
                     first_s = at_s
-                    timeline.first_token(at_s, (at_s - due_s) * 1000)
-                    timeline.tokens(at_s, message.tokens, 0.0)
+                    timeline.add(at_s, tokens=message.tokens, ttft_ms_max=(at_s - due_s) * 1000)
                 else:
                     gaps_ms.append((at_s - last_s) * 1000)
-                    timeline.tokens(at_s, message.tokens, gaps_ms[-1])
+                    timeline.add(at_s, tokens=message.tokens, gap_ms_max=gaps_ms[-1])
                 last_s = at_s
         if first_s is None or last_s is None:
             raise TargetError(NO_TOKENS, "An answer ended without a token.")

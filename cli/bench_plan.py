@@ -14,7 +14,6 @@ https://github.com/kvcache-ai/Mooncake/tree/main/FAST25-release/traces. Nothing 
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Iterable, Iterator
@@ -22,39 +21,32 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import count
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Final
 
 import numpy as np
+from pydantic import BaseModel, Field, ValidationError
 
+LENGTH_MAX: Final = 1 << 20
+LENGTHS_HELP: Final = "N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA or exponential:MEAN"
 BLOCK_TOKENS: Final = 512
 _LINE_CHARS_MAX: Final = 1 << 20
-_HASH_MAX: Final = 1 << 39
+_SHARED_SEED: Final = 0
+"""Whose content the prefix is that all prompts share."""
+_OWN_SEEDS: Final = 1 << 40
+"""Contents from here on belong to one request each; those of traces are below."""
+_Length = Annotated[int, Field(ge=1, le=LENGTH_MAX)]
+_HashId = Annotated[int, Field(ge=0, lt=_OWN_SEEDS - 1)]
 
 
 class TraceError(ValueError):
     """The file is no trace; the message names file and line."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceScale:
-    """How a trace is made to fit a cluster of another size."""
-
-    speed: float = 1.0
-    """Recorded seconds that pass in one second."""
-    length: float = 1.0
-    """Factor of prompts, answers and shared blocks."""
-    block_tokens: int = BLOCK_TOKENS
-
-    def tokens(self, recorded: int) -> int:
-        return max(1, min(LENGTH_MAX, round(recorded * self.length)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Line:
-    timestamp_ms: float
-    input_length: int
-    output_length: int
-    hash_ids: tuple[int, ...]
+class _Line(BaseModel, strict=True):
+    timestamp: Annotated[float, Field(ge=0, lt=1e15)]
+    input_length: _Length
+    output_length: _Length
+    hash_ids: tuple[_HashId, ...] = ()
 
 
 def check_trace(path: Path) -> int:
@@ -65,18 +57,34 @@ def check_trace(path: Path) -> int:
     return requests
 
 
-def trace_requests(path: Path, *, scale: TraceScale, caps: Caps) -> Iterator[Planned]:
+def trace_requests(
+    path: Path,
+    *,
+    speed: float = 1.0,
+    length_scale: float = 1.0,
+    block_tokens: int = BLOCK_TOKENS,
+    prompt_tokens_max: int = LENGTH_MAX,
+    output_tokens_max: int = LENGTH_MAX,
+) -> Iterator[Planned]:
     """The requests in the order of the file; the first one is due at 0. Raises TraceError where the file has changed
-    since `check_trace`."""
+    since `check_trace`.
+
+    `speed` is how many recorded seconds pass in one second, `length_scale` the factor of prompts, answers and blocks,
+    `block_tokens` how many tokens a hash id stands for; the last two cut lengths off.
+    """
+
+    def scaled(recorded: int) -> int:
+        return _clipped(recorded * length_scale)
+
     first_ms: float | None = None
     for index, line in enumerate(_lines(path)):
-        first_ms = line.timestamp_ms if first_ms is None else first_ms
-        length = min(scale.tokens(line.input_length), caps.prompt_tokens_max)
+        first_ms = line.timestamp if first_ms is None else first_ms
+        length = min(scaled(line.input_length), prompt_tokens_max)
         yield Planned(
             index=index,
-            due_s=(line.timestamp_ms - first_ms) / 1000 / scale.speed,
-            pieces=_pieces(line.hash_ids, length, scale.tokens(scale.block_tokens), index),
-            output_tokens=min(scale.tokens(line.output_length), caps.output_tokens_max),
+            due_s=(line.timestamp - first_ms) / 1000 / speed,
+            pieces=_pieces(line.hash_ids, length, scaled(block_tokens), index),
+            output_tokens=min(scaled(line.output_length), output_tokens_max),
         )
 
 
@@ -89,151 +97,96 @@ def _pieces(hash_ids: tuple[int, ...], length: int, block: int, index: int) -> t
         pieces.append(Piece(1 + hash_id, min(block, left)))
         left -= pieces[-1].tokens
     if left:
-        pieces.append(Piece(own_content(index), left))
+        pieces.append(Piece(_OWN_SEEDS + index, left))
     return tuple(pieces)
 
 
 def _lines(path: Path) -> Iterator[_Line]:
     before_ms = 0.0
+    number = 0
     try:
         with path.open(encoding="utf-8") as file:
-            number = 0
             while text := file.readline(_LINE_CHARS_MAX):
                 number += 1
                 if text.strip():
-                    line = _parsed(text, f"{path}:{number}")
-                    if line.timestamp_ms < before_ms:
-                        raise TraceError(f"{path}:{number}: timestamp {line.timestamp_ms:g} is before the line above's")
-                    before_ms = line.timestamp_ms
+                    line = _Line.model_validate_json(text)
+                    if line.timestamp < before_ms:
+                        raise TraceError(f"{path}:{number}: timestamp {line.timestamp:g} is before the line above's")
+                    before_ms = line.timestamp
                     yield line
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = "".join(f" {part}" for part in first["loc"][:1])
+        raise TraceError(f"{path}:{number}:{where} {first['msg'].lower()}") from error
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise TraceError(f"{path} is no text in UTF-8") from error
 
 
-def _parsed(text: str, place: str) -> _Line:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise TraceError(f"{place}: no JSON object on one line of at most {_LINE_CHARS_MAX} characters") from error
-    if not isinstance(found, dict):
-        raise TraceError(f"{place}: no JSON object")
-    timestamp = found.get("timestamp")
-    if isinstance(timestamp, bool) or not isinstance(timestamp, int | float) or not 0 <= timestamp < 1e15:
-        raise TraceError(f"{place}: timestamp must be milliseconds, not {json.dumps(timestamp)}")
-    hashes = found.get("hash_ids", [])
-    if not isinstance(hashes, list) or not all(_is_whole(each, 0, _HASH_MAX) for each in hashes):
-        raise TraceError(f"{place}: hash_ids must be a list of whole numbers under {_HASH_MAX}")
-    return _Line(
-        timestamp_ms=timestamp,
-        input_length=_count(found, "input_length", place),
-        output_length=_count(found, "output_length", place),
-        hash_ids=tuple(hashes),
-    )
-
-
-def _count(found: dict[str, Any], name: str, place: str) -> int:
-    value = found.get(name)
-    if not _is_whole(value, 1, LENGTH_MAX):
-        raise TraceError(f"{place}: {name} must be a whole number from 1 to {LENGTH_MAX}, not {json.dumps(value)}")
-    assert isinstance(value, int)
-    return value
-
-
-def _is_whole(value: object, low: int, high: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
-LENGTH_MAX: Final = 1 << 20
-LENGTHS_HELP: Final = "N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA or exponential:MEAN"
-_SHARED_SEED: Final = 0
-"""Whose content the prefix is that all prompts share."""
-_OWN_SEEDS: Final = 1 << 40
-"""Contents from here on belong to one request each; those of traces are below."""
-
-
-def _clipped(length: float) -> int:
-    return max(1, min(LENGTH_MAX, round(length)))
+_NUMBERS: Final = {
+    "fixed": ((int, 1, LENGTH_MAX),),
+    "uniform": ((int, 1, LENGTH_MAX), (int, 1, LENGTH_MAX)),
+    "lognormal": ((float, 1, LENGTH_MAX), (float, 0, 10)),
+    "exponential": ((float, 1, LENGTH_MAX),),
+}
+"""What each distribution is given: type, least, most."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fixed:
-    length: int
+class Lengths:
+    """A distribution of whole numbers from 1 to LENGTH_MAX.
+
+    A uniform one includes both ends. The sigma of a lognormal one is the standard deviation of the logarithm: 0 is
+    fixed, 1 is a long tail.
+    """
+
+    kind: str
+    numbers: tuple[float, ...]
+
+    def __str__(self) -> str:
+        shown = [f"{number:.7g}" for number in self.numbers]
+        return shown[0] if self.kind == "fixed" else ":".join([self.kind, *shown])
 
     def draw(self, rng: random.Random) -> int:
-        del rng
-        return self.length
-
-
-@dataclass(frozen=True, slots=True)
-class Uniform:
-    """Both ends included."""
-
-    low: int
-    high: int
-
-    def draw(self, rng: random.Random) -> int:
-        return rng.randint(self.low, self.high)
-
-
-@dataclass(frozen=True, slots=True)
-class Lognormal:
-    """`sigma` is the standard deviation of the logarithm: 0 is fixed, 1 is a long tail."""
-
-    median: float
-    sigma: float
-
-    def draw(self, rng: random.Random) -> int:
-        return _clipped(math.exp(min(rng.gauss(math.log(self.median), self.sigma), math.log(LENGTH_MAX))))
-
-
-@dataclass(frozen=True, slots=True)
-class Exponential:
-    mean: float
-
-    def draw(self, rng: random.Random) -> int:
-        return _clipped(rng.expovariate(1 / self.mean))
-
-
-Lengths = Fixed | Uniform | Lognormal | Exponential
-"""A distribution of whole numbers from 1 to LENGTH_MAX."""
+        first, last = self.numbers[0], self.numbers[-1]
+        match self.kind:
+            case "uniform":
+                return rng.randint(int(first), int(last))
+            case "lognormal":
+                return _clipped(math.exp(min(rng.gauss(math.log(first), last), math.log(LENGTH_MAX))))
+            case "exponential":
+                return _clipped(rng.expovariate(1 / first))
+        return int(first)
 
 
 def parse_lengths(text: str) -> Lengths:
     """A distribution as LENGTHS_HELP writes it. Raises ValueError with a sentence for the user."""
-    kind, *rest = text.split(":")
-    if not rest:
-        return Fixed(_length(kind))
+    kind, *rest = text.split(":") if ":" in text else ("fixed", text)
+    limits = _NUMBERS.get(kind, ())
+    if len(limits) != len(rest):
+        raise ValueError(f"'{text}' is no distribution of lengths; write it as {LENGTHS_HELP}")
     try:
-        if kind == "uniform" and len(rest) == 2:
-            low, high = map(_length, rest)
-            if low > high:
-                raise ValueError(f"{low} is above {high}")
-            return Uniform(low, high)
-        if kind == "lognormal" and len(rest) == 2:
-            return Lognormal(_number(rest[0], low=1.0), _number(rest[1], low=0.0, high=10.0))
-        if kind == "exponential" and len(rest) == 1:
-            return Exponential(_number(rest[0], low=1.0))
+        numbers = tuple(_number(part, *limit) for part, limit in zip(rest, limits, strict=True))
+        if kind == "uniform" and numbers[0] > numbers[1]:
+            raise ValueError(f"{numbers[0]} is above {numbers[1]}")
     except ValueError as error:
         raise ValueError(f"'{text}' is no distribution of lengths: {error}") from None
-    raise ValueError(f"'{text}' is no distribution of lengths; write it as {LENGTHS_HELP}")
+    return Lengths(kind, numbers)
 
 
-def _length(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 7 and 1 <= int(text) <= LENGTH_MAX):
-        raise ValueError(f"'{text}' is no number from 1 to {LENGTH_MAX}")
-    return int(text)
-
-
-def _number(text: str, *, low: float, high: float = LENGTH_MAX) -> float:
+def _number(text: str, kind: type[int | float], low: int, high: int) -> float:
     try:
-        number = float(text)
+        number = kind(text)
     except ValueError:
         raise ValueError(f"'{text}' is no number") from None
     if not low <= number <= high:
-        raise ValueError(f"{text} is not from {low:g} to {high:g}")
+        raise ValueError(f"{text} is not from {low} to {high}")
     return number
+
+
+def _clipped(length: float) -> int:
+    return max(1, min(LENGTH_MAX, round(length)))
 
 
 class Arrivals(Enum):
@@ -274,47 +227,34 @@ class Planned:
         return sum(piece.tokens for piece in self.pieces)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caps:
-    """Where drawn or recorded lengths are cut off."""
-
-    prompt_tokens_max: int = LENGTH_MAX
-    output_tokens_max: int = LENGTH_MAX
-
-
 def drawn_requests(
-    *, prompt: Lengths, output: Lengths, shared_prefix_tokens: int, caps: Caps, seed: int
+    *,
+    prompt: Lengths,
+    output: Lengths,
+    seed: int,
+    shared_prefix_tokens: int = 0,
+    prompt_tokens_max: int = LENGTH_MAX,
+    output_tokens_max: int = LENGTH_MAX,
 ) -> Iterator[Planned]:
     """Requests of drawn lengths, without end and without times. The shared prefix is part of the prompt's length,
-    whose last token at least is its own."""
+    whose last token at least is its own. The last two cut lengths off."""
     rng = random.Random(f"lengths {seed}")
     for index in count():
-        length = min(prompt.draw(rng), caps.prompt_tokens_max)
+        length = min(prompt.draw(rng), prompt_tokens_max)
         shared = min(shared_prefix_tokens, length - 1)
-        pieces = (Piece(_SHARED_SEED, shared), Piece(own_content(index), length - shared))
+        pieces = (Piece(_SHARED_SEED, shared), Piece(_OWN_SEEDS + index, length - shared))
         yield Planned(
             index=index,
             due_s=None,
             pieces=pieces if shared else pieces[1:],
-            output_tokens=min(output.draw(rng), caps.output_tokens_max),
+            output_tokens=min(output.draw(rng), output_tokens_max),
         )
 
 
-def own_content(index: int) -> int:
-    """A content that no other request has."""
-    return _OWN_SEEDS + index
-
-
-def at_times(requests: Iterable[Planned], times_s: Iterable[float]) -> Iterator[Planned]:
+def at_times(requests: Iterable[Planned], times_s: Iterable[float | None]) -> Iterator[Planned]:
     """The same requests at other times; ends with the shorter of the two."""
     for request, due_s in zip(requests, times_s, strict=False):
         yield replace(request, due_s=due_s)
-
-
-def without_times(requests: Iterable[Planned]) -> Iterator[Planned]:
-    """For a closed loop, in which a request comes when the one before it is over."""
-    for request in requests:
-        yield replace(request, due_s=None)
 
 
 def prompt_ids(planned: Planned, *, ids_from: int, ids_to: int, seed: int) -> list[int]:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SUFFIXES: Final = (".png", ".svg", ".pdf")
-_LABELS: Final = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2e": "E2E"}
 
 
 def check_plot(path: Path) -> None:
@@ -55,7 +54,7 @@ def _curves(axes: Axes, curves: Mapping[str, Any], names: tuple[str, ...], label
         points = curves[name]
         if points:
             values, counts = zip(*points, strict=True)
-            axes.step(values, [count / counts[-1] for count in counts], where="post", label=_LABELS[name])
+            axes.step(values, [count / counts[-1] for count in counts], where="post", label=name.upper())
     axes.set(xscale="log", xlabel="ms", ylabel=label, ylim=(0, 1.02))
     axes.grid(alpha=0.3)
     if axes.lines:
@@ -144,8 +143,7 @@ def report_text(measured: Measured, *, what: str, complete: bool) -> str:
     rows = []
     for name, histogram in histograms(measured).items():
         figures = histogram.figures()
-        shown = [f"{figures[key]:.1f}" if histogram.count else "-" for key in _HEADER[1:]]
-        rows.append([_NAMES[name], *shown])
+        rows.append([_NAMES[name], *(f"{figures[key]:.1f}" if histogram.count else "-" for key in _HEADER[1:])])
     return "\n".join([
         what,
         _counts(measured, complete=complete),
@@ -153,7 +151,7 @@ def report_text(measured: Measured, *, what: str, complete: bool) -> str:
         format_table(_HEADER, rows, right=_RIGHT),
         "",
         *_throughput_lines(measured),
-        *_error_lines(measured),
+        *(f"error       {n} x {kind}: {measured.error_texts[kind]}" for kind, n in measured.errors.most_common()),
         *_loader_lines(measured),
     ])  # fmt: skip
 
@@ -185,12 +183,6 @@ def _throughput_lines(measured: Measured) -> list[str]:
             f"({kept})"
         )
     return lines
-
-
-def _error_lines(measured: Measured) -> list[str]:
-    return [
-        f"error       {count} x {kind}: {measured.error_texts[kind]}" for kind, count in measured.errors.most_common()
-    ]
 
 
 def _loader_lines(measured: Measured) -> list[str]:
@@ -233,11 +225,10 @@ def report_data(measured: Measured, *, config: Mapping[str, object], complete: b
 
 
 VALUE_MIN_MS: Final = 1e-3
-VALUE_MAX_MS: Final = 1e9
+"""Smaller values are counted as this one."""
 BUCKET_RATIO: Final = 1.005
 """Of one bucket's upper end to its lower end: a percentile is off by at most half of that, 0.25%."""
 _LOG_RATIO: Final = math.log(BUCKET_RATIO)
-_BUCKETS: Final = math.ceil(math.log(VALUE_MAX_MS / VALUE_MIN_MS) / _LOG_RATIO) + 1
 TIMELINE_BUCKETS_MAX: Final = 512
 ERROR_KINDS_MAX: Final = 64
 OTHER_ERRORS: Final = "OTHER"
@@ -251,7 +242,7 @@ class Histogram:
         self.total = 0.0
         self.least = math.inf
         self.most = 0.0
-        self._buckets: dict[int, int] = {}
+        self._buckets: Counter[int] = Counter()
 
     def add(self, value_ms: float) -> None:
         assert value_ms >= 0, value_ms
@@ -259,47 +250,29 @@ class Histogram:
         self.total += value_ms
         self.least = min(self.least, value_ms)
         self.most = max(self.most, value_ms)
-        bucket = _bucket(value_ms)
-        self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.count if self.count else 0.0
+        self._buckets[round(math.log(max(value_ms / VALUE_MIN_MS, 1)) / _LOG_RATIO)] += 1
 
     def percentile(self, percent: float) -> float:
         """The nearest-rank percentile, exact to BUCKET_RATIO; 0 if empty."""
         assert 0 < percent <= 100, percent
         rank = math.ceil(self.count * percent / 100)
-        seen = 0
-        for bucket, number in sorted(self._buckets.items()):
-            seen += number
-            if seen >= rank:
-                # The ends are known exactly, and the middle of a bucket may lie outside of them.
-                return min(max(_middle(bucket), self.least), self.most)
-        return 0.0
+        return next((value for value, seen in self.curve() if seen >= rank), 0.0)
 
     def curve(self) -> list[tuple[float, int]]:
         """(value, how many are not above it) for each bucket that is not empty, ascending."""
         points, seen = [], 0
         for bucket, number in sorted(self._buckets.items()):
             seen += number
-            points.append((min(max(_middle(bucket), self.least), self.most), seen))
+            # The ends are known exactly, and the middle of a bucket may lie outside of them.
+            value_ms = VALUE_MIN_MS * math.exp(bucket * _LOG_RATIO)
+            points.append((min(max(value_ms, self.least), self.most), seen))
         return points
 
     def figures(self) -> dict[str, float]:
-        """Mean, percentiles and maximum, for a report."""
+        """Count, mean, percentiles and maximum, for a report."""
         shares = {f"p{percent}": self.percentile(percent) for percent in PERCENTILES}
-        return {"count": self.count, "mean": self.mean, **shares, "max": self.most}
-
-
-def _bucket(value_ms: float) -> int:
-    if value_ms <= VALUE_MIN_MS:
-        return 0
-    return min(_BUCKETS - 1, 1 + int(math.log(value_ms / VALUE_MIN_MS) / _LOG_RATIO))
-
-
-def _middle(bucket: int) -> float:
-    return VALUE_MIN_MS * math.exp((bucket - 0.5) * _LOG_RATIO) if bucket else VALUE_MIN_MS
+        mean = self.total / self.count if self.count else 0.0
+        return {"count": self.count, "mean": mean, **shares, "max": self.most}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,7 +286,7 @@ class Slo:
 
     @property
     def asked(self) -> bool:
-        return (self.ttft_ms, self.itl_ms, self.tpot_ms) != (None, None, None)
+        return self != Slo()
 
     def met_by(self, answer: Answered) -> bool:
         limits = ((self.ttft_ms, answer.ttft_ms), (self.itl_ms, answer.longest_gap_ms), (self.tpot_ms, answer.tpot_ms))
@@ -343,62 +316,36 @@ class Answered:
         return (self.e2e_ms - self.ttft_ms) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
 
-@dataclass(slots=True, kw_only=True)
-class _Bucket:
-    tokens: int = 0
-    answered: int = 0
-    failed: int = 0
-    ttft_ms_max: float = 0.0
-    gap_ms_max: float = 0.0
-
-    def take(self, other: _Bucket) -> None:
-        self.tokens += other.tokens
-        self.answered += other.answered
-        self.failed += other.failed
-        self.ttft_ms_max = max(self.ttft_ms_max, other.ttft_ms_max)
-        self.gap_ms_max = max(self.gap_ms_max, other.gap_ms_max)
-
-
 class Timeline:
     """The run in at most TIMELINE_BUCKETS_MAX equal pieces of time, which double when they are used up."""
 
+    SUMS: Final = ("tokens", "answered", "failed")
+    MAXIMA: Final = ("ttft_ms_max", "gap_ms_max")
+
     def __init__(self, bucket_s: float = 0.25) -> None:
-        self.bucket_s = bucket_s
-        self.buckets: list[_Bucket] = []
+        self._bucket_s = bucket_s
+        self._columns: dict[str, list[float]] = {name: [] for name in (*self.SUMS, *self.MAXIMA)}
 
-    def tokens(self, at_s: float, tokens: int, gap_ms: float) -> None:
-        bucket = self._at(at_s)
-        bucket.tokens += tokens
-        bucket.gap_ms_max = max(bucket.gap_ms_max, gap_ms)
-
-    def first_token(self, at_s: float, ttft_ms: float) -> None:
-        bucket = self._at(at_s)
-        bucket.ttft_ms_max = max(bucket.ttft_ms_max, ttft_ms)
-
-    def ended(self, at_s: float, *, failed: bool) -> None:
-        bucket = self._at(at_s)
-        bucket.failed += failed
-        bucket.answered += not failed
-
-    def _at(self, at_s: float) -> _Bucket:
+    def add(self, at_s: float, **values: float) -> None:
+        """What happened at this time; the names are those of SUMS and MAXIMA."""
         assert at_s >= 0, at_s
-        while at_s >= TIMELINE_BUCKETS_MAX * self.bucket_s:
+        while at_s >= TIMELINE_BUCKETS_MAX * self._bucket_s:
             self._double()
-        index = min(int(at_s / self.bucket_s), TIMELINE_BUCKETS_MAX - 1)
-        while len(self.buckets) <= index:
-            self.buckets.append(_Bucket())
-        return self.buckets[index]
+        index = min(int(at_s / self._bucket_s), TIMELINE_BUCKETS_MAX - 1)
+        for column in self._columns.values():
+            column += [0] * (index + 1 - len(column))
+        for name, value in values.items():
+            column = self._columns[name]
+            column[index] = column[index] + value if name in self.SUMS else max(column[index], value)
 
     def _double(self) -> None:
-        self.bucket_s *= 2
-        for left, right in zip(self.buckets[::2], self.buckets[1::2], strict=False):
-            left.take(right)
-        self.buckets = self.buckets[::2]
+        self._bucket_s *= 2
+        for name, column in self._columns.items():
+            merged = sum if name in self.SUMS else max
+            self._columns[name] = [merged(column[i : i + 2]) for i in range(0, len(column), 2)]
 
     def data(self) -> dict[str, Any]:
-        names = ("tokens", "answered", "failed", "ttft_ms_max", "gap_ms_max")
-        columns = {name: [getattr(bucket, name) for bucket in self.buckets] for name in names}
-        return {"bucket_s": self.bucket_s, **columns}
+        return {"bucket_s": self._bucket_s, **self._columns}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -444,7 +391,7 @@ class Measured:
         self.began_s = at_s if self.began_s is None else min(self.began_s, at_s)
 
     def answer(self, answered: Answered, *, at_s: float, counts: bool) -> None:
-        self.timeline.ended(at_s, failed=False)
+        self.timeline.add(at_s, answered=1)
         if not counts:
             self.warm_up += 1
             return
@@ -462,7 +409,7 @@ class Measured:
 
     def error(self, reason: str, text: str, *, at_s: float, counts: bool) -> None:
         """Errors of warm-up requests are reported too."""
-        self.timeline.ended(at_s, failed=True)
+        self.timeline.add(at_s, failed=1)
         kind = reason if reason in self.errors or len(self.errors) < ERROR_KINDS_MAX - 1 else OTHER_ERRORS
         self.errors[kind] += 1
         self.error_texts.setdefault(kind, text)

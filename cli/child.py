@@ -17,7 +17,6 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -84,15 +83,6 @@ def _take_signals_again() -> None:
         signal.signal(signum, handler)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChildProgress:
-    """What a child is doing before it is ready, in units of its own (bytes)."""
-
-    what: str
-    done: int
-    total: int
-
-
 class Child:
     """A process that was started. Lives on one event loop; `exited` is set when it has been reaped.
 
@@ -106,9 +96,12 @@ class Child:
         command: Sequence[str],
         env: Mapping[str, str],
         log_path: Path,
-        on_progress: Callable[[ChildProgress], None],
+        on_progress: Callable[[str, int, int], None],
     ) -> None:
-        """Starts the process. Raises OSError where the system refuses, with nothing left behind."""
+        """Starts the process. Raises OSError where the system refuses, with nothing left behind.
+
+        `on_progress` gets what the child does before it is ready, how much is done and how much there is.
+        """
         self.name = name
         self.log_path = log_path
         self._on_progress = on_progress
@@ -189,7 +182,8 @@ class Child:
     def _take_line(self, line: str) -> None:
         word, _, rest = line.partition(" ")
         if word == "progress":
-            self._on_progress(ChildProgress(**json.loads(rest)))
+            news = json.loads(rest)
+            self._on_progress(news["what"], news["done"], news["total"])
         elif word == "ready" and not self.ready.done():
             self.ready.set_result(rest.rpartition(" ")[2])
 

@@ -7,16 +7,14 @@ import difflib
 import importlib
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import click
-from click.shell_completion import CompletionItem
+from click.shell_completion import CompletionItem, get_completion_class
 
 from baton.version import baton_version
 from cli.child import tie_to_supervisor
-from cli.interrupts import QuietInterrupts
-from cli.invocation import ERROR_PREFIX, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_USAGE, Invocation
+from cli.invocation import ERROR_PREFIX, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_USAGE, QuietInterrupts
 
 if TYPE_CHECKING:
     from baton.errors import BatonError
@@ -25,39 +23,31 @@ _USAGE_REASONS: Final = frozenset({"BAD_CONFIG", "BAD_ENDPOINT", "BAD_NAME"})
 CONTEXT_SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
-    module: str
-    attribute: str
-    summary: str
-
-
-_COMMANDS: Final[Mapping[str, _Entry]] = {
-    "up": _Entry(module="cli.up", attribute="up", summary="Start a whole cluster on this machine."),
-    "generate": _Entry(module="cli.generate", attribute="generate", summary="Send a prompt and stream the answer."),
-    "chat": _Entry(module="cli.chat", attribute="chat", summary="Talk with the model, line by line."),
-    "nodes": _Entry(module="cli.nodes", attribute="nodes", summary="Show who is in the cluster and what it holds."),
-    "describe": _Entry(module="cli.describe", attribute="describe", summary="Show everything about one node."),
-    "pin": _Entry(module="cli.pins", attribute="pin", summary="Keep the KV of a prefix cached on all nodes."),
-    "unpin": _Entry(module="cli.pins", attribute="unpin", summary="Let a pinned prefix be evicted again."),
-    "pins": _Entry(module="cli.pins", attribute="pins", summary="Show the pinned prefixes."),
-    "cordon": _Entry(module="cli.drain", attribute="cordon", summary="Keep new requests away from a node."),
-    "uncordon": _Entry(module="cli.drain", attribute="uncordon", summary="Let a cordoned node take requests again."),
-    "drain": _Entry(module="cli.drain", attribute="drain", summary="Empty a node until it is safe to delete."),
-    "undrain": _Entry(module="cli.drain", attribute="undrain", summary="Let a drained node take requests again."),
-    "doctor": _Entry(module="cli.doctor", attribute="doctor", summary="Tell whether RDMA works on this machine."),
-    "directory": _Entry(module="cli.service", attribute="directory", summary="Run the embedded directory."),
-    "router": _Entry(module="cli.service", attribute="router", summary="Run a router."),
-    "prefill": _Entry(module="cli.service", attribute="prefill", summary="Run a prefill node."),
-    "decode": _Entry(module="cli.service", attribute="decode", summary="Run a decode node."),
-    "mixed": _Entry(module="cli.service", attribute="mixed", summary="Run a node that does both halves."),
-    "demo-model": _Entry(module="cli.demo_model", attribute="demo_model", summary="Write a small random model."),
-    "demo": _Entry(module="cli.demo", attribute="demo", summary="Start a cluster, check its answers, stop it."),
-    "bench": _Entry(module="cli.bench", attribute="bench", summary="Send requests and report latencies."),
-    "completion": _Entry(
-        module="cli.completion", attribute="completion", summary="Print the completion script of a shell."
-    ),
+_COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
+    "up": ("cli.up", "Start a whole cluster on this machine."),
+    "generate": ("cli.generate", "Send a prompt and stream the answer."),
+    "chat": ("cli.chat", "Talk with the model, line by line."),
+    "nodes": ("cli.nodes", "Show who is in the cluster and what it holds."),
+    "describe": ("cli.nodes", "Show everything about one node."),
+    "pin": ("cli.pins", "Keep the KV of a prefix in the cache of every node."),
+    "unpin": ("cli.pins", "Let the nodes evict a pinned prefix again."),
+    "pins": ("cli.pins", "Show the pinned prefixes."),
+    "cordon": ("cli.drain", "Keep new requests away from a node."),
+    "uncordon": ("cli.drain", "Let a cordoned node take requests again."),
+    "drain": ("cli.drain", "Empty a node until it is safe to delete."),
+    "undrain": ("cli.drain", "Let a drained node take requests again."),
+    "doctor": ("cli.doctor", "Check whether RDMA works on this machine."),
+    "directory": ("cli.service", "Run the embedded directory."),
+    "router": ("cli.service", "Run a router."),
+    "prefill": ("cli.service", "Run a prefill node."),
+    "decode": ("cli.service", "Run a decode node."),
+    "mixed": ("cli.service", "Run a node that does both halves."),
+    "demo-model": ("cli.demo_model", "Write a small random model."),
+    "demo": ("cli.demo", "Start a cluster, check its answers, stop it."),
+    "bench": ("cli.bench", "Send requests and report latencies."),
+    "completion": ("cli.commands", "Print the completion script of a shell."),
 }
+"""The module of each, and what `baton --help` says of it."""
 
 
 class _LazyGroup(click.Group):
@@ -67,15 +57,15 @@ class _LazyGroup(click.Group):
         return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        entry = _COMMANDS.get(cmd_name)
-        if entry is None:
+        if cmd_name not in _COMMANDS:
             return None
+        name, summary = _COMMANDS[cmd_name]
         with QuietInterrupts():
-            module = importlib.import_module(entry.module)
-            if entry.module == "cli.service":
-                command = module.service_command(entry.attribute, entry.summary)
+            module = importlib.import_module(name)
+            if name == "cli.service":
+                command = module.service_command(cmd_name, summary)
             else:
-                command = getattr(module, entry.attribute)
+                command = getattr(module, cmd_name.replace("-", "_"))
         assert isinstance(command, click.Command), command
         return command
 
@@ -93,12 +83,13 @@ class _LazyGroup(click.Group):
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """From the table: completing a command's name imports none of them."""
-        names = [CompletionItem(n, help=e.summary) for n, e in _COMMANDS.items() if n.startswith(incomplete)]
+        known = _COMMANDS.items()
+        names = [CompletionItem(name, help=summary) for name, (_, summary) in known if name.startswith(incomplete)]
         return [*names, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):
-            formatter.write_dl([(name, entry.summary) for name, entry in _COMMANDS.items()])
+            formatter.write_dl([(name, summary) for name, (_, summary) in _COMMANDS.items()])
 
 
 @click.group(cls=_LazyGroup, context_settings=CONTEXT_SETTINGS)
@@ -114,11 +105,29 @@ def cli() -> None:
     """
 
 
+@click.command()
+@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print the completion script for SHELL, to be read by it at its start. Names of nodes come from the directory.
+
+    \b
+    Example:
+      baton completion bash >> ~/.bashrc
+      baton completion zsh >> ~/.zshrc
+      baton completion fish > ~/.config/fish/completions/baton.fish
+    """
+    root = ctx.find_root().command
+    made = get_completion_class(shell)
+    assert made is not None, shell
+    click.echo(made(root, {}, "baton", "_BATON_COMPLETE").source())
+
+
 def run_command(arguments: list[str]) -> int:
     """Run one command and return its exit status; a user's error is one message on stderr, no traceback."""
-    invocation = Invocation(supervised=tie_to_supervisor())
+    supervised = tie_to_supervisor()
     try:
-        status = cli.main(args=arguments, prog_name="baton", standalone_mode=False, obj=invocation)
+        status = cli.main(args=arguments, prog_name="baton", standalone_mode=False, obj=supervised)
     except click.ClickException as error:
         error.show()
         return error.exit_code
@@ -139,12 +148,12 @@ def run_command(arguments: list[str]) -> int:
 def _report(error: BatonError) -> int:
     """One message on stderr: what is wrong, which field, why for machines, when to try again."""
     usage = error.reason.name in _USAGE_REASONS
-    facts = [f"reason {error.reason.name}"]
+    facts = f"reason {error.reason.name}"
     if error.field is not None:
-        facts.append(f"field {error.field}")
+        facts += f", field {error.field}"
     if error.retry_after_ms is not None:
-        facts.append(f"try again in {error.retry_after_ms} ms")
+        facts += f", try again in {error.retry_after_ms} ms"
     # The message of a process of our own (`cli.supervisor`) has its facts already.
     plain = usage or "process" in error.metadata
-    click.echo(ERROR_PREFIX + error.message + ("" if plain else f" ({', '.join(facts)})"), err=True)
+    click.echo(ERROR_PREFIX + error.message + ("" if plain else f" ({facts})"), err=True)
     return EXIT_USAGE if usage else EXIT_ERROR

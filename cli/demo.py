@@ -8,30 +8,29 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
 from batonpb import inference_pb2
 
 from baton.cores import own_cores
 from baton.errors import BatonError, InvalidField, Reason
-from baton.rpc import ChannelLimits, Channels
-from cli.client import Answer, InferenceClient, answer_data
-from cli.cluster_view import NodeView, view_nodes
+from baton.rpc import Channels
+from cli.client import Answer, InferenceClient, answer_data, open_channels, reworded
 from cli.demo_model import FAMILIES
 from cli.invocation import EXIT_ERROR, EXIT_INTERRUPTED
-from cli.output import Output, format_table, output_option, print_json
+from cli.nodes import NodeView, view_nodes
+from cli.output import TEXT, format_table, output_option, print_json
 from cli.reference import Reference
-from cli.sampling import SamplingChoice
 from cli.services import Service
 from cli.signals import StopSignals
 from cli.supervisor import Cluster, ClusterSpec
-from cli.up import StartBoard
+from cli.up import started
 from engine.build import EngineKind
 from engine.demo_model import DemoModelParams, write_demo_model
 from engine.model_config import ModelError
@@ -42,8 +41,12 @@ from engine.types import SamplingParams
 class DemoRequest:
     name: str
     prompt: str
-    sampling: SamplingChoice
+    sampling: inference_pb2.Sampling
     unary: bool = False
+
+
+def _ask(name: str, prompt: str, *, unary: bool = False, **sampling: Any) -> DemoRequest:
+    return DemoRequest(name=name, prompt=prompt, sampling=inference_pb2.Sampling(**sampling), unary=unary)
 
 
 _TALE: Final = " ".join([
@@ -60,53 +63,26 @@ _LONG_TALE: Final = " ".join([_TALE] * 6)
 """More tokens than one step takes: its prefill is in chunks."""
 
 FIRST_WAVE: Final = (
-    DemoRequest(
-        name="greedy",
-        prompt="Tell me a short story about a relay race.",
-        sampling=SamplingChoice(temperature=0, max_tokens=64),
+    _ask("greedy", "Tell me a short story about a relay race.", temperature=0, max_tokens=64),
+    _ask("shared-1", f"{_TALE} Where does the road lead?", temperature=0, max_tokens=24),
+    _ask("shared-2", f"{_TALE} Who invented the wheel, and when?", temperature=0.8, seed=7, max_tokens=24),
+    _ask(
+        "seeded-top-p", "Give three reasons for planting trees.", temperature=1.0, top_p=0.9, seed=42, max_tokens=32
     ),
-    DemoRequest(
-        name="shared-1",
-        prompt=f"{_TALE} Where does the road lead?",
-        sampling=SamplingChoice(temperature=0, max_tokens=24),
+    _ask(
+        "seeded-top-k", "Why is the sky blue in the afternoon and red in the evening?",
+        temperature=0.7, top_k=20, seed=2024, max_tokens=32,
     ),
-    DemoRequest(
-        name="shared-2",
-        prompt=f"{_TALE} Who invented the wheel, and when?",
-        sampling=SamplingChoice(temperature=0.8, seed=7, max_tokens=24),
+    _ask(
+        "unary", "Good morning! Could you please explain how a computer works?",
+        temperature=0, max_tokens=16, unary=True,
     ),
-    DemoRequest(
-        name="seeded-top-p",
-        prompt="Give three reasons for planting trees.",
-        sampling=SamplingChoice(temperature=1.0, top_p=0.9, seed=42, max_tokens=32),
-    ),
-    DemoRequest(
-        name="seeded-top-k",
-        prompt="Why is the sky blue in the afternoon and red in the evening?",
-        sampling=SamplingChoice(temperature=0.7, top_k=20, seed=2024, max_tokens=32),
-    ),
-    DemoRequest(
-        name="unary",
-        prompt="Good morning! Could you please explain how a computer works?",
-        sampling=SamplingChoice(temperature=0, max_tokens=16),
-        unary=True,
-    ),
-    DemoRequest(
-        name="long",
-        prompt=f"{_LONG_TALE} Summarise the following paragraph in one sentence.",
-        sampling=SamplingChoice(temperature=0, max_tokens=16),
-    ),
-)
+    _ask("long", f"{_LONG_TALE} Summarise the following paragraph in one sentence.", temperature=0, max_tokens=16),
+)  # fmt: skip
 SECOND_WAVE: Final = (
-    DemoRequest(
-        name="shared-3",
-        prompt=f"{_TALE} What is the capital of that country?",
-        sampling=SamplingChoice(temperature=0, max_tokens=24),
-    ),
-    DemoRequest(
-        name="long-again",
-        prompt=f"{_LONG_TALE} Which of these numbers is the smallest?",
-        sampling=SamplingChoice(temperature=0.5, seed=11, max_tokens=16),
+    _ask("shared-3", f"{_TALE} What is the capital of that country?", temperature=0, max_tokens=24),
+    _ask(
+        "long-again", f"{_LONG_TALE} Which of these numbers is the smallest?", temperature=0.5, seed=11, max_tokens=16
     ),
 )
 
@@ -118,55 +94,46 @@ STATUS_CALL_MS_MAX: Final = 2_000
 _REFERENCE_BLOCKS: Final = 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mismatch:
-    """An answer that is not what one process computes."""
-
-    name: str
-    what: str
-
-
 async def find_mismatches(
     answers: Sequence[tuple[DemoRequest, Answer]], *, model: Path, compute_threads: int
-) -> list[Mismatch]:
-    """Compute every request again in this process. Raises BatonError where the model cannot be loaded."""
+) -> dict[str, str]:
+    """Compute every request again in this process; by the request's name, how its answer differs.
+
+    Raises BatonError where the model cannot be loaded.
+    """
     reference = await asyncio.to_thread(Reference, model, num_blocks=_REFERENCE_BLOCKS, compute_threads=compute_threads)
-    found = []
+    found = {}
     for request, answer in answers:
-        mismatch = _compare(request, answer, reference)
-        if mismatch is not None:
-            found.append(mismatch)
+        what = _compare(request, answer, reference)
+        if what:
+            found[request.name] = what
         await asyncio.sleep(0)  # let Ctrl-C in
     return found
 
 
-def _compare(request: DemoRequest, answer: Answer, reference: Reference) -> Mismatch | None:
+def _compare(request: DemoRequest, answer: Answer, reference: Reference) -> str:
+    """How the answer differs; empty where it does not."""
     prompt = reference.encode(request.prompt)
     if answer.stats.prompt_tokens != len(prompt):
-        what = f"the prompt has {len(prompt)} tokens, the router counted {answer.stats.prompt_tokens}"
-        return Mismatch(name=request.name, what=what)
-    expected = reference.answer(prompt, _params(request))
+        return f"the prompt has {len(prompt)} tokens, the router counted {answer.stats.prompt_tokens}"
+    expected = reference.answer(prompt, _params(request.sampling))
     for index, (token, right) in enumerate(zip_longest(answer.ids, expected)):
         if token != right:
-            what = f"output token {index} is {token}, one process draws {right}"
-            return Mismatch(name=request.name, what=what)
-    if answer.text != (text := reference.decode(expected)):
-        return Mismatch(name=request.name, what=f"the text is {answer.text!r}, its tokens say {text!r}")
-    return None
+            return f"output token {index} is {token}, one process draws {right}"
+    text = reference.decode(expected)
+    return "" if answer.text == text else f"the text is {answer.text!r}, its tokens say {text!r}"
 
 
-def _params(request: DemoRequest) -> SamplingParams:
-    """What the router makes of the request, by the defaults that the interface states."""
-    sampling = request.sampling
-    assert sampling.max_tokens is not None and (sampling.seed is not None or sampling.temperature == 0), request.name
+def _params(sampling: inference_pb2.Sampling) -> SamplingParams:
+    """What the router makes of it, by the defaults that the interface states."""
+    assert sampling.max_tokens and sampling.HasField("temperature"), sampling
+    assert sampling.temperature == 0 or sampling.HasField("seed"), sampling
     return SamplingParams(
-        temperature=1.0 if sampling.temperature is None else sampling.temperature,
-        top_k=sampling.top_k or 0,
-        top_p=1.0 if sampling.top_p is None else sampling.top_p,
-        seed=sampling.seed or 0,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
+        seed=sampling.seed,
         max_tokens=sampling.max_tokens,
-        stop_token_ids=frozenset(sampling.stop_token_ids),
-        ignore_eos=sampling.ignore_eos,
     )
 
 
@@ -219,16 +186,8 @@ _COLUMNS: Final = (
     "REQUEST", "PREFILL", "DECODE", "TRANSPORT", "WRITTEN", "SKIPPED",
     "PROMPT", "CACHED", "TOKENS", "TTFT ms", "ITL ms", "ANSWER",
 )  # fmt: skip
-_RIGHT: Final = frozenset(range(4, 11))
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Result:
-    request: DemoRequest
-    answer: Answer
-
-
-_Show = Callable[[Sequence[_Result], Sequence[Mismatch]], None]
+_Results = list[tuple[DemoRequest, Answer]]
 
 
 @click.command()
@@ -263,25 +222,28 @@ def demo(model_dir: Path, family: str, prefill: int, decode: int, output: str) -
         )
     except InvalidField as error:
         raise BatonError(Reason.BAD_CONFIG, f"{error}.") from error
-    if Output(output) is Output.TEXT:
-        return asyncio.run(_demo(model_dir, family, spec, show=_print_table))
+    if output == TEXT:
+        return asyncio.run(_demo(model_dir, family, spec))
     found: list[dict[str, object]] = []
     with redirect_stdout(sys.stderr):
-        status = asyncio.run(_demo(model_dir, family, spec, show=lambda *results: found.extend(_data(*results))))
+        status = asyncio.run(_demo(model_dir, family, spec, found))
     print_json(found)
     return status
 
 
-async def _demo(model_dir: Path, family: str, spec: ClusterSpec, *, show: _Show) -> int:
+async def _demo(model_dir: Path, family: str, spec: ClusterSpec, data: list[dict[str, object]] | None = None) -> int:
+    """The results go into `data`, or, without it, into a table on the screen."""
     with StopSignals() as signals:
-        running = asyncio.ensure_future(_run(model_dir, family, spec, signals, show))
+        running = asyncio.ensure_future(_run(model_dir, family, spec, signals, data))
         if not await signals.unless_stopped(running):
             click.echo("\nInterrupted; everything is stopped.", err=True)
             return EXIT_INTERRUPTED
         return running.result()
 
 
-async def _run(model_dir: Path, family: str, spec: ClusterSpec, signals: StopSignals, show: _Show) -> int:
+async def _run(
+    model_dir: Path, family: str, spec: ClusterSpec, signals: StopSignals, data: list[dict[str, object]] | None
+) -> int:
     try:
         params = DemoModelParams(family=FAMILIES[family])
         written = await asyncio.to_thread(write_demo_model, model_dir, params)
@@ -290,75 +252,61 @@ async def _run(model_dir: Path, family: str, spec: ClusterSpec, signals: StopSig
     click.echo(f"Demo model {model_dir}: {'written' if written else 'there already'}.")
     spec.check()
     click.echo("Starting the cluster, each line a process:")
-    board = StartBoard(tuple(name for name, _ in spec.processes()), sys.stdout)
-    cluster = Cluster(spec, on_progress=board.progress, on_ready=board.ready)
-    signals.at_second = cluster.abandon
-    try:
-        await cluster.start()
-        results, leftovers = await _use(cluster)
-    finally:
-        problems = await cluster.stop()
-        for problem in problems:
-            click.echo(f"NOT STOPPED WELL  {problem}", err=True)
+    async with started(spec, signals, sys.stdout) as cluster:
+        if cluster is None:
+            return EXIT_INTERRUPTED
+        results, leftovers = await cluster.run_beside(_send_all(cluster))
+    problems = await cluster.stop()
     click.echo("\nStopped the cluster. Now the same requests in one process, alone:")
-    mismatches = await find_mismatches(
-        [(result.request, result.answer) for result in results],
-        model=model_dir,
-        compute_threads=own_cores().usable,
-    )
-    show(results, mismatches)
+    mismatches = await find_mismatches(results, model=model_dir, compute_threads=own_cores().usable)
+    if data is None:
+        click.echo(format_table(_COLUMNS, [_row(*result, mismatches) for result in results], right=range(4, 11)))
+    else:
+        data += [
+            {"name": request.name, "equal": request.name not in mismatches, **answer_data(answer)}
+            for request, answer in results
+        ]
     return _verdict(len(results), mismatches, leftovers, len(problems))
 
 
-async def _use(cluster: Cluster) -> tuple[list[_Result], list[str]]:
+async def _send_all(cluster: Cluster) -> tuple[_Results, list[str]]:
     """Send everything; then what the nodes still hold when they should hold nothing."""
-    channels = Channels(limits=ChannelLimits())
-    watching = asyncio.ensure_future(cluster.watch())
-    working = asyncio.ensure_future(_send_all(cluster, channels))
-    try:
-        await asyncio.wait({watching, working}, return_when=asyncio.FIRST_COMPLETED)
-        if watching.done():
-            raise watching.result()
-        return await working
-    finally:
-        for task in (watching, working):
-            task.cancel()
-        await asyncio.wait({watching, working})
-        await channels.close()
-
-
-async def _send_all(cluster: Cluster, channels: Channels) -> tuple[list[_Result], list[str]]:
-    client = InferenceClient(cluster.router, channels=channels, timeout_s=ANSWER_S_MAX)
     results = []
-    for title, wave in (
-        (f"{len(FIRST_WAVE)} requests at once; the first one as it comes:", FIRST_WAVE),
-        (f"{len(SECOND_WAVE)} more that begin like earlier ones (both caches know the beginning):", SECOND_WAVE),
-    ):
-        click.echo(f"\n{title}")
-        results += await _send_wave(client, wave)
-    leftovers = await wait_idle(cluster.directory, channels=channels, nodes_expected=len(cluster.names) - 1)
+    async with open_channels() as channels:
+        client = InferenceClient(cluster.router, channels=channels, timeout_s=ANSWER_S_MAX)
+        for title, wave in (
+            (f"{len(FIRST_WAVE)} requests at once; the first one as it comes:", FIRST_WAVE),
+            (f"{len(SECOND_WAVE)} more that begin like earlier ones (both caches know the beginning):", SECOND_WAVE),
+        ):
+            click.echo(f"\n{title}")
+            results += await _send_wave(client, wave)
+        leftovers = await wait_idle(cluster.directory, channels=channels, nodes_expected=len(cluster.names) - 1)
     return results, leftovers
 
 
-async def _send_wave(client: InferenceClient, wave: Sequence[DemoRequest]) -> list[_Result]:
-    screen = _Screen(wave[0].name)
+async def _send_wave(client: InferenceClient, wave: Sequence[DemoRequest]) -> _Results:
+    """The first answer grows token by token on its line; the others follow, whole, as they end."""
+    first_ended = asyncio.Event()
 
-    async def answer_of(request: DemoRequest) -> Answer:
-        message = inference_pb2.GenerateRequest(text=request.prompt, sampling=request.sampling.to_proto())
-        if request.unary:
-            return await client.generate_unary(message)
-        live = request.name == screen.live
-        return await client.generate(message, (lambda tokens: screen.show(tokens.text)) if live else None)
-
-    async def send(request: DemoRequest) -> _Result:
+    async def send(request: DemoRequest) -> Answer:
+        message = inference_pb2.GenerateRequest(text=request.prompt, sampling=request.sampling)
+        live = request is wave[0]
         try:
-            answer = await answer_of(request)
+            if request.unary:
+                answer = await client.generate_unary(message)
+            else:
+                answer = await client.generate(message, _show if live else None)
         except BatonError as error:
-            raise _named(error, request.name) from error
-        screen.ended(request, answer)
-        return _Result(request=request, answer=answer)
+            raise reworded(error, f"The demo's request {request.name} failed: {error.message}") from error
+        if live:
+            click.echo("")
+            first_ended.set()
+        else:
+            await first_ended.wait()
+            click.echo(f"{_fitted(request.name, request.prompt)}\n{_fitted('', f'>{answer.text}')}")
+        return answer
 
-    screen.begin(wave[0])
+    click.echo(f"{_fitted(wave[0].name, wave[0].prompt)}\n{_INDENT}>", nl=False)
     failure: BaseException | None = None
     try:
         async with asyncio.TaskGroup() as group:
@@ -368,45 +316,11 @@ async def _send_wave(client: InferenceClient, wave: Sequence[DemoRequest]) -> li
     if failure is not None:
         click.echo("")  # the line of an answer that will not go on
         raise failure
-    return [task.result() for task in tasks]
+    return [(request, task.result()) for request, task in zip(wave, tasks, strict=True)]
 
 
-def _named(error: BatonError, request: str) -> BatonError:
-    """The same error, of the demo's request of this name."""
-    return BatonError(
-        error.reason,
-        f"The demo's request {request} failed: {error.message}",
-        code=error.code,
-        field=error.field,
-        retry_after_ms=error.retry_after_ms,
-        metadata=error.metadata,
-    )
-
-
-@dataclass(slots=True)
-class _Screen:
-    """The first request of a wave grows token by token on its line; the others follow, whole, as they end."""
-
-    live: str
-    _live_ended: bool = False
-    _waiting: list[str] = field(default_factory=list)
-
-    def begin(self, request: DemoRequest) -> None:
-        click.echo(f"{_fitted(request.name, request.prompt)}\n{_INDENT}>", nl=False)
-
-    def show(self, text: str) -> None:
-        click.echo(text, nl=False)
-
-    def ended(self, request: DemoRequest, answer: Answer) -> None:
-        if request.name == self.live:
-            click.echo("")
-            self._live_ended = True
-        else:
-            self._waiting += [_fitted(request.name, request.prompt), _fitted("", f">{answer.text}")]
-        if self._live_ended:
-            for line in self._waiting:
-                click.echo(line)
-            self._waiting.clear()
+def _show(tokens: inference_pb2.Tokens) -> None:
+    click.echo(tokens.text, nl=False)
 
 
 def _fitted(name: str, text: str) -> str:
@@ -417,39 +331,24 @@ def _fitted(name: str, text: str) -> str:
     return f"  {name}".ljust(len(_INDENT)) + shown
 
 
-def _print_table(results: Sequence[_Result], mismatches: Sequence[Mismatch]) -> None:
-    wrong = {mismatch.name for mismatch in mismatches}
-    rows = []
-    for result in results:
-        stats = result.answer.stats
-        rows.append([
-            result.request.name,
-            stats.prefill_node,
-            stats.decode_node,
-            stats.transport,
-            str(stats.blocks_written),
-            str(stats.blocks_skipped),
-            str(stats.prompt_tokens),
-            str(stats.prompt_tokens_cached),
-            str(stats.output_tokens),
-            f"{stats.ttft_ms:.0f}",
-            f"{stats.itl_mean_ms:.1f}",
-            "wrong" if result.request.name in wrong else "equal",
-        ])  # fmt: skip
-    click.echo(format_table(_COLUMNS, rows, right=_RIGHT))
-
-
-def _data(results: Sequence[_Result], mismatches: Sequence[Mismatch]) -> list[dict[str, object]]:
-    wrong = {mismatch.name for mismatch in mismatches}
+def _row(request: DemoRequest, answer: Answer, mismatches: Collection[str]) -> list[str]:
+    stats = answer.stats
+    counts = (
+        stats.blocks_written, stats.blocks_skipped, stats.prompt_tokens, stats.prompt_tokens_cached,
+        stats.output_tokens,
+    )  # fmt: skip
     return [
-        {"name": result.request.name, "equal": result.request.name not in wrong, **answer_data(result.answer)}
-        for result in results
+        *(request.name, stats.prefill_node, stats.decode_node, stats.transport),
+        *map(str, counts),
+        f"{stats.ttft_ms:.0f}",
+        f"{stats.itl_mean_ms:.1f}",
+        "wrong" if request.name in mismatches else "equal",
     ]
 
 
-def _verdict(count: int, mismatches: Sequence[Mismatch], leftovers: Sequence[str], problems: int) -> int:
-    for mismatch in mismatches:
-        click.echo(f"WRONG  {mismatch.name}: {mismatch.what}")
+def _verdict(count: int, mismatches: Mapping[str, str], leftovers: Sequence[str], problems: int) -> int:
+    for name, what in mismatches.items():
+        click.echo(f"WRONG  {name}: {what}")
     for leftover in leftovers:
         click.echo(f"LEFT BEHIND  {leftover} (after {IDLE_MS_MAX} ms)")
     if mismatches or leftovers or problems:

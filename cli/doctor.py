@@ -1,28 +1,243 @@
-"""`baton doctor`: whether RDMA works on this machine, what is missing, and what to do; and what there is of UCX."""
+"""`baton doctor`: whether RDMA and UCX work on this machine, step by step: what is missing, and what to do.
+
+It looks at everything through paths that can be replaced, and opens nothing but, at the end, the libraries.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import resource
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+
 import click
 
+from baton.native import load
 from cli.invocation import EXIT_ERROR
-from cli.output import Output, format_table, output_option, print_json
-from cli.transport_checks import Finding, Machine, Verdict, check_rdma, check_ucx, works
+from cli.output import JSON, format_table, output_option, print_json
+from kvtransfer.transports.rdma_device import WHAT_GPUS_NEED
+from kvtransfer.transports.rdma_ports import RdmaPort, choose_port, find_ports
+from kvtransfer.transports.rdma_verbs import DISTRIBUTION_FOLDERS, SOURCE, RdmaUnavailable, load_verbs
 from kvtransfer.transports.settings import UcxConfig
+from kvtransfer.transports.ucx import try_ucx
+from kvtransfer.transports.ucx_nixl import UcxUnavailable, destruction_fences, installed
+
+CAP_IPC_LOCK = 14
+"""Its bit among the capabilities (linux/capability.h): memory may be locked without limit."""
+_UCX = "ucx"
+_INSTALL_UCX = "pip install 'baton-serve[ucx]', only where `transports` is to name ucx"
+
+_API_VERSION = (1, 17)
+_FIELD_FEATURES, _FEATURES_RMA_AM = 1, 1 << 1 | 1 << 6
+_PARAMS_BYTES = 1 << 10
+"""More than ucp_params has, of which we set the first two fields: which others count, and the features."""
+
+
+class Verdict(Enum):
+    """Of one check. Only MISSING keeps RDMA from working; OPTIONAL has nothing to do with it."""
+
+    GOOD = "ok"
+    SLOWER = "slower"
+    MISSING = "missing"
+    OPTIONAL = "not used"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    what: str
+    verdict: Verdict
+    text: str
+    todo: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Where to look, and what this process may."""
+
+    sysfs: Path = Path("/sys")
+    devices: Path = Path("/dev")
+    proc: Path = Path("/proc")
+    verbs_folders: tuple[Path, ...] = DISTRIBUTION_FOLDERS
+    memlock_bytes: Callable[[], int] = field(default=lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
+
+
+def check_rdma(machine: Machine | None = None, *, region_bytes: int = 0, wanted: str = "") -> list[Finding]:
+    """All that a node needs to offer rdma for a region of this size, on the device `wanted` (empty: any)."""
+    machine = machine or Machine()
+    ports = find_ports(machine.sysfs)
+    return [
+        *_device(ports, wanted),
+        *_character_device(ports, machine),
+        *_libraries(machine),
+        _memory(machine, region_bytes),
+        _gpu_memory(machine),
+    ]
+
+
+def works(findings: list[Finding]) -> bool:
+    return all(finding.verdict is not Verdict.MISSING for finding in findings)
+
+
+def _device(ports: list[RdmaPort], wanted: str) -> Iterator[Finding]:
+    if not ports:
+        todo = (
+            "load the driver of the card (such as mlx5_ib); without a card, Soft-RoCE: modprobe rdma_rxe && "
+            "rdma link add rxe0 type rxe netdev eth0"
+        )
+        yield Finding(what="device", verdict=Verdict.MISSING, text="no RDMA device", todo=todo)
+        return
+    for port in ports:
+        name = f"{port.device}:{port.number}"
+        if port.state != "ACTIVE":
+            text, todo = f"{name} is {port.state}", "bring its network interface up: ip link set DEVICE up"
+        elif not port.gids:
+            text, todo = f"{name} has no address", "give its network interface one: ip address add ..."
+        else:
+            gid = port.best_gid
+            text = f"{name} is active, {gid.kind.name} at index {gid.index}{f' of {gid.netdev}' if gid.netdev else ''}"
+            todo = ""
+        usable = choose_port(ports, wanted) is not None
+        verdict = Verdict.GOOD if not todo else Verdict.SLOWER if usable else Verdict.MISSING
+        yield Finding(what="device", verdict=verdict, text=text, todo=todo)
+    if wanted and choose_port(ports, wanted) is None:
+        todo = "name one of the above in rdma.device, or none"
+        yield Finding(what="device", verdict=Verdict.MISSING, text=f"{wanted} cannot be used", todo=todo)
+
+
+def _character_device(ports: list[RdmaPort], machine: Machine) -> Iterator[Finding]:
+    for port in ports:
+        path = machine.devices / "infiniband" / port.uverbs
+        if not port.uverbs:
+            text = f"{port.device} is not open to programs: the module ib_uverbs is not loaded"
+            yield Finding(what="module", verdict=Verdict.MISSING, text=text, todo="modprobe ib_uverbs")
+        elif not path.exists():
+            todo = "pass the device into the container (--device /dev/infiniband), or run udev"
+            yield Finding(what="module", verdict=Verdict.MISSING, text=f"{path} is not there", todo=todo)
+        elif not os.access(path, os.R_OK | os.W_OK):
+            todo = f"let this user read and write {path} (group rdma, a udev rule)"
+            yield Finding(what="module", verdict=Verdict.MISSING, text=f"{path} may not be opened", todo=todo)
+        else:
+            yield Finding(what="module", verdict=Verdict.GOOD, text=f"{port.device} by {path}")
+
+
+def _libraries(machine: Machine) -> Iterator[Finding]:
+    try:
+        load_verbs(machine.verbs_folders)
+        yield Finding(what="pyverbs", verdict=Verdict.GOOD, text="loaded")
+    except RdmaUnavailable as error:
+        text, _, todo = str(error).partition("; ")
+        yield Finding(what="pyverbs", verdict=Verdict.MISSING, text=text, todo=todo)
+    library = load(SOURCE)
+    if library.handle is not None:
+        yield Finding(what="poster", verdict=Verdict.GOOD, text=library.status)
+    else:
+        todo = "apt-get install gcc libibverbs-dev, then start again: it is built at its first use"
+        yield Finding(what="poster", verdict=Verdict.MISSING, text=library.status, todo=todo)
+
+
+def _memory(machine: Machine, region_bytes: int) -> Finding:
+    """The whole region is pinned, which counts against the limit of locked memory unless a capability lifts that."""
+    limit = machine.memlock_bytes()
+    if limit == resource.RLIM_INFINITY:
+        return Finding(what="memory", verdict=Verdict.GOOD, text="memory may be locked without limit")
+    if _capabilities(machine.proc) >> CAP_IPC_LOCK & 1:
+        return Finding(what="memory", verdict=Verdict.GOOD, text="memory may be locked: capability IPC_LOCK")
+    text = f"{limit:,} bytes of memory may be locked" + (f", the region has {region_bytes:,}" if region_bytes else "")
+    todo = "ulimit -l unlimited, LimitMEMLOCK=infinity (systemd), or the capability IPC_LOCK (containers)"
+    # Without a size to compare with: the usual default is far below any region.
+    enough = limit >= region_bytes if region_bytes else limit > 1 << 30
+    return Finding(
+        what="memory", verdict=Verdict.GOOD if enough else Verdict.MISSING, text=text, todo="" if enough else todo
+    )
+
+
+def _gpu_memory(machine: Machine) -> Finding:
+    """What can be seen without a GPU's context. Whether its driver makes a dma-buf of the region, and the card's takes
+    it, a node finds out when it registers: its log and `baton describe` say."""
+    try:
+        driver = (machine.proc / "driver/nvidia/version").read_text()
+    except OSError:
+        text = "memory of the host; there is no NVIDIA driver, and no GPU's to register"
+        return Finding(what="regions", verdict=Verdict.GOOD, text=text)
+    ways = ["as dma-bufs (open kernel modules)"] if "Open Kernel Module" in driver else []
+    if (machine.sysfs / "module/nvidia_peermem").exists():
+        ways.append("as peer memory (nvidia_peermem)")
+    if ways:
+        text = f"memory of the host, and of GPUs {' or '.join(ways)}"
+        return Finding(what="regions", verdict=Verdict.GOOD, text=text)
+    return Finding(
+        what="regions",
+        verdict=Verdict.SLOWER,
+        text="memory of the host; regions on GPUs go by tcp: neither open kernel modules nor nvidia_peermem",
+        todo=WHAT_GPUS_NEED,
+    )
+
+
+def _capabilities(proc: Path) -> int:
+    for line in (proc / "self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return int(line.split()[1], 16)
+    return 0
+
+
+def check_ucx(tls: str) -> Finding:
+    """One line. Makes an agent, which loads NIXL and UCX into this process, and destroys it."""
+    if installed() is None:
+        return Finding(what=_UCX, verdict=Verdict.OPTIONAL, text="NIXL is not installed", todo=_INSTALL_UCX)
+    try:
+        used = try_ucx(tls)
+    except UcxUnavailable as error:
+        return Finding(what=_UCX, verdict=Verdict.OPTIONAL, text=str(error), todo="look at what UCX has said")
+    fence = "fenced by the receiver alone" if destruction_fences(used) else "a fence needs the writer, or its death"
+    return Finding(
+        what=_UCX,
+        verdict=Verdict.GOOD,
+        text=f"{installed()} with UCX {', '.join(ucx_here()) or 'of unknown transports'}; with {used!r} {fence}",
+    )
+
+
+def ucx_here() -> list[str]:
+    """UCX transports of this machine, as UCX prints them. Empty: unknown. UCX is loaded into this process."""
+    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libucp" in line}
+    if not loaded:
+        return []
+    ucp, libc = ctypes.CDLL(loaded.pop()), ctypes.CDLL(None)
+    params = (ctypes.c_uint64 * (_PARAMS_BYTES // 8))(_FIELD_FEATURES, _FEATURES_RMA_AM)
+    context, text, nbytes = ctypes.c_void_p(), ctypes.c_char_p(), ctypes.c_size_t()
+    if ucp.ucp_init_version(*_API_VERSION, params, None, ctypes.byref(context)):
+        return []
+    libc.open_memstream.restype = ctypes.c_void_p
+    stream = ctypes.c_void_p(libc.open_memstream(ctypes.byref(text), ctypes.byref(nbytes)))
+    ucp.ucp_context_print_info(context, stream)
+    libc.fclose(stream)
+    ucp.ucp_cleanup(context)
+    printed = (text.value or b"").decode()
+    libc.free(text)
+    return transports_in(printed)
+
+
+def transports_in(printed: str) -> list[str]:
+    """Of what `ucp_context_print_info` prints, for each device a line "# resource 3 : md 2 dev 1 flags -- tcp/eth0"."""
+    names = [line.split()[-1].partition("/")[0] for line in printed.splitlines() if " resource " in line]
+    return list(dict.fromkeys(names))
 
 
 @click.command()
 @click.option(
     "--region-bytes", type=click.IntRange(min=0), default=0, show_default=True, metavar="BYTES",
-    help="Size of the KV region that is to be registered; 0: not known yet.",
+    help="Size of the KV region to register; 0 if unknown.",
 )  # fmt: skip
-@click.option("--device", default="", metavar="NAME", help="Ask for this device, such as mlx5_0:1. [default: any]")
+@click.option("--device", default="", metavar="NAME", help="Check this device, such as mlx5_0:1.  [default: any]")
 @output_option
 def doctor(region_bytes: int, device: str, output: str) -> int:
-    """Tell whether RDMA works on this machine.
+    """Check whether RDMA works on this machine.
 
-    Each line is one thing that nodes need for the transport rdma, with what to do where it is missing. Ends with 0 if
-    RDMA works for a process like this one, else with 1; nodes then use the next best transport. The line "ucx" is about
-    the transport of that name, which needs none of the others.
+    Each line is one thing that the transport rdma needs; where it is missing, the command says what to do. The exit
+    status is 0 if RDMA works for a process of this user, else 1: nodes then use the next best transport. The line "ucx"
+    is about the transport ucx, which needs none of the others.
 
     \b
     Example:
@@ -31,15 +246,12 @@ def doctor(region_bytes: int, device: str, output: str) -> int:
     findings = check_rdma(Machine(), region_bytes=region_bytes, wanted=device)
     ready = works(findings)
     findings.append(check_ucx(UcxConfig().tls))
-    if Output(output) is Output.JSON:
-        print_json({"rdma": ready, "findings": [_data(finding) for finding in findings]})
+    if output == JSON:
+        data = [{**asdict(finding), "verdict": finding.verdict.value} for finding in findings]
+        print_json({"rdma": ready, "findings": data})
     else:
         click.echo(_text(findings, ready))
     return 0 if ready else EXIT_ERROR
-
-
-def _data(finding: Finding) -> dict[str, str]:
-    return {"what": finding.what, "verdict": finding.verdict.value, "text": finding.text, "todo": finding.todo}
 
 
 def _text(findings: list[Finding], ready: bool) -> str:
@@ -47,7 +259,5 @@ def _text(findings: list[Finding], ready: bool) -> str:
     lines = [format_table(("CHECK", "VERDICT", "FOUND"), rows), ""]
     lines += [f"To do ({finding.what}): {finding.todo}" for finding in findings if finding.todo]
     slower = any(finding.verdict is Verdict.SLOWER for finding in findings)
-    lines.append(
-        f"RDMA works here{', though not at its best' if slower else ''}." if ready else "RDMA does not work here."
-    )
-    return "\n".join(lines)
+    works = f"RDMA works here{', though not at its best' if slower else ''}."
+    return "\n".join([*lines, works if ready else "RDMA does not work here."])

@@ -16,21 +16,20 @@ from baton.errors import BatonError, Reason
 from baton.pod import COST_GIVEN_UP
 from baton.rpc import Channels, rpc_errors
 from baton.wire import NodeRecord
-from cli.cluster_view import (
+from cli.invocation import EXIT_ERROR
+from cli.nodes import (
     NodeView,
     complete_node,
     directory_option,
     find_record,
     get_status,
-    left_behind,
     left_text,
     node_data,
     run_with_channels,
     state_name,
 )
-from cli.invocation import EXIT_ERROR
-from cli.output import Output, output_option, print_json
-from cli.parameters import timeout_option
+from cli.output import JSON, output_option, print_json
+from cli.parameters import options, timeout_option
 
 CALL_MS_MAX: Final = 5_000
 """How long the directory, and then the node, may take to answer once."""
@@ -50,53 +49,37 @@ _COST_GIVEN_UP: Final = (
 )
 
 
-def _node_command(command: Callable[..., int]) -> click.Command:
-    with_options = directory_option(output_option(command))
-    return click.command()(click.argument("node", shell_complete=complete_node)(with_options))
+_node_options: Final = options(click.argument("node", shell_complete=complete_node), directory_option, output_option)
 
 
-@_node_command
-def cordon(node: str, directory: str, output: str) -> int:
-    """Keep new requests away from NODE; what it has goes on, and nothing else changes. `baton uncordon` ends it.
+def _order_command(order: str, what: str) -> click.Command:
+    """A command that only gives an order."""
 
-    \b
-    Example:
-      baton cordon decode-0
-    """
-    return _order("Cordon", node, directory, output)
+    def command(node: str, directory: str, output: str) -> int:
+        return _order(order, node, directory, output)
 
-
-@_node_command
-def uncordon(node: str, directory: str, output: str) -> int:
-    """Let NODE take requests again after a cordon.
-
-    \b
-    Example:
-      baton uncordon decode-0
-    """
-    return _order("Uncordon", node, directory, output)
+    name = order.lower()
+    text = f"{what}\n\n\b\nExample:\n  baton {name} decode-0"
+    return click.command(name, help=text)(_node_options(command))
 
 
-@_node_command
-def undrain(node: str, directory: str, output: str) -> int:
-    """Let NODE take requests again after a drain, whether it was over or not.
-
-    \b
-    Example:
-      baton undrain decode-0
-    """
-    return _order("Undrain", node, directory, output)
+cordon: Final = _order_command(
+    "Cordon", "Keep new requests away from NODE. What it has goes on. `baton uncordon` ends it."
+)
+uncordon: Final = _order_command("Uncordon", "Let NODE take requests again after a cordon.")
+undrain: Final = _order_command("Undrain", "Let NODE take requests again after a drain, whether it was over or not.")
 
 
-@_node_command
+@click.command()
+@_node_options
 @click.option("--wait", is_flag=True, help="Return only when the node has proved that it is empty.")
 @timeout_option(300.0, "How long --wait may take.")
 def drain(node: str, directory: str, output: str, wait: bool, timeout_s: float) -> int:
     """Empty NODE: it takes nothing new, finishes what it has, and then says that it is safe to delete.
 
-    With --wait, the exit status is 0 when it is, or when its process has ended and was empty before; and 1 when it is
-    not within --timeout: what is still there is listed then, and the drain goes on. Draining a node that is being
-    drained already is no error.
+    With --wait, the exit status is 0 when the node is safe to delete, or when its process has ended and was empty
+    before. It is 1 after --timeout: the command lists what is still there, and the drain goes on. A second drain is no
+    error.
 
     \b
     Example:
@@ -122,7 +105,7 @@ def _order(order: str, node: str, directory: str, output: str, *, wait_s_max: fl
         raise
     status = view.status
     assert status is not None
-    if Output(output) is Output.JSON:
+    if output == JSON:
         print_json(node_data(view))
     else:
         click.echo(_text(node, status))
@@ -235,13 +218,12 @@ class StatusLooks:
 
     async def _watch(self) -> node_pb2.NodeStatus:
         name = self._record.name
+        if self._call is None:
+            stub = node_pb2_grpc.NodeStub(self._channels.get(self._record.endpoint))
+            self._call = stub.WatchStatus(node_pb2.GetStatusRequest(), timeout=WATCH_S_MAX)
         try:
             with rpc_errors(name):
-                async with asyncio.timeout(CALL_MS_MAX / 1e3):
-                    if self._call is None:
-                        stub = node_pb2_grpc.NodeStub(self._channels.get(self._record.endpoint))
-                        self._call = stub.WatchStatus(node_pb2.GetStatusRequest(), timeout=WATCH_S_MAX)
-                    status: node_pb2.NodeStatus | Any = await self._call.read()
+                status = await asyncio.wait_for(self._call.read(), CALL_MS_MAX / 1e3)
         except TimeoutError as error:
             raise BatonError(Reason.DEADLINE, f"{name} has said nothing for {CALL_MS_MAX} ms.") from error
         if not isinstance(status, node_pb2.NodeStatus):
@@ -286,7 +268,7 @@ def _text(node: str, status: node_pb2.NodeStatus) -> str:
         return f"{node} has ended in order; it {how}."
     if state == "drained":
         verdict = "safe to delete" if status.safe_to_delete else "not safe to delete"
-        if not status.safe_to_delete and not left_behind(status):
+        if not status.safe_to_delete and left_text(status) == "nothing":
             verdict = "its pod is being marked as the first to go"
         return f"{node} is drained and holds {left_text(status)}: {verdict}."
     return f"{node} is {state}; it holds {left_text(status)}."

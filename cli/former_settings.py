@@ -20,15 +20,40 @@ _SOCKET: Final = {
     "socket.KEEPALIVE_PROBES_MAX": 4,
     "socket.USER_TIMEOUT_MS": 20_000,
 }
-_WRITER: Final[Mapping[str, Mapping[str, int]]] = {
-    "shm": {
+_RDMA_QUEUE: Final = {
+    "rdma.send_wrs_max": 128,
+    "rdma.seals_max": 64,
+    "rdma.HOP_LIMIT": 64,
+    "rdma.device_check_ms": 500,
+}
+_TRANSPORTS: Final[Mapping[tuple[str, str], Mapping[str, int]]] = {
+    ("shm", "shm_receiver"): {**_PORT, "handshake_ms_max": 2000, "late_byes_max": 64, "messages_per_wake_max": 64},
+    ("rdma", "rdma_receiver"): {**_PORT, **_SOCKET, **_RDMA_QUEUE},
+    ("ucx", "ucx_receiver"): {
+        **_PORT,
+        **_SOCKET,
+        "handshake_ms_max": 10_000,
+        "seals_max=SEALS_PARTIAL_MAX": 512,
+        "SEAL_POLL_US": 200,
+    },
+    ("tcp", "tcp_receiver"): {
+        **_PORT,
+        **_SOCKET,
+        "handshake_ms_max": 2000,
+        "SEALS_PARTIAL_MAX": 4096,
+        "stream.frame_bytes_max=FRAME_BYTES_MAX": 1 << 25,
+        "stream.frame_segments_max": 1024,
+        "stream.ack_frames_max": 16,
+        "stream.outbox_bytes_max": 1 << 16,
+    },
+    ("shm", "shm_writer"): {
         **_LINK,
         "CONNECT_RETRY_MS": 20,
         "copy_chunk_ops_max": 1024,
         "copy_chunk_bytes_max": 16 << 20,
         "outbox_messages_max=seals_waiting_max": 4096,
     },
-    "rdma": {
+    ("rdma", "rdma_writer"): {
         **_LINK,
         **_SOCKET,
         "chain_wrs_max": 32,
@@ -36,12 +61,9 @@ _WRITER: Final[Mapping[str, Mapping[str, int]]] = {
         "wr_bytes_max": 1 << 20,
         "on_the_way_bytes_max": 32 << 20,
         "spin_us_max": 50,
-        "rdma.send_wrs_max": 128,
-        "rdma.seals_max": 64,
-        "rdma.HOP_LIMIT": 64,
-        "rdma.device_check_ms": 500,
+        **_RDMA_QUEUE,
     },
-    "ucx": {
+    ("ucx", "ucx_writer"): {
         **_LINK,
         **_SOCKET,
         "connect_ms_max": 10_000,
@@ -52,35 +74,10 @@ _WRITER: Final[Mapping[str, Mapping[str, int]]] = {
         "POLL_US_MIN": 50,
         "POLL_US_MAX": 1000,
     },
-    "tcp": {**_LINK, **_SOCKET, "AT_ONCE_BYTES_MAX": 1 << 16},
+    ("tcp", "tcp_writer"): {**_LINK, **_SOCKET, "AT_ONCE_BYTES_MAX": 1 << 16},
 }
-_RECEIVER: Final[Mapping[str, Mapping[str, int]]] = {
-    "shm": {**_PORT, "handshake_ms_max": 2000, "late_byes_max": 64, "messages_per_wake_max": 64},
-    "rdma": {
-        **_PORT,
-        **_SOCKET,
-        **{key: value for key, value in _WRITER["rdma"].items() if key.startswith("rdma.")},
-    },
-    "ucx": {
-        **_PORT,
-        **_SOCKET,
-        "handshake_ms_max": 10_000,
-        "seals_max=SEALS_PARTIAL_MAX": 512,
-        "SEAL_POLL_US": 200,
-    },
-    "tcp": {
-        **_PORT,
-        **_SOCKET,
-        "handshake_ms_max": 2000,
-        "SEALS_PARTIAL_MAX": 4096,
-        "stream.frame_bytes_max=FRAME_BYTES_MAX": 1 << 25,
-        "stream.frame_segments_max": 1024,
-        "stream.ack_frames_max": 16,
-        "stream.outbox_bytes_max": 1 << 16,
-    },
-}
-"""By the transport, for the sections [prefill], [decode] and [mixed]. A name in capitals is a constant's; where the
-constant is called otherwise than the key was, its name follows."""
+"""By the first words of the key. A name in capitals is a constant's; where the constant is called otherwise than the
+key was, its name follows."""
 
 _OTHERS: Final[Mapping[str, float]] = {
     "staging.chunk_bytes": 1 << 20,
@@ -149,7 +146,7 @@ def _renamed() -> Iterator[tuple[str, str]]:
     for name in _RDMA:
         for section in ("rdma", "rdma_writer", "rdma_receiver"):
             yield f"{section}.rdma.{name}", f"rdma.{name}"
-    for transport in _RECEIVER:
+    for transport in ("shm", "rdma", "ucx", "tcp"):
         for section in (transport, f"{transport}_receiver"):
             yield f"{section}.connections_max", "receiver.connections_max"
             yield f"{section}.pairs_max", "receiver.pairs_max"
@@ -159,20 +156,18 @@ def _renamed() -> Iterator[tuple[str, str]]:
     yield "ucx_receiver.tls", "ucx.tls"
 
 
-def _fixed() -> Iterator[tuple[str, str, float]]:
-    """Keys, constants, values."""
-    tables = [(section, keys) for section, keys in _RECEIVER.items()]
-    tables += [(f"{transport}_receiver", keys) for transport, keys in _RECEIVER.items()]
-    tables += [(section, keys) for section, keys in _WRITER.items()]
-    tables += [(f"{transport}_writer", keys) for transport, keys in _WRITER.items()]
-    entries = [(f"{section}.{name}", value) for section, keys in tables for name, value in keys.items()]
-    for entry, value in [*entries, *_OTHERS.items()]:
+def _fixed() -> Iterator[tuple[str, tuple[str, float]]]:
+    """Keys; constants and their values."""
+    entries: dict[str, float] = {}
+    for sections, keys in _TRANSPORTS.items():
+        entries |= {f"{section}.{name}": value for section in sections for name, value in keys.items()}
+    for entry, value in (entries | dict(_OTHERS)).items():
         key, _, constant = entry.partition("=")
-        yield key.lower(), constant or key.rpartition(".")[2], value
+        yield key.lower(), (constant or key.rpartition(".")[2], value)
 
 
 RENAMED: Final[Mapping[str, str]] = dict(_renamed())
-FIXED: Final[Mapping[str, tuple[str, float]]] = {key: (constant, value) for key, constant, value in _fixed()}
+FIXED: Final[Mapping[str, tuple[str, float]]] = dict(_fixed())
 FORMER: Final[Mapping[str, str]] = {
     **{
         key: f"is no longer a setting: it is fixed at {value} (constant {constant}). Remove it."

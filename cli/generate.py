@@ -13,7 +13,6 @@ import click
 from batonpb import inference_pb2
 
 from baton.errors import BatonError
-from baton.rpc import ChannelLimits, Channels
 from cli.client import (
     Answer,
     AnswerBuilder,
@@ -21,16 +20,18 @@ from cli.client import (
     StreamPrinter,
     answer_data,
     answer_timeout_option,
-    broken_off,
+    is_unreached,
     logprobs_text,
     no_router,
+    open_channels,
+    reworded,
     router_option,
     stats_text,
 )
 from cli.invocation import EXIT_INTERRUPTED
-from cli.output import Output, output_option, print_json
+from cli.output import JSON, output_option, print_json
 from cli.parameters import IntegerList, check_utf8, read_stdin
-from cli.sampling import sampling_choice, sampling_options
+from cli.sampling import sampling_message, sampling_options
 from cli.signals import StopSignals
 from router.choices import Answer as Events
 from router.choices import run_choices
@@ -44,7 +45,7 @@ from router.openai import CHOICES_MAX
 @sampling_options
 @click.option(
     "-n", "--answers", type=click.IntRange(1, CHOICES_MAX), default=1, show_default=True,
-    help="Answers to the prompt, each with noise of its own.",
+    help="Answers to the prompt, each drawn anew.",
 )  # fmt: skip
 @click.option("--model", help="Refuse an answer of any other model.")
 @answer_timeout_option
@@ -81,22 +82,21 @@ def generate(
         raise click.UsageError("Give either a PROMPT or --token-ids.")
     if answers > 1 and no_stream:
         raise click.UsageError("--no-stream is for one answer; leave it out, or --answers.")
-    check_utf8(router, "--router")
-    check_utf8(model or "", "--model")
-    request = inference_pb2.GenerateRequest(sampling=sampling_choice(sampling).to_proto(), model=model)
+    for text, what in ((router, "--router"), (model or "", "--model"), (prompt or "", "the prompt")):
+        check_utf8(text, what)
+    request = inference_pb2.GenerateRequest(sampling=sampling_message(sampling), model=model)
     if token_ids is not None:
         request.token_ids.ids.extend(token_ids)
     else:
-        request.text = _text(str(prompt))
-    as_json = Output(output) is Output.JSON
+        request.text = read_stdin("the prompt") if prompt == "-" else str(prompt)
+    as_json = output == JSON
     printer = AnswerPrinter(
         io.StringIO() if as_json else sys.stdout,
-        as_ids=ids,
-        as_text=token_ids is None and not ids,
+        as_ids=True if ids else False if token_ids is None else None,
         answers=answers,
         stats=stats and not as_json,
     )
-    done = asyncio.run(_run(request, printer, router=router, timeout_s=timeout_s, no_stream=no_stream, n=answers))
+    done = asyncio.run(_run(request, printer, router, timeout_s, unary=no_stream))
     if done is None:
         click.echo("Cancelled.", err=True)
         return EXIT_INTERRUPTED
@@ -109,75 +109,56 @@ def generate(
 class AnswerPrinter:
     """Shows one answer as it comes; of several each when it is complete, in order, under its number."""
 
-    def __init__(self, stream: TextIO, *, as_ids: bool, as_text: bool, answers: int, stats: bool) -> None:
+    def __init__(self, stream: TextIO, *, as_ids: bool | None, answers: int, stats: bool) -> None:
+        self.answers = answers
+        self.live = StreamPrinter(stream, as_ids=as_ids)
+        """Shows the only answer."""
         self._stream = stream
-        self._kind = {"as_ids": as_ids, "as_text": as_text}
-        self._answers = answers
+        self._as_ids = as_ids
         self._stats = stats
         self._waiting: dict[int, Answer] = {}
         self._next = 0
-        self.live = StreamPrinter(stream, as_ids=as_ids, as_text=as_text)
-        """Shows the only answer."""
 
     def show(self, tokens: inference_pb2.Tokens) -> None:
-        if self._answers == 1:
+        if self.answers == 1:
             self.live.show(tokens)
 
     def complete(self, index: int, answer: Answer) -> None:
-        if self._answers == 1:
-            self.live.end()
-            self._tell(answer)
-            return
         self._waiting[index] = answer
         while (ready := self._waiting.pop(self._next, None)) is not None:
             self._next += 1
-            print(f"--- {self._next} of {self._answers}", file=self._stream)
-            printer = StreamPrinter(self._stream, **self._kind)
-            printer.show(inference_pb2.Tokens(ids=ready.ids, text=ready.text))
+            printer = self.live
+            if self.answers > 1:
+                print(f"--- {self._next} of {self.answers}", file=self._stream)
+                printer = StreamPrinter(self._stream, as_ids=self._as_ids)
+                printer.show(inference_pb2.Tokens(ids=ready.ids, text=ready.text))
             printer.end()
-            self._tell(ready)
-
-    def _tell(self, answer: Answer) -> None:
-        if answer.logprobs and self._stream is sys.stdout:
-            click.echo(logprobs_text(answer), err=True)
-        if self._stats:
-            click.echo(stats_text(answer), err=True)
-
-
-def _text(prompt: str) -> str:
-    """The prompt itself, for a command line argument."""
-    if prompt != "-":
-        check_utf8(prompt, "the prompt")
-        return prompt
-    return read_stdin("the prompt")
+            if ready.logprobs and self._stream is sys.stdout:
+                click.echo(logprobs_text(ready), err=True)
+            if self._stats:
+                click.echo(stats_text(ready), err=True)
 
 
 async def _run(
-    request: inference_pb2.GenerateRequest,
-    printer: AnswerPrinter,
-    *,
-    router: str,
-    timeout_s: float,
-    no_stream: bool,
-    n: int,
+    request: inference_pb2.GenerateRequest, printer: AnswerPrinter, router: str, timeout_s: float, *, unary: bool
 ) -> list[Answer] | None:
     """None when the user has cancelled. Raises BatonError."""
-    channels = Channels(limits=ChannelLimits())
-    try:
+    async with open_channels() as channels:
         client = InferenceClient(router, channels=channels, timeout_s=timeout_s)
+        working = asyncio.ensure_future((_unary if unary else _stream)(client, request, printer))
         with StopSignals() as signals:
-            running = _unary(client, request, printer) if no_stream else _stream(client, request, printer, n)
-            working = asyncio.ensure_future(running)
             try:
-                if not await signals.unless_stopped(working):
-                    printer.live.end()
-                    return None
-                return working.result()
+                if await signals.unless_stopped(working):
+                    return working.result()
+                printer.live.end()
+                return None
             except BatonError as error:
                 printer.live.end()
-                raise (no_router(error, router) if printer.live.empty else broken_off(error)) from error
-    finally:
-        await channels.close()
+                if not printer.live.empty:
+                    raise reworded(error, f"The answer broke off. {error.message}") from error
+                if is_unreached(error, router):
+                    raise no_router(router) from error
+                raise
 
 
 async def _unary(
@@ -190,10 +171,10 @@ async def _unary(
 
 
 async def _stream(
-    client: InferenceClient, request: inference_pb2.GenerateRequest, printer: AnswerPrinter, n: int
+    client: InferenceClient, request: inference_pb2.GenerateRequest, printer: AnswerPrinter
 ) -> list[Answer]:
     """All answers, from one seed; the first one's prompt is in the caches before the others begin."""
-    if n > 1 and not request.sampling.HasField("seed"):
+    if printer.answers > 1 and not request.sampling.HasField("seed"):
         request.sampling.seed = secrets.randbits(64)
 
     def ask(message: inference_pb2.GenerateRequest, choice: int) -> Events:
@@ -202,12 +183,12 @@ async def _stream(
         own.sampling.choice = choice
         return client.events(own)
 
-    builders = [AnswerBuilder() for _ in range(n)]
-    async with aclosing(run_choices(ask, [request], n)) as events:
+    builders = [AnswerBuilder() for _ in range(printer.answers)]
+    async with aclosing(run_choices(ask, [request], printer.answers)) as events:
         async for index, event in events:
             builders[index].push(event)
             if event.HasField("tokens"):
                 printer.show(event.tokens)
             elif event.HasField("finished"):
-                printer.complete(index, builders[index].answer())
-    return [builder.answer() for builder in builders]
+                printer.complete(index, builders[index].answer)
+    return [builder.answer for builder in builders]

@@ -1,8 +1,10 @@
-"""What the entry point and the commands share: exit statuses, and how this process was started."""
+"""How commands end: the error message, the exit status, and Ctrl-C while modules are being imported. Imports next to
+nothing: it is there before the rest is."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import signal
 from typing import Final
 
 ERROR_PREFIX: Final = "error: "
@@ -13,9 +15,21 @@ EXIT_INTERRUPTED: Final = 130
 """128 + SIGINT, as shells say it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Invocation:
-    """What every command may ask of its context (`click.Context.obj`)."""
+class QuietInterrupts:
+    """Within it a SIGINT ends the process at once and silently, with status 130: for imports only, which have
+    nothing to put away. A KeyboardInterrupt there is a traceback, or lost where an import swallows it.
 
-    supervised: bool
-    """Started by a supervisor, which reads this process's stdout."""
+    To be entered in the main thread; elsewhere, and where SIGINT is ignored or handled otherwise, it changes nothing.
+    """
+
+    def __enter__(self) -> None:
+        self._ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if self._ours:
+            try:
+                signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
+            except ValueError:  # not the main thread
+                self._ours = False
+
+    def __exit__(self, *_: object) -> None:
+        if self._ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)

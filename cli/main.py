@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 
-from cli.interrupts import QuietInterrupts
+from cli.invocation import QuietInterrupts
 
 
 def main() -> None:

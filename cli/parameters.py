@@ -1,4 +1,4 @@
-"""Types of options that several commands share: what is no time, no number or no text is refused before anything is
+"""Types of options that several commands share. What is no time, no number or no text is refused before anything is
 sent."""
 
 from __future__ import annotations
@@ -10,41 +10,45 @@ from typing import Any, Final, TypeVar
 
 import click
 
-TIMEOUT_S_MIN: Final = 0.001
-TIMEOUT_S_MAX: Final = 86_400.0
 TOKEN_ID_MAX: Final = (1 << 32) - 1
-ID_BIAS_FORM: Final = "ID=VALUE"
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-class Number(click.ParamType[float]):
-    """A finite number. Its range is the router's to check, which knows it."""
+def options(*decorators: Callable[[Any], Any]) -> Callable[[_F], _F]:
+    """Gives a command all of these options; its help shows them in this order."""
 
-    name = "float"
+    def decorate(command: Any) -> Any:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return decorate
+
+
+class Number(click.ParamType[float]):
+    """A finite number, from `low` to `high`."""
+
+    name = "number"
+
+    def __init__(self, low: float = -math.inf, high: float = math.inf) -> None:
+        self._low, self._high = low, high
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(click.FLOAT.convert(value, param, ctx))
         if not math.isfinite(number):
             self.fail(f"'{value}' is no finite number", param, ctx)
+        if not self._low <= number <= self._high:
+            self.fail(f"'{value}' is not from {self._low:g} to {self._high:g}", param, ctx)
         return number
 
 
-class Seconds(Number):
-    """A time from TIMEOUT_S_MIN to TIMEOUT_S_MAX."""
-
-    name = "seconds"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        seconds = super().convert(value, param, ctx)
-        if not TIMEOUT_S_MIN <= seconds <= TIMEOUT_S_MAX:
-            self.fail(f"'{value}' is no usable time: {TIMEOUT_S_MIN:g} to {TIMEOUT_S_MAX:g} seconds", param, ctx)
-        return seconds
+SECONDS: Final = Number(0.001, 86_400.0)
 
 
 def timeout_option(default_s: float, help_text: str) -> Callable[[_F], _F]:
     """`--timeout SECONDS`, which the command gets as `timeout_s`."""
     return click.option(
-        "--timeout", "timeout_s", type=Seconds(), default=default_s, show_default=True, metavar="SECONDS",
+        "--timeout", "timeout_s", type=SECONDS, default=default_s, show_default=True, metavar="SECONDS",
         help=help_text,
     )  # fmt: skip
 
@@ -60,8 +64,12 @@ class Whole(click.ParamType[int]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         number = int(click.INT.convert(value, param, ctx))
         if not 0 <= number <= self._max:
-            self.fail(f"{number} is out of range: 0 to {self._max}", param, ctx)
+            self.fail(f"{number} is not from 0 to {self._max}", param, ctx)
         return number
+
+
+UINT32: Final = Whole(32)
+UINT64: Final = Whole(64)
 
 
 class IntegerList(click.ParamType[tuple[int, ...]]):
@@ -76,31 +84,21 @@ class IntegerList(click.ParamType[tuple[int, ...]]):
             numbers = tuple(int(part) for part in str(value).split(","))
         except ValueError:
             self.fail(f"'{value}' is no list of numbers; write it like 1,2,3", param, ctx)
-        if any(number < 0 or number > TOKEN_ID_MAX for number in numbers):
-            self.fail(f"'{value}' has a number that is no token id (0 to {TOKEN_ID_MAX})", param, ctx)
-        return numbers
+        return tuple(UINT32.convert(number, param, ctx) for number in numbers)
 
 
 class IdBias(click.ParamType[tuple[int, float]]):
     """A token id and what is added to its score."""
 
-    name = ID_BIAS_FORM
+    name = "ID=VALUE"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
         if isinstance(value, tuple):
             return value
-        left, _, right = str(value).partition("=")
-        if not (left.isascii() and left.isdigit() and len(left) <= len(str(TOKEN_ID_MAX))):
-            self.fail(f"'{value}' does not begin with a token id; write it like 17=-2.5", param, ctx)
-        if int(left) > TOKEN_ID_MAX:
-            self.fail(f"{left} is no token id (0 to {TOKEN_ID_MAX})", param, ctx)
-        try:
-            bias = float(right)
-        except ValueError:
-            self.fail(f"'{value}' does not end in a number; write it like 17=-2.5", param, ctx)
-        if not math.isfinite(bias):
-            self.fail(f"'{value}' does not end in a finite number", param, ctx)
-        return int(left), bias
+        token, equals, bias = str(value).partition("=")
+        if not (token and equals and bias):
+            self.fail(f"'{value}' is no bias of a token id; write it like 17=-2.5", param, ctx)
+        return UINT32.convert(token, param, ctx), Number().convert(bias, param, ctx)
 
 
 def check_utf8(text: str, what: str) -> None:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import click
 from batonpb import pins_pb2, pins_pb2_grpc
+from google.protobuf.message import Message
 
 from baton.errors import BatonError, Reason
 from baton.lifecycle import Lifecycle
 from baton.rpc import Channels, rpc_errors
 from baton.wire import NodeRecord, Role
-from cli.cluster_view import directory_option, list_records, run_with_channels
 from cli.invocation import EXIT_ERROR
-from cli.output import Output, format_table, output_option, print_json
-from cli.parameters import IntegerList, Seconds, check_utf8, read_stdin, timeout_option
+from cli.nodes import directory_option, list_records, run_with_channels
+from cli.output import JSON, format_table, message_data, output_option, print_json
+from cli.parameters import SECONDS, IntegerList, check_utf8, read_stdin, timeout_option
 
-_T = TypeVar("_T")
 _HEADER: Final = ("NAME", "TOKENS", "SALT", "ENDS IN", "FROM", "ROUTER", "NODES")
 
 _timeout_option: Final = timeout_option(10.0, "How long the directory, and then each router, may take to answer.")
@@ -29,8 +28,8 @@ _timeout_option: Final = timeout_option(10.0, "How long the directory, and then 
 @click.argument("prefix", required=False)
 @click.option("--token-ids", type=IntegerList(), help="The prefix as token ids, in place of text.")
 @click.option("--system", "as_system", is_flag=True, help="PREFIX is the system message of chats.")
-@click.option("--cache-salt", help="The salt of the requests that it is for.  [default: those without a salt]")
-@click.option("--ttl", "ttl_s", type=Seconds(), metavar="SECONDS", help="Unpin by itself after this time.")
+@click.option("--cache-salt", help="For requests with this salt only.  [default: for those without one]")
+@click.option("--ttl", "ttl_s", type=SECONDS, metavar="SECONDS", help="End the pin after this time.")
 @click.option("--warm", is_flag=True, help="Compute the prefix now, so that the first request finds it.")
 @directory_option
 @_timeout_option
@@ -47,10 +46,11 @@ def pin(
     timeout_s: float,
     output: str,
 ) -> int:
-    """Keep the KV of a prefix cached on all nodes, whatever else they are asked; `-` reads PREFIX from stdin.
+    """Keep the KV of a prefix in the cache of every node, and give it the name NAME; `-` reads PREFIX from stdin.
 
-    Its full blocks stay from their first use on, and new nodes get them when they join. A pin of the same name is
-    replaced. Routers keep pins in memory: those that should outlive them go into [[router.pinned_prefixes]].
+    A node keeps the prefix's full blocks once a request, or --warm, has computed them; other load does not evict them.
+    Nodes that join later get the pin too. A pin of the same name is replaced. Pins end when the routers restart: write
+    lasting ones into [[router.pinned_prefixes]].
 
     \b
     Example:
@@ -70,13 +70,7 @@ def pin(
         request.token_ids.ids.extend(token_ids)
     else:
         setattr(request, "system" if as_system else "text", read_stdin("PREFIX") if prefix == "-" else str(prefix))
-
-    async def send(stub: pins_pb2_grpc.PinsStub, timeout_s: float) -> pins_pb2.PinReply:
-        reply: pins_pb2.PinReply = await stub.Pin(request, timeout=timeout_s)
-        return reply
-
-    replies = _ask_routers(directory, timeout_s, send)
-    rows = [(router, reply.pin) for router, reply in replies.items()]
+    rows = [(router, reply.pin) for router, reply in _ask_routers(directory, timeout_s, "Pin", request)]
     _print(rows, output)
     return EXIT_ERROR if any(on.problem for _, pin in rows for on in pin.nodes) else 0
 
@@ -86,20 +80,15 @@ def pin(
 @directory_option
 @_timeout_option
 def unpin(name: str, directory: str, timeout_s: float) -> int:
-    """Let a pinned prefix be evicted again, on all nodes. An error where nobody knows it.
+    """Let a pinned prefix be evicted again, on all nodes. It is an error if no router knows NAME.
 
     \b
     Example:
       baton unpin support
     """
     check_utf8(name, "NAME")
-    request = pins_pb2.UnpinRequest(name=name)
-
-    async def send(stub: pins_pb2_grpc.PinsStub, timeout_s: float) -> pins_pb2.UnpinReply:
-        reply: pins_pb2.UnpinReply = await stub.Unpin(request, timeout=timeout_s)
-        return reply
-
-    known = any(reply.known for reply in _ask_routers(directory, timeout_s, send).values())
+    replies = _ask_routers(directory, timeout_s, "Unpin", pins_pb2.UnpinRequest(name=name))
+    known = any(reply.known for _, reply in replies)
     click.echo(f"{name} is unpinned." if known else f"Nobody has a pin '{name}'. See `baton pins`.", err=not known)
     return 0 if known else EXIT_ERROR
 
@@ -115,37 +104,30 @@ def pins(directory: str, timeout_s: float, output: str) -> None:
     Example:
       baton pins -o json
     """
-
-    async def send(stub: pins_pb2_grpc.PinsStub, timeout_s: float) -> pins_pb2.ListPinsReply:
-        reply: pins_pb2.ListPinsReply = await stub.ListPins(pins_pb2.ListPinsRequest(), timeout=timeout_s)
-        return reply
-
-    replies = _ask_routers(directory, timeout_s, send)
-    _print([(router, pin) for router, reply in replies.items() for pin in reply.pins], output)
+    replies = _ask_routers(directory, timeout_s, "ListPins", pins_pb2.ListPinsRequest())
+    _print([(router, pin) for router, reply in replies for pin in reply.pins], output)
 
 
-def _ask_routers(
-    directory: str, timeout_s: float, send: Callable[[pins_pb2_grpc.PinsStub, float], Awaitable[_T]]
-) -> dict[str, _T]:
-    """Every router's answer, by its name. Raises BatonError: the first one's that has one."""
+def _ask_routers(directory: str, timeout_s: float, method: str, request: Message) -> list[tuple[str, Any]]:
+    """Every router's name and reply. Raises BatonError: the first one's that has one."""
 
-    async def ask(channels: Channels, record: NodeRecord) -> _T:
+    async def ask(channels: Channels, record: NodeRecord) -> tuple[str, Any]:
         with rpc_errors(record.name):
-            return await send(pins_pb2_grpc.PinsStub(channels.get(record.endpoint)), timeout_s)
+            call = getattr(pins_pb2_grpc.PinsStub(channels.get(record.endpoint)), method)
+            return record.name, await call(request, timeout=timeout_s)
 
-    async def work(channels: Channels) -> dict[str, _T]:
+    async def work(channels: Channels) -> list[tuple[str, Any]]:
         records = await list_records(directory, channels=channels, call_ms_max=round(timeout_s * 1e3))
         routers = [r for r in records if r.role is Role.ROUTER and r.lifecycle is not Lifecycle.STARTING]
         if not routers:
             raise BatonError(Reason.UNKNOWN_NODE, "The directory knows no router, and routers keep the pins.")
-        replies = await asyncio.gather(*(ask(channels, record) for record in routers))
-        return {record.name: reply for record, reply in zip(routers, replies, strict=True)}
+        return await asyncio.gather(*(ask(channels, record) for record in routers))
 
     return run_with_channels(work)
 
 
 def _print(rows: list[tuple[str, pins_pb2.PinnedPrefix]], output: str) -> None:
-    if Output(output) is Output.JSON:
+    if output == JSON:
         print_json([pin_data(router, pin) for router, pin in rows])
     elif not rows:
         click.echo("No prefix is pinned.")
@@ -160,16 +142,10 @@ def _print(rows: list[tuple[str, pins_pb2.PinnedPrefix]], output: str) -> None:
 def pin_data(router: str, pin: pins_pb2.PinnedPrefix) -> dict[str, Any]:
     """One pin as plain data for `-o json`: keys are never renamed."""
     return {
-        "name": pin.name,
-        "tokens": pin.tokens,
-        "has_cache_salt": pin.has_cache_salt,
+        **message_data(pin),
         "ttl_left_ms": pin.ttl_left_ms if pin.HasField("ttl_left_ms") else None,
-        "from_config": pin.from_config,
         "router": router,
-        "nodes": [
-            {"node": on.node, "blocks": on.blocks, "blocks_pinned": on.blocks_pinned, "problem": on.problem or None}
-            for on in pin.nodes
-        ],
+        "nodes": [{**message_data(on), "problem": on.problem or None} for on in pin.nodes],
     }
 
 

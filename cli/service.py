@@ -17,7 +17,6 @@ from baton.config import flag_name
 from baton.lifecycle import install_signal_handlers
 from baton.log import LogFormat, LogLevel, get_log, set_up_logging
 from cli.former_settings import FORMER
-from cli.invocation import Invocation
 from cli.options import LOG_FORMAT_FLAG, LOG_LEVEL_FLAG, common_options, config_flags, config_options, config_path
 from cli.services import Service, config_class, load_config, serve_function
 
@@ -32,19 +31,17 @@ _EXAMPLES: Final = {
     Service.DECODE: "baton decode --name decode-0 --directory 127.0.0.1:7070 --engine-model /tmp/demo-model",
     Service.MIXED: "baton mixed --name mixed-0 --directory 127.0.0.1:7070 --engine-model /tmp/demo-model",
 }
-_SIGNALS: Final = {
-    Service.DIRECTORY: "SIGINT or SIGTERM stops it, a second one ends it at once.",
-}
-_SIGNALS_OF_NODES: Final = """SIGTERM drains it: nothing new is taken, what runs is finished
-(for drain-ms-max at most), then it ends. SIGINT stops it now. A repeated signal ends it at once."""
+_SIGNALS_OF_DIRECTORY: Final = "SIGINT or SIGTERM stops it, a second one ends it at once."
+_SIGNALS_OF_NODES: Final = """SIGTERM drains it: it takes nothing new, finishes what runs (for drain-ms-max at most),
+then it ends. SIGINT stops it now. A repeated signal ends it at once."""
 _HELP: Final = """{summary}
 
 Prints `ready NAME ENDPOINT` to stdout when it serves; its log goes to stderr.
 
 {signals}
 
-Each option is also a key of the section [{section}] of the configuration file, and a variable {prefix}KEY of
-the environment (dots become two underscores); flags go first, then the environment, then the file.
+Each option is also a key in section [{section}] of the configuration file, and an environment variable
+{prefix}KEY (dots become two underscores). A flag wins over the environment, and that over the file.
 
 \b
 Example:
@@ -61,7 +58,7 @@ def service_command(name: str, summary: str) -> click.Command:
         callback=click.pass_context(lambda ctx, **parameters: _command(service, ctx, parameters)),
         help=_HELP.format(
             summary=summary,
-            signals=_SIGNALS.get(service, _SIGNALS_OF_NODES),
+            signals=_SIGNALS_OF_DIRECTORY if service is Service.DIRECTORY else _SIGNALS_OF_NODES,
             section=service.value,
             prefix=service.env_prefix,
             example=_EXAMPLES[service],
@@ -119,14 +116,12 @@ class _ServiceCommand(click.Command):
 
 
 def _command(service: Service, ctx: click.Context, parameters: dict[str, object]) -> None:
-    invocation = ctx.obj
-    assert isinstance(invocation, Invocation), invocation
     config = load_config(service, toml_path=config_path(parameters), env=os.environ, flags=config_flags(parameters))
     log_format = LogFormat(str(parameters[LOG_FORMAT_FLAG]))
     set_up_logging(node=config.name, level=LogLevel(str(parameters[LOG_LEVEL_FLAG])), log_format=log_format)
     printer = ProgressPrinter(
         name=config.name,
-        supervised=invocation.supervised,
+        supervised=ctx.obj,
         stdout=sys.stdout,
         stderr=sys.stderr,
         logs=log_format is LogFormat.JSON,

@@ -36,20 +36,14 @@ UP_ENV_PREFIX: Final = "BATON_UP_"
 SECTIONS: Final = frozenset({service.value for service in Service} | {UP_SECTION})
 """Every table that a configuration file may have; anything else is a mistake."""
 
-_CONFIG_CLASSES: Final[Mapping[Service, tuple[str, str]]] = {
-    Service.DIRECTORY: ("cli.directory", "DirectoryProcessConfig"),
-    Service.ROUTER: ("router.config", "RouterConfig"),
-    Service.PREFILL: ("prefill_node.config", "PrefillConfig"),
-    Service.DECODE: ("decode_node.config", "DecodeConfig"),
-    Service.MIXED: ("mixed_node.config", "MixedConfig"),
+_MODULES: Final[Mapping[Service, tuple[str, str, str]]] = {
+    Service.DIRECTORY: ("cli.directory", "cli.directory", "DirectoryProcessConfig"),
+    Service.ROUTER: ("router.main", "router.config", "RouterConfig"),
+    Service.PREFILL: ("prefill_node.main", "prefill_node.config", "PrefillConfig"),
+    Service.DECODE: ("decode_node.main", "decode_node.config", "DecodeConfig"),
+    Service.MIXED: ("mixed_node.main", "mixed_node.config", "MixedConfig"),
 }
-_SERVE_MODULES: Final[Mapping[Service, str]] = {
-    Service.DIRECTORY: "cli.directory",
-    Service.ROUTER: "router.main",
-    Service.PREFILL: "prefill_node.main",
-    Service.DECODE: "decode_node.main",
-    Service.MIXED: "mixed_node.main",
-}
+"""Where `serve` is, where the configuration class is, and its name."""
 
 Progress = Callable[[str, int, int], None]
 """What is being done, how much of it is done, how much there is."""
@@ -72,7 +66,7 @@ class Serve(Protocol):
 
 def config_class(service: Service) -> type[Any]:
     """The dataclass of `service`. Imports its module only now, so that other commands start fast."""
-    module, name = _CONFIG_CLASSES[service]
+    _, module, name = _MODULES[service]
     found = getattr(importlib.import_module(module), name)
     assert isinstance(found, type), found
     return found
@@ -80,7 +74,7 @@ def config_class(service: Service) -> type[Any]:
 
 def serve_function(service: Service) -> Serve:
     """The `serve` of `service`. Imports all that the service needs: torch too, for an engine."""
-    serve: Serve = importlib.import_module(_SERVE_MODULES[service]).serve
+    serve: Serve = importlib.import_module(_MODULES[service][0]).serve
     return serve
 
 

@@ -14,20 +14,23 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 from baton.config import ConfigError, ConfigProblem, env_name, flag_name
 from baton.cores import own_cores
 from baton.endpoint import from_here, split_endpoint
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.log import LogFormat, LogLevel
-from cli.child import Child, ChildProgress, describe_exit, stop_children
+from cli.child import Child, describe_exit, stop_children
 from cli.services import Service, load_config
 from engine.build import EngineKind
+
+_T = TypeVar("_T")
 
 
 def listen_problems(places: Mapping[str, str]) -> list[ConfigProblem]:
@@ -35,30 +38,21 @@ def listen_problems(places: Mapping[str, str]) -> list[ConfigProblem]:
     problems = []
     taken: dict[tuple[str, int], str] = {}
     for name, place in places.items():
-        source = f"listen of {name}"
         try:
             host, port = split_endpoint(place)
         except BatonError as error:
-            problems.append(ConfigProblem(source=source, problem=error.message))
+            problems.append(ConfigProblem(source=f"listen of {name}", problem=error.message))
             continue
         holder = taken.setdefault((host, port), name) if port else name
         if holder != name:
-            problems.append(ConfigProblem(source=source, problem=f"{place} is where {holder} is to listen"))
+            text = f"{place} is where {holder} is to listen"
+            problems.append(ConfigProblem(source=f"listen of {name}", problem=text))
     return problems
 
 
-def listen_places(name: str, config: Any) -> dict[str, str]:
-    """Where the process of this name is configured to listen, by the name to show for each address."""
-    places = {name: config.listen}
-    if (http := getattr(config, "http_listen", None)) is not None:
-        places[f"{name} over HTTP"] = http
-    return places
-
-
 def router_address(listen: str, toml_path: Path | None, env: Mapping[str, str]) -> str | None:
-    """What a router that listens on all addresses advertises to the processes of its own machine; None where it need
-    not be told: it listens on one address, takes any port, or is set up with what it advertises by file or environment,
-    to which `env` is added.
+    """What a router that listens on all addresses advertises to the processes of its own machine. None: it listens on
+    one address, takes any port, or has `advertise` from the file or the environment, to which `env` is added.
 
     Raises ConfigError.
     """
@@ -163,24 +157,27 @@ class ClusterSpec:
     def flags_of(self, name: str, service: Service, directory: str) -> dict[str, str]:
         """The configuration keys that the process `name` is given, as flags spell them; `directory` is where that one
         listens."""
-        keys: dict[str, object] = {"name": name}
+        keys: dict[str, object]
         if service is Service.DIRECTORY:
-            keys["listen"] = self.directory_listen
+            keys = {"listen": self.directory_listen}
+        elif service is Service.ROUTER:
+            keys = {
+                "directory": directory,
+                "listen": self.listen,
+                "http_listen": self.http,
+                "advertise": None if self.directory else router_address(self.listen, self.config, self.env),
+                "model": None if self.engine is EngineKind.MOCK else self.model,
+            }
         else:
-            keys["directory"] = directory
-            keys["listen"] = self.listen if service is Service.ROUTER else "127.0.0.1:0"
-        if service is Service.ROUTER:
-            keys["http_listen"] = self.http
-            keys["advertise"] = None if self.directory else router_address(self.listen, self.config, self.env)
-        if service is Service.ROUTER and self.engine is not EngineKind.MOCK:
-            keys["model"] = self.model
-        if service.has_engine:
-            keys["engine.kind"] = None if self.engine is None else self.engine.value
-            keys["engine.model"] = self.model
-            keys["engine.num_blocks"] = self.blocks
-            keys["engine.compute_threads"] = self.compute_threads()
-        keys.update(self.flags.get(service, {}))
-        keys.update(self.node_flags.get(name, {}))
+            keys = {
+                "directory": directory,
+                "listen": "127.0.0.1:0",
+                "engine.kind": None if self.engine is None else self.engine.value,
+                "engine.model": self.model,
+                "engine.num_blocks": self.blocks,
+                "engine.compute_threads": self.compute_threads(),
+            }
+        keys = {"name": name, **keys, **self.flags.get(service, {}), **self.node_flags.get(name, {})}
         told = {key: value for key, value in keys.items() if value is not None}
         return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in told.items()}
 
@@ -192,7 +189,9 @@ class ClusterSpec:
             try:
                 flags = self.flags_of(name, service, self.directory or _DIRECTORY_TO_COME)
                 config = load_config(service, toml_path=self.config, env={**os.environ, **self.env}, flags=flags)
-                places.update(listen_places(name, config))
+                places[name] = config.listen
+                if getattr(config, "http_listen", None) is not None:
+                    places[f"{name} over HTTP"] = config.http_listen
             except ConfigError as error:
                 problems += error.problems
         problems += listen_problems(places)
@@ -208,10 +207,6 @@ class ClusterError(BatonError):
         self.process = process
 
 
-def _ignore(*_news: object) -> None:
-    """Ignores every report."""
-
-
 class Cluster:
     """The processes of one ClusterSpec, as children of this one. Lives on one event loop, in the main thread.
 
@@ -222,10 +217,10 @@ class Cluster:
         self,
         spec: ClusterSpec,
         *,
-        on_progress: Callable[[str, ChildProgress], None] = _ignore,
-        on_ready: Callable[[str, str], None] = _ignore,
+        on_progress: Callable[[str, str, int, int], None] = lambda *_: None,
+        on_ready: Callable[[str, str], None] = lambda *_: None,
     ) -> None:
-        """`on_progress(name, progress)` and `on_ready(name, endpoint)` are called on the loop, from `start`."""
+        """`start` calls `on_progress(name, what, done, total)` and `on_ready(name, endpoint)` on the loop."""
         self.spec = spec
         self._services = dict(spec.processes())
         self._on_progress = on_progress
@@ -309,7 +304,7 @@ class Cluster:
             command=self._command(name, service, directory),
             env=self._env(service),
             log_path=self.log_dir / f"{name}.log",
-            on_progress=lambda progress: self._on_progress(name, progress),
+            on_progress=partial(self._on_progress, name),
         )
         self._children[name] = child
         if not await child.wait_ready():
@@ -333,6 +328,20 @@ class Cluster:
         children = list(self._children.values())
         await asyncio.wait({child.exited for child in children}, return_when=asyncio.FIRST_COMPLETED)
         return self._ended(next(child for child in children if not child.running), "while the cluster was running")
+
+    async def run_beside(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run `work` while the cluster runs. Raises ClusterError, with `work` cancelled, when a process ends by
+        itself."""
+        working, watching = asyncio.ensure_future(work), asyncio.ensure_future(self.watch())
+        try:
+            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                raise watching.result()
+            return await working
+        finally:
+            working.cancel()
+            watching.cancel()
+            await asyncio.wait({working, watching})
 
     async def stop(self) -> list[str]:
         """Stop everything in the order router, prefill, decode, directory; says which processes did not stop well.

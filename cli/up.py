@@ -6,42 +6,37 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Final, TextIO
+from typing import Any, Final, TextIO
 
 import click
 
-from baton.config import ConfigError, ConfigProblem, load, setting
+from baton.config import ConfigError, load, setting
 from baton.cores import own_cores
 from baton.directory_setting import DIRECTORY_HELP, check_directory_setting, describe_directory
 from baton.endpoint import from_here
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.log import LogFormat, LogLevel
-from cli.child import ChildProgress
 from cli.invocation import EXIT_ERROR, EXIT_INTERRUPTED
 from cli.options import LOG_FORMAT_FLAG, LOG_LEVEL_FLAG, common_options, config_flags, config_options, config_path
 from cli.services import SECTIONS, UP_ENV_PREFIX, UP_SECTION
 from cli.signals import StopSignals
-from cli.supervisor import DIRECTORY_NAME, ROUTER_NAME, Cluster, ClusterError, ClusterSpec, check_node_counts
+from cli.supervisor import DIRECTORY_NAME, Cluster, ClusterError, ClusterSpec, check_node_counts
 from engine.build import EngineKind
 
 PROGRESS_LINE_MS_MIN: Final = 2_000
 """Between two progress lines of one process where stderr is no terminal."""
-_UP_FLAG_OF: Final[Mapping[str, str]] = {
+_FLAGS: Final = {
     "--engine-model": "--model",
     "--http-listen": "--http",
     "--engine-num-blocks": "--blocks",
     "--engine-compute-threads": "--threads",
 }
-"""What a flag of the nodes is called here."""
-_UP_LISTEN_FLAG_OF: Final[Mapping[str, tuple[str, str]]] = {
-    DIRECTORY_NAME: ("--listen", "--directory-listen"),
-    ROUTER_NAME: ("--http-listen", "--http"),
-}
-"""The same for where a process listens, by its name."""
+"""What flags of the processes are called here."""
+_DIRECTORY_FLAGS: Final = {"--listen": "--directory-listen"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,25 +91,10 @@ class UpConfig:
 
     def spec(self, *, config: Path | None, log_level: LogLevel, log_format: LogFormat = LogFormat.TEXT) -> ClusterSpec:
         """Raises InvalidField for values that do not fit each other."""
-        return ClusterSpec(
-            prefill=self._count(self.prefill),
-            decode=self._count(self.decode),
-            mixed=self.mixed,
-            model=self.model,
-            engine=self.engine_kind,
-            listen=self.listen,
-            http=self.http,
-            directory=self.directory,
-            directory_listen=self.directory_listen,
-            threads=self.threads,
-            blocks=self.blocks,
-            config=config,
-            log_level=log_level,
-            log_format=log_format,
-            log_dir=self.log_dir,
-            start_ms_max=self.start_ms_max,
-            stop_grace_ms=self.stop_grace_ms,
-        )
+        own: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        own["engine"] = own.pop("engine_kind")
+        own |= {"prefill": self._count(self.prefill), "decode": self._count(self.decode)}
+        return ClusterSpec(config=config, log_level=log_level, log_format=log_format, **own)
 
     def _count(self, nodes: int | None) -> int:
         if nodes is not None:
@@ -137,10 +117,10 @@ class StartBoard:
             for name in names:
                 self._line(name)
 
-    def progress(self, name: str, progress: ChildProgress) -> None:
-        percent = 100 * progress.done // progress.total if progress.total > 0 else 100
+    def progress(self, name: str, what: str, done: int, total: int) -> None:
+        percent = 100 * done // total if total > 0 else 100
         due = self._now_s() - self._told_s[name] >= PROGRESS_LINE_MS_MIN / 1e3
-        self._set(name, f"{progress.what} {percent}%", tell=due)
+        self._set(name, f"{what} {percent}%", tell=due)
 
     def ready(self, name: str, endpoint: str) -> None:
         self._set(name, f"ready at {endpoint}", tell=True)
@@ -196,11 +176,13 @@ def _command(**parameters: object) -> int:
     except InvalidField as error:
         raise BatonError(Reason.BAD_CONFIG, f"{error}.") from error
     except ConfigError as error:
-        raise _in_own_words(error) from error
+        own = [replace(problem, source=_own_flags(problem.source, _FLAGS)) for problem in error.problems]
+        raise ConfigError(own) from error
     try:
         return asyncio.run(_up(spec))
     except ClusterError as error:
-        raise _with_own_flag(error) from error
+        flags = _DIRECTORY_FLAGS if error.process == DIRECTORY_NAME else _FLAGS
+        raise ClusterError(_own_flags(error.message, flags), process=error.process) from error
 
 
 up = click.Command(
@@ -208,31 +190,44 @@ up = click.Command(
 )
 
 
+@asynccontextmanager
+async def started(spec: ClusterSpec, signals: StopSignals, stream: TextIO) -> AsyncIterator[Cluster | None]:
+    """A cluster, stopped at the end; `stream` shows both. None where a signal comes before it is ready.
+
+    Raises ClusterError. `Cluster.stop` says afterwards which processes did not stop well.
+    """
+    board = StartBoard(tuple(name for name, _ in spec.processes()), stream)
+    cluster = Cluster(spec, on_progress=board.progress, on_ready=board.ready)
+    signals.at_second = cluster.abandon
+    try:
+        yield cluster if await signals.unless_stopped(cluster.start()) else None
+    finally:
+        # A terminal that was closed must not keep a cluster from being stopped.
+        with suppress(OSError):
+            print("Stopping ...", file=stream, flush=True)
+        for problem in await cluster.stop():
+            with suppress(OSError):
+                print(problem, file=stream, flush=True)
+
+
 async def _up(spec: ClusterSpec) -> int:
-    names = tuple(name for name, _ in spec.processes())
     threads, cores = spec.compute_threads(), own_cores()
     shared = f"{threads} compute thread{'' if threads == 1 else 's'} for each node, on {cores}"
-    click.echo(f"Starting {len(names)} processes, {shared}:", err=True)
+    click.echo(f"Starting {len(spec.processes())} processes, {shared}:", err=True)
     crowded = crowding(spec, cores.usable)
     if crowded is not None:
         click.echo(crowded, err=True)
-    board = StartBoard(names, sys.stderr)
-    cluster = Cluster(spec, on_progress=board.progress, on_ready=board.ready)
     with StopSignals() as signals:
-        signals.at_second = cluster.abandon
-        try:
-            if not await signals.unless_stopped(cluster.start()):
+        async with started(spec, signals, sys.stderr) as cluster:
+            if cluster is None:
                 return EXIT_INTERRUPTED
             _print_summary(cluster)
             watching = asyncio.ensure_future(cluster.watch())
             if await signals.unless_stopped(watching):
                 raise watching.result()
-        finally:
-            _tell("Stopping ...")
-            problems = await cluster.stop()
-            for problem in problems:
-                _tell(problem)
-        _tell("Stopped.")
+        problems = await cluster.stop()
+        with suppress(OSError):
+            click.echo("Stopped.", err=True)
     return EXIT_ERROR if problems else 0
 
 
@@ -250,51 +245,23 @@ def crowding(spec: ClusterSpec, cores: int) -> str | None:
     )
 
 
-def _tell(text: str) -> None:
-    """To whoever still reads: a terminal that was closed must not keep a cluster from being stopped."""
-    with suppress(OSError):
-        click.echo(text, err=True)
-
-
 def _print_summary(cluster: Cluster) -> None:
-    directory = describe_directory(cluster.directory)
-    click.echo(
-        f"The cluster is ready. Router {cluster.router}, directory {directory}, logs {cluster.log_dir}.\n"
-        "Try, in another terminal:\n"
-        f"  baton generate --router {cluster.router} {_example_prompt(cluster)} --max-tokens 32 --stats\n"
-        f"{_chat_example(cluster)}"
-        f"  baton nodes --directory {directory}\n"
-        f"{_http_example(cluster)}"
-        "Ctrl-C stops it."
-    )
+    spec, directory = cluster.spec, describe_directory(cluster.directory)
+    mock = spec.engine is EngineKind.MOCK
+    prompt = "--token-ids 5,6,7,8" if mock else '"the sea in the evening"'
+    click.echo(f"The cluster is ready. Router {cluster.router}, directory {directory}, logs {cluster.log_dir}.")
+    click.echo("Try, in another terminal:")
+    click.echo(f"  baton generate --router {cluster.router} {prompt} --max-tokens 32 --stats")
+    if not mock:
+        click.echo(f"  baton chat --router {cluster.router}")
+    click.echo(f"  baton nodes --directory {directory}")
+    if spec.http is not None:
+        click.echo(f"  curl http://{from_here(spec.http)}/v1/models")
+    click.echo("Ctrl-C stops it.")
 
 
-def _chat_example(cluster: Cluster) -> str:
-    return "" if cluster.spec.engine is EngineKind.MOCK else f"  baton chat --router {cluster.router}\n"
-
-
-def _http_example(cluster: Cluster) -> str:
-    return "" if cluster.spec.http is None else f"  curl http://{from_here(cluster.spec.http)}/v1/models\n"
-
-
-def _example_prompt(cluster: Cluster) -> str:
-    return "--token-ids 5,6,7,8" if cluster.spec.engine is EngineKind.MOCK else '"the sea in the evening"'
-
-
-def _in_own_words(error: ConfigError) -> BatonError:
-    """The same problems, with the flags of this command in place of the nodes' flags."""
-    problems = []
-    for problem in error.problems:
-        source = problem.source
-        for theirs, ours in _UP_FLAG_OF.items():
-            source = source.replace(theirs, ours)
-        problems.append(ConfigProblem(source=source, problem=problem.problem))
-    return ConfigError(problems)
-
-
-def _with_own_flag(error: ClusterError) -> ClusterError:
-    """The same error, with the flag of this command where a process could not listen."""
-    if error.process not in _UP_LISTEN_FLAG_OF:
-        return error
-    theirs, ours = _UP_LISTEN_FLAG_OF[error.process]
-    return ClusterError(error.message.replace(f"with {theirs}.", f"with {ours}."), process=error.process)
+def _own_flags(text: str, flags: Mapping[str, str]) -> str:
+    """The text with the flags of this command in place of those of the processes."""
+    for theirs, ours in flags.items():
+        text = text.replace(theirs, ours)
+    return text

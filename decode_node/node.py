@@ -344,14 +344,14 @@ class DecodeNode:
         )
 
     def load(self) -> NodeLoad:
-        spilled = None if self._spill is None else self._spill.figures
+        host = None if self._spill is None else self._spill.host
         return NodeLoad(
             waiting_requests=self._engine.scheduler.waiting,
             running_requests=len(self._jobs),
             blocks=self.ledger.books(),
             swapped_out_requests=self._engine.scheduler.swapped_out,
-            host_blocks_filled=0 if spilled is None else spilled.host_filled,
-            host_blocks_free=0 if spilled is None else spilled.host_free,
+            host_blocks_filled=0 if host is None else host.filled,
+            host_blocks_free=0 if host is None else host.free,
             requests_taken=self._requests_taken,
         )
 

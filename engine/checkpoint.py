@@ -76,8 +76,7 @@ def checkpoint_fingerprint(folder: Path) -> str:
     all of a large checkpoint takes minutes, and two trainings of one model differ nearly everywhere. It guards against
     mistakes, not against someone who alters single weights.
 
-    Raises:
-        ModelError: the folder, its config or its weight files cannot be read.
+    Raises ModelError: the folder, its config or its weight files cannot be read.
     """
     config = asdict(load_model_config(folder))
     config["family"] = config["family"].value

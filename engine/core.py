@@ -117,8 +117,7 @@ class Engine:
     def submit(self, seq: Sequence) -> None:
         """Take a sequence to compute. Its blocks are held, its promise made (see `Scheduler.submit`).
 
-        Raises:
-            EngineFullError: too many are waiting; the sequence stays the caller's.
+        Raises EngineFullError: too many are waiting; the sequence stays the caller's.
         """
         self._check(seq)
         self.scheduler.submit(seq)
@@ -127,8 +126,7 @@ class Engine:
     def resume(self, seq: Sequence) -> None:
         """Take a sequence whose tokens but the last are computed, and whose last token is known: decode on.
 
-        Raises:
-            EngineFullError: too many are waiting; the sequence stays the caller's.
+        Raises EngineFullError: too many are waiting; the sequence stays the caller's.
         """
         self._check(seq)
         assert seq.output_count < seq.params.max_tokens, (seq.key, "has ended already")

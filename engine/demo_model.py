@@ -1,9 +1,8 @@
 """Writes a small model with random weights and a tokenizer of its own, in the Hugging Face layout: for demos and tests.
 
 It says English words in no order, but its scores depend on the whole context and are well apart, so that any error in
-positions, cache or handoff changes its answer. transformers loads it too. Needs no torch.
-
-Its tokenizer is trained on plain sentences over a few hundred common words.
+positions, cache or handoff changes its answer. transformers loads it too. Its tokenizer is trained on plain sentences
+over a few hundred common words. Needs no torch.
 """
 
 from __future__ import annotations
@@ -113,14 +112,6 @@ LOGIT_STD = 3.0
 """Spread of the scores: the best two of 2,048 are about 0.8 apart, rounding in float32 is about 1e-5."""
 
 
-_MODEL_TYPES = {
-    ModelFamily.LLAMA: "llama",
-    ModelFamily.MISTRAL: "mistral",
-    ModelFamily.QWEN2: "qwen2",
-    ModelFamily.QWEN3: "qwen3",
-}
-
-
 class DemoModelError(ModelError):
     """The demo model cannot be written there, or not with these sizes."""
 
@@ -215,7 +206,7 @@ def _write_files(folder: Path, params: DemoModelParams) -> None:
 def _config(params: DemoModelParams) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": [params.family.value],
-        "model_type": _MODEL_TYPES[params.family],
+        "model_type": params.family.name.lower(),
         "vocab_size": params.vocab_size,
         "hidden_size": params.hidden_size,
         "intermediate_size": params.intermediate_size,

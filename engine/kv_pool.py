@@ -114,8 +114,7 @@ class DeviceMirror:
     def open(self, region_U8: np.ndarray, num_blocks: int, spec: KvSpec) -> torch.Tensor:
         """Allocate the copy -> uint8, one dimension, zeroed. The region is the caller's until `close`.
 
-        Raises:
-            torch.OutOfMemoryError: the device has not the room.
+        Raises torch.OutOfMemoryError: the device has not the room.
         """
         itemsize = getattr(torch, spec.dtype).itemsize
         shape = (

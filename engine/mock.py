@@ -26,8 +26,7 @@ _BLAKE2B_BYTES_MAX = 64
 class MockConfig:
     """The mock model. Two runners give the same tokens if and only if they agree in all but the last two fields.
 
-    Raises:
-        ValueError: a size is out of range, or no token is left to draw.
+    Raises ValueError: a size is out of range, or no token is left to draw.
     """
 
     num_layers: int = 4
@@ -82,11 +81,6 @@ def _draw(last_slots: bytes, context_digests: bytes, params: SamplingParams, ind
     return token
 
 
-def _certain(token: int, asked: int | None) -> TokenLogprobs | None:
-    """The mock model has no doubts."""
-    return None if asked is None else TokenLogprobs(logprob=0.0, top=((token, 0.0),)[:asked])
-
-
 class MockRunner:
     """An `engine.types.Runner` on NumPy. The result of a sequence never depends on what else is in the batch."""
 
@@ -130,10 +124,13 @@ class MockRunner:
                 self._write(piece, layer)
             sink.layer_done(layer)
         sampled = {piece.key: self._sample(piece) for piece in batch.slices if piece.sample}
-        logprobs = {p.key: _certain(sampled[p.key], p.params.logprobs) for p in batch.slices if p.sample}
-        return StepResult(
-            sampled=sampled, logprobs={key: found for key, found in logprobs.items() if found is not None}
-        )
+        # The mock model has no doubts.
+        logprobs = {
+            p.key: TokenLogprobs(logprob=0.0, top=((sampled[p.key], 0.0),)[: p.params.logprobs])
+            for p in batch.slices
+            if p.sample and p.params.logprobs is not None
+        }
+        return StepResult(sampled=sampled, logprobs=logprobs)
 
     def _check(self, piece: SequenceSlice) -> None:
         assert 0 <= piece.start < piece.stop <= len(piece.tokens), (piece.key, piece.start, piece.stop)

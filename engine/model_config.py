@@ -19,7 +19,7 @@ from typing import Any, Final
 
 
 class ModelError(Exception):
-    """A model cannot be used; the message names the file or key and what to do. Base of all errors about models."""
+    """A model cannot be used; the message names the file or key and what to do."""
 
 
 class ModelFolderError(ModelError):
@@ -62,6 +62,8 @@ class Keys:
         value: int = self.get(key, int, what, default)
         if value < low:
             raise self.wrong(key, what, value)
+        if value > SIZES_MAX.get(key, value):
+            raise self.wrong(key, f"at most {SIZES_MAX[key]}", value)
         return value
 
     def optional_float(self, key: str) -> float | None:
@@ -358,8 +360,7 @@ class SamplingDefaults:
 def load_sampling_defaults(folder: Path) -> SamplingDefaults:
     """Those that `generation_config.json` states; a key that is absent or null, or a missing file, is neutral.
 
-    Raises:
-        ConfigFileError: the file cannot be read, or a value is no number or out of the range that a client's may have.
+    Raises ConfigFileError: the file cannot be read, or a value is no number or out of a client's range.
     """
     path = folder / GENERATION_CONFIG
     if not path.is_file():
@@ -404,43 +405,37 @@ def parse_model_config(config: Mapping[str, Any], *, source: str, generation: Ma
     """
     keys = Keys(config, source)
     family = _family(keys)
-    context_len_max = _size(keys, "max_position_embeddings")
+    context_len_max = keys.integer("max_position_embeddings")
     _refuse_unsupported(keys)
     _refuse_window(keys, family, context_len_max)
-    num_heads = _size(keys, "num_attention_heads")
-    hidden_size = _size(keys, "hidden_size")
+    num_heads = keys.integer("num_attention_heads")
+    hidden_size = keys.integer("hidden_size")
     # Llama checkpoints from before grouped queries and free head sizes lack these two keys; Qwen3's always have them.
     derived_head_dim = None if family is ModelFamily.QWEN3 else hidden_size // num_heads
-    head_dim = _size(keys, "head_dim", default=derived_head_dim)
+    head_dim = keys.integer("head_dim", default=derived_head_dim)
     default_kv_heads = num_heads if family is ModelFamily.LLAMA else None
-    attention_bias, output_bias = _attention_biases(keys, family)
+    # Fixed by the architecture in Qwen2 and Mistral, a setting elsewhere.
+    biased = family in (ModelFamily.LLAMA, ModelFamily.QWEN3) and keys.flag("attention_bias")
     eos_source = generation if generation.get("eos_token_id") is not None else config
     return ModelConfig(
         family=family,
-        vocab_size=_size(keys, "vocab_size"),
+        vocab_size=keys.integer("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_size(keys, "intermediate_size"),
-        num_layers=_size(keys, "num_hidden_layers"),
+        intermediate_size=keys.integer("intermediate_size"),
+        num_layers=keys.integer("num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=_size(keys, "num_key_value_heads", default=default_kv_heads),
+        num_kv_heads=keys.integer("num_key_value_heads", default=default_kv_heads),
         head_dim=head_dim,
         rms_norm_eps=keys.positive_float("rms_norm_eps"),
         rope=parse_rope(keys, context_len_max),
-        attention_bias=attention_bias,
-        output_bias=output_bias,
+        attention_bias=biased or family is ModelFamily.QWEN2,
+        output_bias=biased,
         mlp_bias=keys.flag("mlp_bias") and family is ModelFamily.LLAMA,
         tie_word_embeddings=keys.flag("tie_word_embeddings"),
         context_len_max=context_len_max,
         eos_token_ids=_eos_token_ids(eos_source, source),
         stored_dtype=str(config.get("dtype") or config.get("torch_dtype") or ""),
     )
-
-
-def _size(keys: Keys, key: str, *, default: int | None = None) -> int:
-    value = keys.integer(key, default=default)
-    if value > SIZES_MAX[key]:
-        raise ConfigFileError(f"{keys.source}: {key} must be at most {SIZES_MAX[key]}, found {value}")
-    return value
 
 
 def _family(keys: Keys) -> ModelFamily:
@@ -464,15 +459,6 @@ def _refuse_unsupported(keys: Keys) -> None:
             raise UnsupportedModelError(
                 f"{keys.source}: the checkpoint is quantised ({key}); use the unquantised checkpoint of this model"
             )
-
-
-def _attention_biases(keys: Keys, family: ModelFamily) -> tuple[bool, bool]:
-    """(q, k and v; o): fixed by the architecture in Qwen2 and Mistral, a setting elsewhere."""
-    if family is ModelFamily.QWEN2:
-        return True, False
-    if family is ModelFamily.MISTRAL:
-        return False, False
-    return keys.flag("attention_bias"), keys.flag("attention_bias")
 
 
 def _refuse_window(keys: Keys, family: ModelFamily, context_len_max: int) -> None:

@@ -8,7 +8,7 @@ Shape suffixes as in engine/types.py; P int64 numbers, one after another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -18,9 +18,9 @@ import torch
 
 from engine.attention import AttentionBackend, AttentionMetadata, Ends, TorchAttention, ends_of
 from engine.checkpoint import Progress, load_tensors
-from engine.kv_pool import DeviceMirror, KvPool
+from engine.kv_pool import DeviceMirror, KvPool, SlotMapping
 from engine.model_config import ComputeDtype, ModelConfig, Quantisation, UnsupportedModelError, load_model_config
-from engine.models.decoder import Decoder
+from engine.models.decoder import Decoder, rotate
 from engine.models.matmul import NativePacking, OneDnnPacking, Packing
 from engine.models.native_decoder import NativeDecoder, supports
 from engine.models.weights import weight_shapes
@@ -45,85 +45,68 @@ class Forward(Protocol):
 
 
 def token_ids(batch: Batch, vocab_size: int) -> torch.Tensor:
-    """The new tokens of a batch -> int64 [T]."""
+    """The new tokens of a batch -> int64 [T]; 0 for a token that is pending."""
     if all(s.stop - s.start == 1 for s in batch.slices):
-        tokens = np.array([s.tokens[s.start] for s in batch.slices], dtype=np.int64)
+        tokens = np.array([0 if s.token_pending else s.tokens[s.start] for s in batch.slices], dtype=np.int64)
     else:
-        tokens = np.concatenate([np.asarray(s.tokens[s.start : s.stop], dtype=np.int64) for s in batch.slices])
+        parts = [[0] if s.token_pending else s.tokens[s.start : s.stop] for s in batch.slices]
+        tokens = np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
     assert tokens.min() >= 0 and tokens.max() < vocab_size, "token id outside the vocabulary"
     return torch.from_numpy(tokens)
-
-
-Keep = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(layer, q_THD, k_TKD, v_TKD) -> the queries to attend with. Puts K and V of the new tokens into the pool."""
-
-
-def run_layers(
-    decoder: Decoder,
-    attention: AttentionBackend,
-    metadata: AttentionMetadata,
-    x_TE: torch.Tensor,
-    *,
-    angles: tuple[torch.Tensor, torch.Tensor] | None,
-    keep: Keep,
-    sink: KvSink,
-    last_ends: Ends | None,
-) -> torch.Tensor:
-    """All layers of a step; see `Forward.forward`, whose every row is wanted where `last_ends` is None.
-
-    Without `angles` it is `keep` that turns queries and keys.
-    """
-    last = decoder.config.num_layers - 1
-    for layer in range(last + 1):
-        ends = last_ends if layer == last else None
-
-        def attend(
-            q_THD: torch.Tensor,
-            k_TKD: torch.Tensor,
-            v_TKD: torch.Tensor,
-            layer: int = layer,
-            ends: Ends | None = ends,
-        ) -> torch.Tensor:
-            q_THD = keep(layer, q_THD, k_TKD, v_TKD)
-            sink.layer_done(layer)
-            if ends is not None:
-                return ends.attend(attention, layer, q_THD)
-            return attention.attend(layer, q_THD, metadata)
-
-        x_TE = decoder.run_layer(layer, x_TE, angles, attend, None if ends is None else ends.rows_W)
-    return x_TE
 
 
 class TorchForward:
     """PyTorch's own operations: any device, float32 or bfloat16. What the others are measured by."""
 
-    def __init__(self, decoder: Decoder, pool: KvPool) -> None:
-        self._decoder = decoder
-        self._pool = pool
-        self._attention = TorchAttention(pool)
+    def __init__(self, decoder: Decoder, pool: KvPool, attention: AttentionBackend | None = None) -> None:
+        self.decoder = decoder
+        self.pool = pool
+        self.attention = attention or TorchAttention(pool)
 
     def forward(self, batch: Batch, sink: KvSink, *, every_row: bool = False) -> torch.Tensor:
         """`sink` hears of a layer before the attention of the same layer: its bytes travel meanwhile."""
-        pool, attention, decoder = self._pool, self._attention, self._decoder
+        attention, decoder = self.attention, self.decoder
         metadata = attention.prepare(batch)
+        angles = decoder.angles(metadata.positions_T)
+        x_TE = decoder.embed(self.token_ids(batch))
+        last, last_ends = decoder.config.num_layers - 1, None if every_row else ends_of(batch, self.pool.device)
+        for layer in range(last + 1):
+            ends = last_ends if layer == last else None
 
-        def keep(layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
-            pool.store(layer, k_TKD, v_TKD, metadata.slots)
-            return q_THD
+            def attend(
+                q_THD: torch.Tensor,
+                k_TKD: torch.Tensor,
+                v_TKD: torch.Tensor,
+                layer: int = layer,
+                ends: Ends | None = ends,
+            ) -> torch.Tensor:
+                q_THD = self.rotate_and_store(layer, q_THD, k_TKD, v_TKD, angles, metadata.slots)
+                sink.layer_done(layer)
+                if ends is not None:
+                    return ends.attend(attention, layer, q_THD)
+                return attention.attend(layer, q_THD, metadata)
 
-        return run_layers(
-            decoder,
-            attention,
-            metadata,
-            decoder.embed(token_ids(batch, decoder.config.vocab_size).to(pool.device)),
-            angles=decoder.angles(metadata.positions_T),
-            keep=keep,
-            sink=sink,
-            last_ends=None if every_row else ends_of(batch, pool.device),
-        )
+            x_TE = decoder.run_layer(layer, x_TE, attend, None if ends is None else ends.rows_W)
+        return x_TE
 
     def logits(self, x_BE: torch.Tensor) -> torch.Tensor:
-        return self._decoder.logits(x_BE)
+        return self.decoder.logits(x_BE)
+
+    def token_ids(self, batch: Batch) -> torch.Tensor:
+        return token_ids(batch, self.decoder.config.vocab_size).to(self.pool.device)
+
+    def rotate_and_store(
+        self,
+        layer: int,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        slots: SlotMapping,
+    ) -> torch.Tensor:
+        """K and V into the pool -> the queries to attend with."""
+        self.pool.store(layer, rotate(k_TKD, *angles), v_TKD, slots)
+        return rotate(q_THD, *angles)
 
 
 class DeterministicForward(TorchForward):
@@ -134,13 +117,13 @@ class DeterministicForward(TorchForward):
     """
 
     def forward(self, batch: Batch, sink: KvSink, *, every_row: bool = False) -> torch.Tensor:
-        pool, attention, decoder = self._pool, self._attention, self._decoder
+        attention, decoder = self.attention, self.decoder
         singles = [replace(s, start=at, stop=at + 1) for s in batch.slices for at in range(s.start, s.stop)]
-        ids = token_ids(batch, decoder.config.vocab_size).to(pool.device)
+        ids = self.token_ids(batch)
         metadata = [attention.prepare(Batch(slices=(single,))) for single in singles]
         angles = [decoder.angles(each.positions_T) for each in metadata]
         rows = [decoder.embed(ids[row : row + 1]) for row in range(len(singles))]
-        for layer in range(pool.spec.num_layers):
+        for layer in range(decoder.config.num_layers):
             for row, each in enumerate(metadata):
 
                 def attend(
@@ -148,18 +131,19 @@ class DeterministicForward(TorchForward):
                     k_1KD: torch.Tensor,
                     v_1KD: torch.Tensor,
                     layer: int = layer,
+                    row: int = row,
                     each: AttentionMetadata = each,
                 ) -> torch.Tensor:
-                    pool.store(layer, k_1KD, v_1KD, each.slots)
+                    q_1HD = self.rotate_and_store(layer, q_1HD, k_1KD, v_1KD, angles[row], each.slots)
                     return attention.attend(layer, q_1HD, each)
 
-                rows[row] = decoder.run_layer(layer, rows[row], angles[row], attend)
+                rows[row] = decoder.run_layer(layer, rows[row], attend)
             sink.layer_done(layer)
         wanted = rows if every_row else [rows[row] for row in batch.drawing_rows]
         return torch.cat(wanted) if wanted else rows[0][:0]
 
     def logits(self, x_BE: torch.Tensor) -> torch.Tensor:
-        return torch.cat([self._decoder.logits(x_BE[row : row + 1].clone()) for row in range(len(x_BE))])
+        return torch.cat([self.decoder.logits(x_BE[row : row + 1].clone()) for row in range(len(x_BE))])
 
 
 class NativeForward:
@@ -267,7 +251,7 @@ class LaunchedStep:
         sampled = {s.key: token for s, token in zip(self.slices, numbers[:count].tolist(), strict=True)}
         if self.scored is None:
             return StepResult(sampled=sampled)
-        found = self.scored.told(numbers[count:])
+        found = self.scored.by_row(numbers[count:])
         return StepResult(sampled=sampled, logprobs={self.slices[row].key: each for row, each in found.items()})
 
 
@@ -297,6 +281,8 @@ class ModelRunner:
         self.vocab_size = config.vocab_size
         self.context_len_max = config.context_len_max
         self.eos_token_ids = config.eos_token_ids
+        self.mirror: DeviceMirror | None = None
+        self._forward: Forward | None = None
 
     @classmethod
     def load(
@@ -311,8 +297,7 @@ class ModelRunner:
 
         `settings` are those of the class: all but `config` and `tensors`.
 
-        Raises:
-            ModelError: the folder, its config or its weights cannot be used, or not quantised on this device.
+        Raises ModelError: the folder, its config or its weights cannot be used, or not quantised on this device.
         """
         config = load_model_config(folder)
         torch_dtype = torch.bfloat16 if dtype.resolve(config.stored_dtype) is ComputeDtype.BFLOAT16 else torch.float32
@@ -334,6 +319,17 @@ class ModelRunner:
             blind=blind,
         )
         return tokens_B, ScoredRows.of(logits_BV, tokens_B, params, blind=blind)
+
+    @torch.inference_mode()
+    def score(self, batch: Batch, sink: KvSink) -> torch.Tensor:
+        """As `run`, but returns the scores of every token of the batch instead of drawing -> [T, V]. For evaluation."""
+        forward, sink = self._begin(batch, sink)
+        return forward.logits(forward.forward(batch, sink, every_row=True)).clone()
+
+    def _begin(self, batch: Batch, sink: KvSink) -> tuple[Forward, KvSink]:
+        assert batch.slices, "an empty batch has nothing to run"
+        assert self._forward is not None, "bind comes before run"
+        return self._forward, sink if self.mirror is None else self.mirror.begin(batch, sink)
 
 
 class TorchRunner(ModelRunner):
@@ -360,8 +356,8 @@ class TorchRunner(ModelRunner):
         super().__init__(config, tensors, block_size=block_size, device=device)
         assert self.kv_spec.dtype in ("float32", "bfloat16"), self.kv_spec.dtype
         self.deterministic = deterministic
-        mirrored = self.device.type != "cpu" if mirrored is None else mirrored
-        self.mirror = DeviceMirror(self.device) if mirrored else None
+        if mirrored or (mirrored is None and self.device.type != "cpu"):
+            self.mirror = DeviceMirror(self.device)
         self.arithmetic = f"PyTorch's operations{', a token at a time' * deterministic} ({self.kv_spec.dtype})"
         """For people: what computes, and with which numbers."""
         self._native: NativeDecoder | None = None
@@ -379,29 +375,21 @@ class TorchRunner(ModelRunner):
             self._decoder = Decoder(config, {name: tensor.to(self.device) for name, tensor in tensors.items()})
         if self.device.type == "cpu":
             draw_kernel()  # built now, if it has to be, and not in the first step
-        self._forward: Forward | None = None
 
     @property
     def uses_kernels(self) -> bool:
         """Whether kernels.c computes, and not PyTorch's operations."""
         return self._native is not None
 
-    def bind(self, region_U8: np.ndarray, num_blocks: int) -> None:
-        """See `Runner.bind`. With a mirror, memory for a copy of the region is taken on the device.
+    def bind(self, region_U8: Any, num_blocks: int) -> None:
+        """See `Runner.bind`. A tensor on this runner's device, or an array. With a mirror a copy is made on the device.
 
-        Raises:
-            torch.OutOfMemoryError: it has not the room.
+        Raises torch.OutOfMemoryError: it has not the room.
         """
-        assert region_U8.flags.writeable, "the region must be writable"
-        if self.mirror is None:
-            self.bind_tensor(torch.from_numpy(region_U8), num_blocks)
-        else:
-            self.bind_tensor(self.mirror.open(region_U8, num_blocks, self.kv_spec), num_blocks)
-
-    def bind_tensor(self, region_U8: torch.Tensor, num_blocks: int) -> None:
-        """As `bind`, for a region that is a tensor on this runner's device."""
-        assert region_U8.device.type == self.device.type, (region_U8.device, self.device)
-        pool = KvPool(region_U8, num_blocks, self.kv_spec)
+        if self.mirror is not None:
+            region_U8 = self.mirror.open(region_U8, num_blocks, self.kv_spec)
+        pool = KvPool(torch.as_tensor(region_U8), num_blocks, self.kv_spec)
+        assert pool.device.type == self.device.type, (pool.device, self.device)
         if self._native is not None:
             self._forward = NativeForward(self._native, pool)
         elif self.deterministic:
@@ -421,25 +409,13 @@ class TorchRunner(ModelRunner):
 
         That is before the attention of the same layer, so the bytes travel while the rest of the layer is computed.
         """
-        assert batch.slices, "an empty batch has nothing to run"
-        forward = self._forward
-        assert forward is not None, "bind comes before run"
-        if self.mirror is not None:
-            sink = self.mirror.begin(batch, sink)
+        forward, sink = self._begin(batch, sink)
         x_WE = forward.forward(batch, sink)
         drawn = [s for s in batch.slices if s.sample]
         if not drawn:
             return StepResult()
         tokens_B, scored = self.draw(drawn, forward.logits(x_WE))
         return LaunchedStep.of(drawn, tokens_B, scored, device=self.device).result()
-
-    @torch.inference_mode()
-    def score(self, batch: Batch, sink: KvSink) -> torch.Tensor:
-        """As `run`, but returns the scores of every token of the batch instead of drawing -> [T, V]. For evaluation."""
-        assert self._forward is not None, "bind comes before score"
-        if self.mirror is not None:
-            sink = self.mirror.begin(batch, sink)
-        return self._forward.logits(self._forward.forward(batch, sink, every_row=True)).clone()
 
     def _may_be_native(self) -> bool:
         """A deterministic runner stays with the operations whose results it was compared by."""

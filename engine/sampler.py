@@ -30,7 +30,7 @@ import torch
 from baton.log import get_log
 from baton.native import load
 from engine.kv_pool import to_device
-from engine.native.kernels import native_kernels
+from engine.native.kernels import Pointer, native_kernels
 from engine.types import NO_TOKEN, SamplingParams, TokenLogprobs
 
 
@@ -345,7 +345,7 @@ class ScoredRows:
         floats = (self.drawn_R, self.values_RC.reshape(-1))
         return torch.cat([*(part.contiguous().view(torch.int64) for part in floats), self.ids_RC.reshape(-1)])
 
-    def told(self, packed_P: np.ndarray) -> dict[int, TokenLogprobs]:
+    def by_row(self, packed_P: np.ndarray) -> dict[int, TokenLogprobs]:
         """From what `packed` has become on the host: by row."""
         rows, width = self.values_RC.shape
         floats = packed_P[: rows * (width + 1)].view(np.float64)
@@ -392,31 +392,19 @@ def sample(
     The tokens are the same.
     """
     assert len(params) == len(output_indices) == logits_BV.shape[0], (len(params), len(output_indices), logits_BV.shape)
-    tokens_B = _drawn(logits_BV, params, output_indices, tokens, eos_token_ids, blind)
-    scores_B = logits_BV.gather(1, tokens_B.clamp(min=0)[:, None])[:, 0]
-    return torch.where(scores_B.isfinite(), tokens_B, NO_TOKEN)
-
-
-def _drawn(
-    logits_BV: torch.Tensor,
-    params: Sequence[SamplingParams],
-    output_indices: Sequence[int],
-    tokens: Sequence[Sequence[int]],
-    eos_token_ids: Collection[int],
-    blind: bool,
-) -> torch.Tensor:
-    """As `sample`, which finds a row without a token by the score of what is drawn here: it is not finite."""
     adjusted = [has_adjustment(p, index) for p, index in zip(params, output_indices, strict=True)]
     if not any(adjusted) and all(p.temperature == 0 for p in params):
-        return _highest(logits_BV)
-    changed = None
-    if any(adjusted):
-        assert len(tokens) == len(params), "penalties and min_tokens need the rows' tokens"
-        changed = adjusted_scores(logits_BV, params, tokens, output_indices, eos_token_ids)
-    kernel = None if blind else draw_kernel()
-    if kernel is not None and kernel.takes(logits_BV):
-        return kernel.draw(logits_BV, params, output_indices, changed)
-    return _draw_each_kind(logits_BV, params, output_indices, changed, blind)
+        tokens_B = _highest(logits_BV)
+    else:
+        assert len(tokens) == len(params) or not any(adjusted), "penalties and min_tokens need the rows' tokens"
+        changed = adjusted_scores(logits_BV, params, tokens, output_indices, eos_token_ids) if any(adjusted) else None
+        kernel = None if blind else draw_kernel()
+        if kernel is not None and kernel.takes(logits_BV):
+            tokens_B = kernel.draw(logits_BV, params, output_indices, changed)
+        else:
+            tokens_B = _draw_each_kind(logits_BV, params, output_indices, changed, blind)
+    scores_B = logits_BV.gather(1, tokens_B.clamp(min=0)[:, None])[:, 0]
+    return torch.where(scores_B.isfinite(), tokens_B, NO_TOKEN)
 
 
 def _draw_each_kind(
@@ -569,13 +557,13 @@ class DrawKernel:
     """Draws the tokens of a batch by the definition in engine/sampler.py. Any thread may call it."""
 
     def __init__(self, handle: ctypes.CDLL) -> None:
-        pointer, integer = ctypes.c_void_p, ctypes.c_int64
+        integer = ctypes.c_int64
         self._draw = handle.baton_draw
         self._draw.restype = None
         self._draw.argtypes = [
-            pointer, integer, integer, integer, pointer, integer, pointer, pointer, pointer, pointer, integer,
-            ctypes.c_int,
-        ]  # fmt: skip
+            *[Pointer, integer, integer, integer, Pointer, integer],
+            *[Pointer, Pointer, Pointer, Pointer, integer, ctypes.c_int],
+        ]
         self._scratch = handle.baton_draw_scratch
         self._scratch.restype, self._scratch.argtypes = integer, [integer, integer]
 
@@ -609,19 +597,10 @@ class DrawKernel:
         scratch_bytes = self._scratch(vocab_size, k_max)
         scratch = np.empty(threads * scratch_bytes // 8, dtype=np.float64)
         tokens_B = torch.empty(rows, dtype=torch.int64)
+        ids_P, scores_P = (None, None) if changed is None else (changed.ids_P, changed.scores_P)
         self._draw(
-            logits_BV.data_ptr(),
-            _TYPES[logits_BV.dtype],
-            logits_BV.stride(0),
-            vocab_size,
-            draws_R.ctypes.data,
-            rows,
-            None if changed is None else changed.ids_P.ctypes.data,
-            None if changed is None else changed.scores_P.data_ptr(),
-            tokens_B.data_ptr(),
-            scratch.ctypes.data,
-            scratch_bytes,
-            threads,
+            *(logits_BV, _TYPES[logits_BV.dtype], logits_BV.stride(0), vocab_size, draws_R, rows),
+            *(ids_P, scores_P, tokens_B, scratch, scratch_bytes, threads),
         )
         return tokens_B
 

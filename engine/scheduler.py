@@ -204,8 +204,7 @@ class Scheduler:
 
         It holds the blocks of all its tokens already, and in COMPLETE mode a promise for all it may draw.
 
-        Raises:
-            EngineFullError: `waiting_max` sequences wait already.
+        Raises EngineFullError: `waiting_max` sequences wait already.
         """
         assert len(seq.block_table) >= self._blocks.blocks_for(len(seq.tokens)), (seq.key, len(seq.block_table))
         self._enter(seq, self._prompts)
@@ -214,8 +213,7 @@ class Scheduler:
     def resume(self, seq: Sequence) -> None:
         """Queue a sequence to decode: all but its last token are computed. Goes before prompts not begun.
 
-        Raises:
-            EngineFullError: `waiting_max` sequences wait already. A node asks before it grants, not when it resumes.
+        Raises EngineFullError: `waiting_max` sequences wait already. A node asks before it grants, not when it resumes.
         """
         assert seq.mode is SequenceMode.COMPLETE, seq.key
         assert seq.output_count > 0, seq.key

@@ -1,7 +1,8 @@
 """Copies of whole blocks (their records of every layer) between a region and the host memory below it.
 
-Whoever asks for a copy has made sure that no step touches its blocks. Where the region is host memory too, a thread
-copies, outside of the interpreter's lock (`ThreadCopier`). Where it is on a device, the device copies (`StreamCopier`).
+Whoever asks for a copy has made sure that no step touches its blocks. Where the region is on a device, the device
+copies; in host memory `kvtransfer.device.host_driver` takes its place, whose copies run on the thread that looks for
+their end: this copier's, outside of the interpreter's lock.
 
 Shape suffix: B = one entry for each record, of every layer of each block.
 """
@@ -14,9 +15,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Final
 
 import numpy as np
 
@@ -28,9 +28,14 @@ from cachestore.layout import Layout
 from kvtransfer.device.driver import DeviceError, PinnedMemory
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
-from kvtransfer.native.copy import copy_records
+from kvtransfer.region import Region
 from kvtransfer.transport import WriteOps, check_ops
 from node.regions import clear_frames_of
+
+log = get_log("spill")
+
+COPIES_IN_FLIGHT_MAX: Final = 2
+"""On the device at a time: one that it carries out, and the next. What waits here can still be dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,21 +48,6 @@ class BlockCopy:
 
     def __post_init__(self) -> None:
         assert len(self.device) == len(self.host) > 0, self
-
-
-class BlockCopier(Protocol):
-    """Carries copies out, in the order of `start`."""
-
-    def start(self, copy: BlockCopy, done: Callable[[BaseException | None], None]) -> None:
-        """Returns at once. `done` is called later, on the control thread, with what went wrong or None."""
-        ...
-
-
-class Memory(Protocol):
-    """A region: `kvtransfer.region.Region`, or an array in tests."""
-
-    @property
-    def array_U8(self) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,61 +71,6 @@ class BlockPlaces:
         return records_LN.ravel() * self.layout.record_bytes
 
 
-class RegionCopier:
-    """Copies between two regions of records in host memory, on the calling thread."""
-
-    def __init__(self, places: BlockPlaces, *, device: Memory, host: Memory) -> None:
-        """The regions stay the caller's, who closes them after the last copy."""
-        self._places = places
-        self._device, self._host = device, host
-
-    def run(self, copy: BlockCopy) -> None:
-        """Blocks until done. No view of a region is kept."""
-        src, dst = (self._device, self._host) if copy.out else (self._host, self._device)
-        copy_records(dst.array_U8, src.array_U8, self._places.ops(copy))
-
-
-class ThreadCopier:
-    """Runs a `RegionCopier` on a thread of its own, first in, first out. Control thread only."""
-
-    def __init__(self, copier: RegionCopier, *, name: str) -> None:
-        self._copier = copier
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"spill-{name}")
-        self._closed = False
-
-    def start(self, copy: BlockCopy, done: Callable[[BaseException | None], None]) -> None:
-        """See `BlockCopier.start`. The queue is bounded by the blocks of the tier: each is in one copy at most."""
-        loop = asyncio.get_running_loop()
-
-        def report(error: BaseException | None) -> None:
-            if not self._closed:
-                done(error)
-
-        def ended(future: Future[None]) -> None:
-            if future.cancelled():
-                return
-            error = future.exception()
-            try:
-                loop.call_soon_threadsafe(report, error)
-            except RuntimeError:
-                # At the end of the process the loop may be closed first; then nobody waits for it.
-                if not loop.is_closed():
-                    raise
-
-        self._thread.submit(self._copier.run, copy).add_done_callback(ended)
-
-    def close(self) -> None:
-        """Wait for the copy under way; no `done` is called any more, and the regions may be closed."""
-        self._closed = True
-        self._thread.shutdown(wait=True, cancel_futures=True)
-
-
-log = get_log("spill")
-
-COPIES_IN_FLIGHT_MAX = 2
-"""On the device at a time: one that it carries out, and the next. What waits here can still be dropped."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Asked:
     copy: BlockCopy
@@ -145,16 +80,16 @@ class _Asked:
     """On any thread."""
 
 
-class StreamCopier:
-    """A `BlockCopier`. Control thread only, but for its own."""
+class BlockCopier:
+    """Carries copies out in the order of `start`, on a thread of its own. The rest is for the control thread only."""
 
     def __init__(
         self,
         *,
         streams: DeviceStreams,
         places: BlockPlaces,
-        device: DeviceRegion,
-        host: PinnedMemory,
+        device: DeviceRegion | Region,
+        host: PinnedMemory | Region,
         name: str,
         poll_interval_s: float = POLL_INTERVAL_S,
     ) -> None:
@@ -188,9 +123,10 @@ class StreamCopier:
                 time.sleep(self._poll_interval_s)
 
     def start(self, copy: BlockCopy, done: Callable[[BaseException | None], None]) -> None:
-        """See `BlockCopier.start`. The queue is bounded by the blocks of the tier: each is in one copy at most.
+        """Returns at once. The queue is bounded by the blocks of the tier: each is in one copy at most.
 
-        `done` gets a DeviceError when the device has failed, or refuses a copy; every later copy's `done` gets it too.
+        `done` is called later, on the control thread, with None or what went wrong: a DeviceError when the device has
+        failed, or refuses a copy. Every later copy's `done` gets the same error.
         """
         loop = asyncio.get_running_loop()
 

@@ -93,48 +93,51 @@ class Peers:
     def for_record(self, record: NodeRecord) -> WriterPeer:
         """The writer towards a decode process. Raises BatonError PEER_UNREACHABLE while an earlier one is closing."""
         peer = self._peers.get(record.incarnation)
-        if peer is not None and peer.gone:
+        if peer is None:
+            peer = self._peers[record.incarnation] = self._make_peer(record)
+            self.liveness[record.incarnation] = self._watch(peer)
+        elif peer.gone:
             raise BatonError(
                 Reason.PEER_UNREACHABLE, f"{record.name} was lost; what was under way there is being ended."
             )
-        if peer is not None and self.liveness[record.incarnation].out_of_reach:
+        elif self.liveness[record.incarnation].out_of_reach:
             raise BatonError(Reason.PEER_UNREACHABLE, f"{record.name} is out of reach.")
-        if peer is None:
-            pair = Pair(receiver=record.incarnation, writer=self.runtime.incarnation)
-            peer = WriterPeer(
-                address=PeerAddress(name=record.name, endpoint=record.endpoint, pair=pair),
-                connect_request=transfer_pb2.ConnectRequest(
-                    header={"sender": pair.writer, "receiver": pair.receiver},
-                    writer_name=self.runtime.name,
-                    writer_endpoint=self.runtime.endpoint,
-                    model=model_to_proto(self._pool.model),
-                    host=self._host,
-                    host_name=socket.gethostname(),
-                    host_parts=self._host_parts,
-                ),
-                layout=self._pool.layout,
-                src_num_blocks=self._pool.ledger.num_blocks,
-                machine=self._machine(record.incarnation),
-                channels=self.runtime.channels,
-                make_link=self._make_link,
-                offers=Offers(self.transports),
-                loop=self._loop,
-                config=self._config.writer,
-                checksums=self._checksums,
-            )
-            self._peers[record.incarnation] = peer
-            self.liveness[record.incarnation] = LivenessStream(
-                address=peer.address,
-                stub=peer.stub,
-                lost=peer.receiver_lost,
-                gone=peer.peer_gone,
-                liveness=self._config.liveness,
-                clock=self.runtime.clock,
-            )
         return peer
 
-    def _machine(self, receiver: Incarnation) -> WriterMachine:
-        return self._machines.pop(receiver) if receiver in self._machines else WriterMachine()
+    def _make_peer(self, record: NodeRecord) -> WriterPeer:
+        runtime = self.runtime
+        pair = Pair(receiver=record.incarnation, writer=runtime.incarnation)
+        return WriterPeer(
+            address=PeerAddress(name=record.name, endpoint=record.endpoint, pair=pair),
+            connect_request=transfer_pb2.ConnectRequest(
+                header={"sender": pair.writer, "receiver": pair.receiver},
+                writer_name=runtime.name,
+                writer_endpoint=runtime.endpoint,
+                model=model_to_proto(self._pool.model),
+                host=self._host,
+                host_name=socket.gethostname(),
+                host_parts=self._host_parts,
+            ),
+            layout=self._pool.layout,
+            src_num_blocks=self._pool.ledger.num_blocks,
+            machine=self._machines.pop(record.incarnation, WriterMachine()),
+            channels=runtime.channels,
+            make_link=self._make_link,
+            offers=Offers(self.transports),
+            loop=self._loop,
+            config=self._config.writer,
+            checksums=self._checksums,
+        )
+
+    def _watch(self, peer: WriterPeer) -> LivenessStream:
+        return LivenessStream(
+            address=peer.address,
+            stub=peer.stub,
+            lost=peer.receiver_lost,
+            gone=peer.peer_gone,
+            liveness=self._config.liveness,
+            clock=self.runtime.clock,
+        )
 
     def records(self) -> list[NodeRecord]:
         """The decode nodes beside this one, by the directory."""
@@ -233,38 +236,31 @@ class Peers:
 
     async def _make_link(self, endpoint: DataEndpoint, pair: Pair, events: WriterEvents) -> WriterLink:
         """Open a link of the endpoint's transport. Raises BatonError PEER_UNREACHABLE, DataDoesNotPass."""
-        region = self._pool.region
+        transport, region, staged = endpoint.transport, self._pool.region, self._pool.staged
+        loop, config = self._loop, self._config
         try:
-            if endpoint.transport is TransportName.CUDA_IPC:
+            if transport is TransportName.CUDA_IPC:
                 assert isinstance(region, DeviceRegion), region.kind
-                return await CudaIpcWriterLink.connect_device(endpoint, pair, region, events, self._loop, region.driver)
-            if endpoint.transport is TransportName.RDMA:
-                return await self._make_rdma_link(endpoint, pair, events)
-            if self._pool.staged is not None:
-                assert endpoint.transport is TransportName.TCP, endpoint.transport
-                return await StagedTcpLink.connect_staged(
-                    endpoint, pair, self._pool.staged, events, self._loop, self._config.tcp
-                )
+                return await CudaIpcWriterLink.connect_device(endpoint, pair, region, events, loop, region.driver)
+            if transport is TransportName.RDMA:
+                assert self._rdma is not None
+                link = await RdmaWriterLink.connect(endpoint, pair, self._rdma, events, loop)
+                if self._poster is not None:
+                    link.post_behind(self._poster)
+                return link
+            if staged is not None:
+                assert transport is TransportName.TCP, transport
+                return await StagedTcpLink.connect_staged(endpoint, pair, staged, events, loop, config.tcp)
             source_U8 = self._pool.host_region.array_U8
-            if endpoint.transport is TransportName.SHM:
+            if transport is TransportName.SHM:
                 return await ShmWriterLink.connect(
-                    endpoint, pair, source_U8, events, self._loop, self._config.shm, turns=self._copy_turns
+                    endpoint, pair, source_U8, events, loop, config.shm, turns=self._copy_turns
                 )
-            if endpoint.transport is TransportName.UCX:
-                return await UcxWriterLink.connect(endpoint, pair, source_U8, events, self._loop, self._config.ucx)
-            assert endpoint.transport is TransportName.TCP, endpoint.transport
-            return await TcpWriterLink.connect(endpoint, pair, source_U8, events, self._loop, self._config.tcp)
+            if transport is TransportName.UCX:
+                return await UcxWriterLink.connect(endpoint, pair, source_U8, events, loop, config.ucx)
+            return await TcpWriterLink.connect(endpoint, pair, source_U8, events, loop, config.tcp)
         except ConnectError as error:
-            text = f"No {endpoint.transport.value} link: {error}."
+            text = f"No {transport.value} link: {error}."
             if isinstance(error, RdmaUnproved):
                 raise DataDoesNotPass(text) from error
             raise BatonError(Reason.PEER_UNREACHABLE, text) from error
-
-    async def _make_rdma_link(self, endpoint: DataEndpoint, pair: Pair, events: WriterEvents) -> WriterLink:
-        """Raises ConnectError."""
-        memory = self._rdma
-        assert memory is not None
-        link = await RdmaWriterLink.connect(endpoint, pair, memory, events, self._loop)
-        if self._poster is not None:
-            link.post_behind(self._poster)
-        return link

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -33,13 +33,13 @@ from kvtransfer.transports.tcp import moved_by
 from node.regions import PoolRegion, clear_frames_of, on_thread, open_pool_region, pin_staging
 from node.spill import HostMemory, SpillConfig, open_host_memory
 
-# NumPy has no bfloat16; a transfer needs its size only.
-
 if TYPE_CHECKING:
     from engine.gpu.runner import GpuRunner
 
+# NumPy has no bfloat16; a transfer needs its size only.
 _DTYPE_BYTES = {"bfloat16": 2}
 POISON = 0xFF
+"""Such bytes are NaN in every float type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,63 +148,34 @@ async def open_device_pool(
     built = await asyncio.to_thread(build_runner, config, lambda done, total: progress("loading", done, total))
     layout = layout_of(built.runner.kv_spec)
     region = await open_pool_region(config, layout, f"baton-{name}", progress, transports)
-    staged = None
-    try:
-        staged = await on_thread(pin_staging, region, transports, staging or StagingConfig())
-        pool = await _open_over(
-            region, built, layout, config, name=name, progress=progress, spill=spill, decodes=decodes
-        )
-        return replace(pool, staged=staged, transports=tuple(transports))
-    except BaseException as error:
-        clear_frames_of(error)
-        if staged is not None:
-            staged.close()
-        built.runner.unbind()
-        region.close()
-        raise
-
-
-async def _open_over(
-    region: PoolRegion,
-    built: BuiltEngine,
-    layout: Layout,
-    config: EngineConfig,
-    *,
-    name: str,
-    progress: Progress,
-    spill: SpillConfig | None,
-    decodes: bool,
-) -> DevicePool:
-    await on_thread(_bind, built, region, config)
-    ledger = Ledger(config.num_blocks, on_free=_on_free(built, region, layout, config))
-    padding_blocks = 0
-    if built.on_device is not None:
-        padding_blocks = await _warm_up(built.on_device, ledger, decodes=decodes, progress=progress)
-    blocks = BlockManager(ledger, config.block_size, built.fingerprint.encode(), padding_blocks=padding_blocks)
-    engine = Engine(built.runner, blocks, config.scheduler())
-    host = None
-    if spill is not None and spill.host_blocks:
-        host = await open_host_memory(
-            spill,
-            below=region,
-            layout=layout,
-            engine=engine,
-            blocks=blocks,
-            ledger=ledger,
-            name=name,
-            progress=progress,
-        )
+    with ExitStack() as opened:
+        opened.callback(region.close)
+        opened.callback(built.runner.unbind)
+        try:
+            staged = await on_thread(pin_staging, region, transports, staging or StagingConfig())
+            if staged is not None:
+                opened.callback(staged.close)
+            await on_thread(_bind, built, region, config)
+            ledger = Ledger(config.num_blocks, on_free=_on_free(built, region, layout, config))
+            padding_blocks = 0
+            if built.on_device is not None:
+                padding_blocks = await _warm_up(built.on_device, ledger, decodes=decodes, progress=progress)
+            blocks = BlockManager(ledger, config.block_size, built.fingerprint.encode(), padding_blocks=padding_blocks)
+            engine = Engine(built.runner, blocks, config.scheduler())
+            host = None
+            if spill is not None and spill.host_blocks:
+                host = await open_host_memory(
+                    spill, below=region, layout=layout, engine=engine, blocks=blocks, name=name, progress=progress
+                )
+        except BaseException as error:
+            clear_frames_of(error)
+            raise
+        opened.pop_all()
     return DevicePool(
         runner=built.runner,
         engine=engine,
         blocks=blocks,
-        pins=PinTable(
-            blocks.prefix_cache,
-            num_blocks=config.num_blocks - padding_blocks,
-            block_size=config.block_size,
-            limits=config.pins,
-        ),
-        arithmetic=built.arithmetic,
+        pins=PinTable(blocks.prefix_cache, num_blocks=config.num_blocks - padding_blocks, limits=config.pins),
         ledger=ledger,
         region=region,
         layout=layout,
@@ -214,6 +185,9 @@ async def _open_over(
         compute_threads=config.compute_threads,
         cores=own_cores(),
         on_device=built.on_device,
+        staged=staged,
+        transports=tuple(transports),
+        arithmetic=built.arithmetic,
     )
 
 
@@ -268,30 +242,18 @@ def _room_on_device() -> Iterator[None]:
 def _on_free(
     built: BuiltEngine, region: PoolRegion, layout: Layout, config: EngineConfig
 ) -> Callable[[BlockId], None] | None:
-    freed = built.block_freed
+    """What is done with a freed block; with `poison_freed` it is overwritten in every layer."""
     if not config.poison_freed:
-        return freed
+        return built.block_freed
     if built.on_device is not None:
         return built.on_device.poison
-    assert isinstance(region, Region)
-    poison = _poisoner(region, layout, config)
-    if freed is None:
-        return poison
-
-    def both(block: BlockId) -> None:
-        poison(block)
-        freed(block)
-
-    return both
-
-
-def _poisoner(region: Region, layout: Layout, config: EngineConfig) -> Callable[[BlockId], None]:
-    """Overwrites a freed block in every layer. 0xff bytes are NaN in every float type."""
     nbytes, shape = layout.region_bytes(config.num_blocks), (layout.num_layers, config.num_blocks, layout.record_bytes)
 
     def poison(block: BlockId) -> None:
         # No view is kept: the region could not be closed then.
-        region.array_U8[:nbytes].reshape(shape)[:, block] = POISON
+        region.memory[:nbytes].reshape(shape)[:, block] = POISON
+        if built.block_freed is not None:
+            built.block_freed(block)
 
     return poison
 

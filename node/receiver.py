@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -21,7 +19,7 @@ from kvtransfer.receiver import Receiver, ReceiverHost, ReceiverPorts
 from kvtransfer.transport import ReceiverPort, TransportName
 from kvtransfer.transports.cuda_ipc import CudaIpcReceiverPort
 from kvtransfer.transports.limits import PORT_LIMITS, PortLimits
-from kvtransfer.transports.rdma_device import LentRegistration, register_if_usable
+from kvtransfer.transports.rdma_device import LentRegistration, RdmaMemory, register_if_usable
 from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
 from kvtransfer.transports.shm_receiver import SHM_PORT_LIMITS, ShmReceiverPort
 from kvtransfer.transports.tcp_receiver import TCP_PORT_LIMITS, TcpReceiverPort
@@ -60,19 +58,21 @@ def make_receiver(
 def open_ports(
     config: ReceiverNodeConfig, pool: DevicePool, ports: ReceiverPorts, lent: LentRegistration | None = None
 ) -> None:
-    """Listen for data connections on each transport; `ports.close` ends it, after a failure too. The region is
-    registered for rdma here, unless that is `lent`.
+    """Listen for data connections on each transport that works here; `ports.close` ends it, after a failure too. The
+    region is registered for rdma here, unless that is `lent`.
 
     Raises BatonError PORT_IN_USE or BAD_ENDPOINT, InvalidField.
     """
     serving = offered(config.transports, pool.region)
+    if lent is None:
+        memory = register_if_usable(serving, rdma_region(pool.region), config.rdma, remote_writes=True)
+        if memory is not None:
+            ports.close_last(memory.close)
+        lent = LentRegistration(memory=memory)
+    works = {TransportName.RDMA: lent.memory is not None, TransportName.UCX: usable(serving, config.ucx.tls)}
     for transport in serving:
-        if transport is TransportName.RDMA:
-            _open_rdma_port(config, pool, ports, serving, lent)
-        elif transport is TransportName.UCX:
-            _open_ucx_port(config, pool, ports, serving)
-        else:
-            ports.add(_open_port(transport, config, pool, ports))
+        if works.get(transport, True):
+            ports.add(_open_port(transport, config, pool, ports, lent.memory))
     check_some_work(ports.transports)
 
 
@@ -96,100 +96,56 @@ def add_status(receiver: Receiver, message: node_pb2.NodeStatus) -> None:
 
 
 def _open_port(
-    transport: TransportName, config: ReceiverNodeConfig, pool: DevicePool, ports: ReceiverPorts
+    transport: TransportName,
+    config: ReceiverNodeConfig,
+    pool: DevicePool,
+    ports: ReceiverPorts,
+    memory: RdmaMemory | None,
 ) -> ReceiverPort:
+    """What the links of rdma and ucx have to say goes to a port of its own, on the host of tcp's."""
     events = ports.port_events(transport)
-    if transport is TransportName.CUDA_IPC:
-        return CudaIpcReceiverPort(
-            region=pool.region,
-            events=events,
-            limits=_limits(config, SHM_PORT_LIMITS),
-        )
-    if transport is TransportName.SHM:
-        return ShmReceiverPort(
-            region=pool.region,
-            events=events,
-            limits=_limits(config, SHM_PORT_LIMITS),
-        )
-    assert transport is TransportName.TCP, transport
-    host, _ = split_endpoint(config.listen)
-    listen = config.data_listen or join_endpoint(host, 0)
-    with _port_errors(listen):
+    host, _ = split_endpoint(config.data_listen or config.listen)
+    listen = join_endpoint(host, 0)
+    if transport is TransportName.TCP:
+        listen = config.data_listen or listen
+    advertise_host = config.data_advertise_host
+    if advertise_host is None and config.advertise is not None:
+        advertise_host, _ = split_endpoint(config.advertise)
+
+    def limits(of_transport: LimitsT) -> LimitsT:
+        receiver = config.receiver
+        return replace(of_transport, connections_max=receiver.connections_max, pairs_max=receiver.pairs_max)
+
+    try:
+        if transport in (TransportName.SHM, TransportName.CUDA_IPC):
+            make = ShmReceiverPort if transport is TransportName.SHM else CudaIpcReceiverPort
+            return make(region=pool.region, events=events, limits=limits(SHM_PORT_LIMITS))
+        if transport is TransportName.RDMA:
+            assert memory is not None
+            return RdmaReceiverPort(
+                memory=memory,
+                events=events,
+                listen=listen,
+                advertise_host=advertise_host,
+                offered=lambda works: ports.offer(TransportName.RDMA, works),
+                limits=limits(PORT_LIMITS),
+            )
+        if transport is TransportName.UCX:
+            return UcxReceiverPort(
+                region=pool.host_region,
+                events=events,
+                listen=listen,
+                advertise_host=advertise_host,
+                config=config.ucx,
+                limits=limits(UCX_PORT_LIMITS),
+            )
         return TcpReceiverPort(
             region=pool.tcp_region,
             events=events,
             listen=listen,
-            advertise_host=_advertise_host(config),
-            limits=_limits(config, TCP_PORT_LIMITS),
+            advertise_host=advertise_host,
+            limits=limits(TCP_PORT_LIMITS),
         )
-
-
-def _open_rdma_port(
-    config: ReceiverNodeConfig,
-    pool: DevicePool,
-    ports: ReceiverPorts,
-    serving: Sequence[TransportName],
-    lent: LentRegistration | None,
-) -> None:
-    """Only where a device works. What its links have to say goes to a port of its own, on the host of tcp's."""
-    if lent is not None:
-        memory = lent.memory
-    else:
-        memory = register_if_usable(serving, rdma_region(pool.region), config.rdma, remote_writes=True)
-    if memory is None:
-        return
-    if lent is None:
-        ports.close_last(memory.close)
-    host, _ = split_endpoint(config.data_listen or config.listen)
-    listen = join_endpoint(host, 0)
-    with _port_errors(listen):
-        port = RdmaReceiverPort(
-            memory=memory,
-            events=ports.port_events(TransportName.RDMA),
-            listen=listen,
-            advertise_host=_advertise_host(config),
-            offered=lambda works: ports.offer(TransportName.RDMA, works),
-            limits=_limits(config, PORT_LIMITS),
-        )
-    ports.add(port)
-
-
-def _open_ucx_port(
-    config: ReceiverNodeConfig, pool: DevicePool, ports: ReceiverPorts, serving: Sequence[TransportName]
-) -> None:
-    """Only where NIXL is there. What its links have to say goes to a port of its own, on the host of tcp's."""
-    if not usable(serving, config.ucx.tls):
-        return
-    host, _ = split_endpoint(config.data_listen or config.listen)
-    listen = join_endpoint(host, 0)
-    with _port_errors(listen):
-        port = UcxReceiverPort(
-            region=pool.host_region,
-            events=ports.port_events(TransportName.UCX),
-            listen=listen,
-            advertise_host=_advertise_host(config),
-            config=config.ucx,
-            limits=_limits(config, UCX_PORT_LIMITS),
-        )
-    ports.add(port)
-
-
-def _limits(config: ReceiverNodeConfig, limits: LimitsT) -> LimitsT:
-    """Those of a transport's ports, with what is set for all of them."""
-    return replace(limits, connections_max=config.receiver.connections_max, pairs_max=config.receiver.pairs_max)
-
-
-def _advertise_host(config: ReceiverNodeConfig) -> str | None:
-    if config.data_advertise_host is None and config.advertise is not None:
-        host, _ = split_endpoint(config.advertise)
-        return host
-    return config.data_advertise_host
-
-
-@contextmanager
-def _port_errors(listen: str) -> Iterator[None]:
-    try:
-        yield
     except OSError as error:
         why = str(error.strerror or error).lower()
         raise BatonError(

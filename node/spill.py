@@ -27,7 +27,7 @@ from baton.runtime import Progress
 from cachestore.block_manager import BlockManager
 from cachestore.host_blocks import HostBlockId, HostBlocks
 from cachestore.layout import Layout
-from cachestore.ledger import ConservationError, Ledger
+from cachestore.ledger import ConservationError
 from cachestore.spill_policy import (
     CopiesDone,
     CopyBack,
@@ -44,9 +44,10 @@ from cachestore.spill_policy import (
 from engine.core import Engine
 from engine.scheduler import Sequence
 from kvtransfer.device.driver import DeviceError, PinnedMemory
+from kvtransfer.device.host_driver import HostStreams
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.region import Region
-from node.copiers import BlockCopier, BlockCopy, BlockPlaces, RegionCopier, StreamCopier, ThreadCopier
+from node.copiers import BlockCopier, BlockCopy, BlockPlaces
 from node.regions import PoolRegion, clear_frames_of, on_thread, open_host_region
 
 HOST_BLOCKS_MAX = 1 << 24
@@ -116,78 +117,51 @@ class _Unit:
     """References of sequences that ended during the copy."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpillFigures:
-    """A snapshot; the last four are totals since the start, in blocks."""
+@dataclass(slots=True, kw_only=True)
+class SpillCounters:
+    """Totals since the start: sequences, and blocks."""
 
-    swapped_out: int
-    host_free: int
-    host_copying: int
-    host_filled: int
-    swapped_out_total: int
-    copied_out: int
-    copied_back: int
-    merged: int
+    swapped_out: int = 0
+    copied_out: int = 0
+    copied_back: int = 0
+    merged: int = 0
     """Blocks that came back without a copy."""
 
 
 class Spill:
     """Overcommit of one engine: implements `engine.scheduler.Overcommit`."""
 
-    def __init__(
-        self,
-        *,
-        config: SpillConfig,
-        engine: Engine,
-        blocks: BlockManager,
-        ledger: Ledger,
-        copier: BlockCopier,
-    ) -> None:
+    def __init__(self, *, config: SpillConfig, engine: Engine, blocks: BlockManager, copier: BlockCopier) -> None:
         """Takes the engine over as its `overcommit`. Nothing is swapped out or copied yet."""
         self.config = config
+        self.host = HostBlocks(config.host_blocks)
+        self.counters = SpillCounters()
         self._engine = engine
         self._blocks = blocks
-        self._ledger = ledger
+        self._ledger = blocks.ledger
         self._copier = copier
-        self._host = HostBlocks(config.host_blocks)
         self._policy = SpillPolicy(headroom_blocks=config.headroom_blocks)
         self._swapped_out: dict[RequestKey, _SwappedOut] = {}
         self._on_device: dict[BlockId, _Unit] = {}
         self._runners: dict[RequestKey, Sequence] = {}
         self._freeing = 0
         self._broken: BaseException | None = None
-        self._swapped_out_total = self._merged = 0
-        self._copied = dict.fromkeys(_Way, 0)
         self._set_host_room()
         assert engine.scheduler.overcommit is None and not engine.has_work
         engine.scheduler.overcommit = self
 
-    @property
-    def figures(self) -> SpillFigures:
-        return SpillFigures(
-            swapped_out=len(self._swapped_out),
-            host_free=self._host.free,
-            host_copying=self._host.copying,
-            host_filled=self._host.filled,
-            swapped_out_total=self._swapped_out_total,
-            copied_out=self._copied[_Way.OUT],
-            copied_back=self._copied[_Way.BACK],
-            merged=self._merged,
-        )
-
     def report(self, block_bytes: int) -> dict[str, int]:
-        """The same in words, for the node's status; `block_bytes` is the size of one block in all layers."""
-        figures = self.figures
+        """For the node's status; `block_bytes` is the size of one block in all layers."""
         return {
-            "sequences swapped out": figures.swapped_out,
-            "sequences swapped out since start": figures.swapped_out_total,
-            "host blocks": self._host.num_blocks,
-            "host blocks free": figures.host_free,
-            "host blocks filled": figures.host_filled,
-            "host blocks in a copy": figures.host_copying,
-            "bytes copied out": figures.copied_out * block_bytes,
-            "bytes copied back": figures.copied_back * block_bytes,
-            "blocks back without a copy": figures.merged,
+            "sequences swapped out": len(self._swapped_out),
+            "sequences swapped out since start": self.counters.swapped_out,
+            "host blocks": self.host.num_blocks,
+            "host blocks free": self.host.free,
+            "host blocks filled": self.host.filled,
+            "host blocks in a copy": self.host.copying,
+            "bytes copied out": self.counters.copied_out * block_bytes,
+            "bytes copied back": self.counters.copied_back * block_bytes,
+            "blocks back without a copy": self.counters.merged,
         }
 
     @property
@@ -217,7 +191,7 @@ class Spill:
             StepComes(
                 growable=max(0, self._ledger.growable),
                 freeing=self._freeing,
-                host_free=self._host.free,
+                host_free=self.host.free,
                 runners=tuple(self._running(seq, needs[seq.key], pressure) for seq in runners),
                 swapped_out=tuple(self._standing(each, pressure or not runners) for each in self._swapped_out.values()),
             )
@@ -238,7 +212,7 @@ class Spill:
             unit.holders.append(owner)
             owner.units.append(unit)
         seq.block_table.clear()
-        self._swapped_out_total += 1
+        self.counters.swapped_out += 1
 
     def left(self, seq: Sequence) -> None:
         """See `Overcommit.left`."""
@@ -259,11 +233,11 @@ class Spill:
 
     def check(self) -> None:
         """Recount host memory and where everything swapped out is. Raises ConservationError."""
-        self._host.check()
+        self.host.check()
         units = {id(unit): unit for owner in self._swapped_out.values() for unit in owner.units}.values()
         filled = sum(unit.device is None for unit in units)
-        if filled != self._host.filled:
-            raise ConservationError(f"{filled} blocks are in host memory, {self._host.filled} by its books")
+        if filled != self.host.filled:
+            raise ConservationError(f"{filled} blocks are in host memory, {self.host.filled} by its books")
         for unit in units:
             if unit.device is not None and self._ledger.holders(unit.device) < len(unit.holders):
                 raise ConservationError(f"block {unit.device} has lost references of swapped-out sequences")
@@ -286,7 +260,7 @@ class Spill:
 
     def _copy_out(self, owner: _SwappedOut, count: int) -> None:
         units = [unit for unit in reversed(owner.units) if self._may_leave(unit)][:count]
-        hosts = self._host.begin_out(len(units))
+        hosts = self.host.begin_out(len(units))
         for unit, host in zip(units, hosts, strict=True):
             unit.host, unit.copying = host, _Way.OUT
         self._freeing += len(units)
@@ -297,7 +271,7 @@ class Spill:
         absent = [unit for unit in owner.units if unit.device is None][:count]
         for unit in absent:
             assert unit.host is not None
-            self._host.begin_back(unit.host)
+            self.host.begin_back(unit.host)
         self._set_host_room()
         for unit, block in zip(absent, self._blocks.allocate(len(absent)), strict=True):
             self._put_on_device(unit, block)
@@ -344,8 +318,11 @@ class Spill:
             else:
                 self._free_host(unit)
                 self._forget_if_unheld(unit)
-        self._copied[way] += len(units)
-        self._freeing -= len(units) if way is _Way.OUT else 0
+        if way is _Way.OUT:
+            self.counters.copied_out += len(units)
+            self._freeing -= len(units)
+        else:
+            self.counters.copied_back += len(units)
         self._set_host_room()
         owner.copies -= 1
         if owner.copies == 0:
@@ -360,7 +337,7 @@ class Spill:
             self._free_host(unit)
             self._forget_if_unheld(unit)
             return
-        self._host.fill(unit.host)
+        self.host.fill(unit.host)
         self._blocks.release([unit.device] * len(unit.holders))
         del self._on_device[unit.device]
         unit.device = None
@@ -382,7 +359,7 @@ class Spill:
                 self._free_host(unit)
                 self._put_on_device(unit, block)
                 merged += 1
-        self._merged += merged
+        self.counters.merged += merged
         self._set_host_room()
         return merged
 
@@ -413,14 +390,14 @@ class Spill:
 
     def _free_host(self, unit: _Unit) -> None:
         assert unit.host is not None
-        self._host.release(unit.host)
+        self.host.release(unit.host)
         unit.host = None
 
     def _set_host_room(self) -> None:
         self._ledger.host_room = self._room()
 
     def _room(self) -> int:
-        return self._host.num_blocks - self._host.filled - self.config.reserve_blocks
+        return self.host.num_blocks - self.host.filled - self.config.reserve_blocks
 
     # What the policy gets.
 
@@ -452,7 +429,7 @@ class HostMemory:
     region: Region
     pinned: PinnedMemory | None
     """The same memory as the device's copies reach it; None where the pool's region is no device's."""
-    copier: ThreadCopier | StreamCopier
+    copier: BlockCopier
     spill: Spill
 
     def describe(self) -> str:
@@ -474,20 +451,18 @@ async def open_host_memory(
     layout: Layout,
     engine: Engine,
     blocks: BlockManager,
-    ledger: Ledger,
     name: str,
     progress: Progress,
 ) -> HostMemory:
-    """Make the tier, and put the engine under overcommit. `below` is the pool's region, of the ledger's blocks.
+    """Make the tier, and put the engine under overcommit. `below` is the pool's region.
 
     Raises BatonError BAD_CONFIG: there is not the memory, or it cannot be pinned.
     """
     if isinstance(below, DeviceRegion):
         _check_pinned_bytes(config, layout.region_bytes(config.host_blocks))
     region = await open_host_region(layout, config.host_blocks, f"baton-{name}-host", "spill.host_blocks", progress)
-    places = BlockPlaces(layout=layout, device_blocks=ledger.num_blocks, host_blocks=config.host_blocks)
+    places = BlockPlaces(layout=layout, device_blocks=blocks.ledger.num_blocks, host_blocks=config.host_blocks)
     pinned = None
-    copier: ThreadCopier | StreamCopier
     with ExitStack() as opened:
         opened.callback(region.close)
         if isinstance(below, DeviceRegion):
@@ -499,13 +474,13 @@ async def open_host_memory(
                 raise
             progress("pinning", region.nbytes, region.nbytes)
         else:
-            copier = ThreadCopier(RegionCopier(places, device=below, host=region), name=name)
+            copier = BlockCopier(streams=HostStreams(), places=places, device=below, host=region, name=name)
         opened.pop_all()
     return HostMemory(
         region=region,
         pinned=pinned,
         copier=copier,
-        spill=Spill(config=config, engine=engine, blocks=blocks, ledger=ledger, copier=copier),
+        spill=Spill(config=config, engine=engine, blocks=blocks, copier=copier),
     )
 
 
@@ -522,12 +497,12 @@ def _check_pinned_bytes(config: SpillConfig, nbytes: int) -> None:
 
 def _pin(
     below: DeviceRegion, region: Region, places: BlockPlaces, name: str, opened: ExitStack
-) -> tuple[PinnedMemory, StreamCopier]:
+) -> tuple[PinnedMemory, BlockCopier]:
     """Blocks. What it has made is in `opened` too, whoever still waits for it."""
     try:
         pinned = below.driver.register(region.array_U8)
         opened.callback(pinned.close)
-        copier = StreamCopier(streams=below.driver.streams, places=places, device=below, host=pinned, name=name)
+        copier = BlockCopier(streams=below.driver.streams, places=places, device=below, host=pinned, name=name)
         opened.callback(copier.close)
         copier.rehearse()
     except DeviceError as error:

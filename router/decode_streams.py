@@ -44,15 +44,15 @@ class Inbox:
     given_up: bool = False
     """The decode node itself has said that it will not go on."""
     out_of_reach: bool = False
-    """The decode node's stream is lost to this router, which may be the only one that cannot reach it."""
+    """This router has lost the decode node's stream. Others may still reach the node."""
     lost_before: bool = False
-    """It was when the node granted, and the node has not been reached since."""
+    """It had when the node granted, and has not reached the node since."""
     never_reached: bool = False
-    """That is what the attempt has failed of."""
+    """The attempt failed because of that."""
     queued_s: float | None = None
-    """When the prefill node's word that it has the request was here. None: it never was."""
+    """When the prefill node said that it has the request. None: it did not."""
     granted: bool = False
-    """The prefill node has said that a decode node has taken it, or that it needs none."""
+    """The prefill node has said that a decode node has taken the attempt, or that none is needed."""
     subscription: DecodeSubscription | None = None
     """Where its tokens come from once a decode node has granted."""
     resolved: int = 0
@@ -67,8 +67,8 @@ class Inbox:
 
     @property
     def taken(self) -> bool:
-        """A decode node has the attempt, or none is needed. Its tokens come by another way than the word of the grant,
-        and may be here first."""
+        """A decode node has the attempt, or none is needed. Tokens take another way than news of the grant, and may
+        come first."""
         return self.granted or bool(self.tokens)
 
     @property
@@ -82,9 +82,8 @@ class Inbox:
         """
         have = self.next_index
         if first_index > have:
-            self.fail(
-                BatonError(Reason.INTERNAL, f"Tokens {have} to {first_index - 1} of the answer were never received.")
-            )
+            text = f"Tokens {have} to {first_index - 1} of the answer were never received."
+            self.fail(BatonError(Reason.INTERNAL, text))
             return
         self.tokens.extend(ids[have - first_index :])
         self.logprobs.extend(logprobs[have - first_index :])
@@ -113,7 +112,7 @@ class Inbox:
         self.fail(error)
 
     def go_on(self) -> None:
-        """The failure was not one of what the tokens come from, which has answered."""
+        """The decode node has answered: the failure was another's."""
         self.error = None
         self.lost_before = self.never_reached = False
 
@@ -137,8 +136,8 @@ class DecodeSubscription:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.out_of_reach = False
-        """Lost, and not connected since: whether it can be reached again, nobody knows while that is tried. The log has
-        been told; streams to a dead process are tried until the directory drops it."""
+        """Lost, and not connected since. The log says so once; streams to a dead process are tried until the directory
+        drops it."""
         self.lost_s = 0.0
         """When the last stream ended for good, by the clock's monotonic time."""
         self.users = 0
@@ -149,8 +148,8 @@ class DecodeSubscription:
         self._open()
 
     def open(self) -> None:
-        """Have the stream before there is a request: the node's word on one that this router has dropped comes here,
-        and its death is noticed. A node that ends its streams at once is left alone for a while first."""
+        """Have the stream before there is a request: it brings the node's answers to requests that were dropped, and
+        shows its death. A node that ends its streams at once is left alone for a while first."""
         if self._streams.clock.monotonic_s() >= self.lost_s + self._reach.doubt_pause_s:
             self._open()
 
@@ -169,7 +168,7 @@ class DecodeSubscription:
 
     @property
     def lost(self) -> bool:
-        """Out of reach, by all that is known, or another process by now: asking it is of no use."""
+        """Out of reach, or another process by now: asking it is of no use."""
         return self._task is not None and self._task.done()
 
     @property
@@ -179,8 +178,7 @@ class DecodeSubscription:
 
     @property
     def idle(self) -> bool:
-        """Nobody needs it, nor its channel: closing a channel would end the calls on it as if their request was
-        cancelled."""
+        """Nobody needs it, nor its channel. Closing a channel ends the calls on it as if they were cancelled."""
         return not self._inboxes and self.users == 0
 
     async def has_committed(self, key: RequestKey) -> bool:
@@ -282,7 +280,7 @@ class DecodeSubscription:
             inbox.lost_before = False
 
     def _heard(self) -> None:
-        """Tokens have come, or the stream has stayed: the node is of use, whatever it did before."""
+        """Tokens have come, or the stream has stayed: the node works again."""
         self._reach.heard()
         self._reached()
 

@@ -9,7 +9,7 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
 from typing import Any
 
@@ -57,8 +57,9 @@ ERROR_SEND_MS_MAX = 5_000
 Events = AsyncGenerator[tuple[int, inference_pb2.GenerateEvent], None]
 
 
-def error_response(error: BatonError, *, chat: bool = False) -> JSONResponse:
-    return JSONResponse(error_json(error, chat=chat), error_status(error), error_headers(error))
+def error_response(error: BatonError, *, chat: bool = False, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """`headers` are added to those that the error has."""
+    return JSONResponse(error_json(error, chat=chat), error_status(error), {**error_headers(error), **(headers or {})})
 
 
 class CallReply(Response):
@@ -76,7 +77,8 @@ class CallReply(Response):
         self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = asyncio.create_task(self._run(scope, receive, send))
+        self._asgi, self._send = (scope, receive, send), send
+        work = asyncio.create_task(self._run())
         gone = asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -87,7 +89,7 @@ class CallReply(Response):
             gone.cancel()
             await asyncio.wait({work, gone})
 
-    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _run(self) -> None:
         answer = self._stream if self._call.stream else self._whole
         try:
             async with (
@@ -95,33 +97,30 @@ class CallReply(Response):
                 client_guard() as cut_off,
                 aclosing(self._events(cut_off)) as events,
             ):
-                await answer(events, scope, receive, send)
+                await answer(events)
             return
         except TimeoutError:
-            text = f"The answer took longer than {self._timeout_s:g} s, the limit."
-            error = BatonError(Reason.DEADLINE, text)
+            error = BatonError(Reason.DEADLINE, f"The answer took longer than {self._timeout_s:g} s, the limit.")
         except BatonError as raised:
             error = raised
         except Exception:
             log.exception("an answer failed", id=self._replies.id)
             error = BatonError(Reason.INTERNAL, "This router has failed at the answer; its log says why.")
         try:
-            await self._fail(error, scope, receive, send)
+            await self._fail(error)
         finally:
             del error  # or it would refer to itself, by this frame in its traceback
 
-    async def _fail(self, error: BatonError, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _fail(self, error: BatonError) -> None:
         if self._begun:
             with suppress(TimeoutError):  # a client that reads nothing: its connection is closed
                 async with asyncio.timeout(ERROR_SEND_MS_MAX / 1000):
-                    await self._send_data(send, error_json(error, chat=self._call.chat))
-                    await self._end(send)
+                    await self._send_data(error_json(error, chat=self._call.chat))
+                    await self._end()
         else:
-            response = error_response(error, chat=self._call.chat)
-            response.headers.update(self._extra)
-            await response(scope, receive, send)
+            await error_response(error, chat=self._call.chat, headers=self._extra)(*self._asgi)
 
-    async def _whole(self, events: Events, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _whole(self, events: Events) -> None:
         call = self._call
         usage = Usage(n=call.n)
         tokens: list[list[inference_pb2.Tokens]] = [[] for _ in range(len(call.requests) * call.n)]
@@ -134,29 +133,30 @@ class CallReply(Response):
                 reasons[index] = event.finished.reason
         answer = self._replies.whole(list(zip(tokens, reasons, strict=True)), usage)
         self._begun = True
-        await JSONResponse(answer, headers=self._extra)(scope, receive, send)
+        await JSONResponse(answer, headers=self._extra)(*self._asgi)
 
-    async def _stream(self, events: Events, _scope: Scope, _receive: Receive, send: Send) -> None:
+    async def _stream(self, events: Events) -> None:
         """Nothing is sent before the first token: until then an error still has a status of its own."""
         usage = Usage(n=self._call.n)
         async for index, event in events:
             usage.take(index, event)
             chunk = self._replies.chunk(index, event)
             if chunk is not None:
-                await self._send_data(send, chunk)
+                await self._send_data(chunk)
         if self._call.include_usage:
-            await self._send_data(send, self._replies.usage_chunk(usage))
-        await self._end(send)
+            await self._send_data(self._replies.usage_chunk(usage))
+        await self._end()
 
-    async def _send_data(self, send: Send, data: Json) -> None:
+    async def _send_data(self, data: Json) -> None:
         if not self._begun:
             self._begun = True
             headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **self._extra}
-            await send({"type": "http.response.start", "status": 200, "headers": Headers(headers).raw})
-        await send({"type": "http.response.body", "body": f"data: {json.dumps(data)}\n\n".encode(), "more_body": True})
+            await self._send({"type": "http.response.start", "status": 200, "headers": Headers(headers).raw})
+        body = f"data: {json.dumps(data)}\n\n".encode()
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
-    async def _end(self, send: Send) -> None:
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+    async def _end(self) -> None:
+        await self._send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
 
 async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
@@ -179,8 +179,8 @@ class OpenAiApp:
     def asgi(self) -> Starlette:
         return Starlette(
             routes=[
-                Route("/v1/completions", self._completions, methods=["POST"]),
-                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/completions", self._complete, methods=["POST"]),
+                Route("/v1/chat/completions", self._complete, methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._model),
                 Route("/health", self._health),
@@ -191,29 +191,25 @@ class OpenAiApp:
             exception_handlers={BatonError: _on_baton_error, HTTPException: _on_http_error, Exception: _on_bug},
         )
 
-    async def _completions(self, request: Request) -> Response:
-        return await self._take_in(request, lambda raw: parse_completion(parse_body(raw)), chat=False)
-
-    async def _chat(self, request: Request) -> Response:
-        return await self._take_in(
-            request, lambda raw: parse_chat(parse_body(raw), self._node.prompts.encode_chat), chat=True
-        )
-
-    async def _take_in(self, request: Request, parse: Callable[[bytes], OpenAiCall], *, chat: bool) -> Response:
-        """What is refused here is logged with the id that the client is given: there is no request yet."""
+    async def _complete(self, request: Request) -> Response:
+        """Both endpoints. What is refused here is logged with the id that the client is given: there is no request
+        yet."""
+        chat = _is_chat(request)
         request_id = request.state.request_id = new_request_id(self._node.rng)
         try:
             called = read_metadata([(name.lower(), value) for name, value in request.headers.items()])
             request_id = request.state.request_id = called.request_id or request_id
             raw = await self._body(request)
             # Off the loop: long chats take long to render and encode, and others' tokens must flow.
-            return self._reply(await asyncio.to_thread(parse, raw), called, request_id)
+            return self._reply(await asyncio.to_thread(self._parse, raw, chat), called, request_id)
         except BatonError as error:
             if error.reason is not Reason.CANCELLED:
                 self._node.request_log.refused(error, door="http", request_id=request_id)
-            response = error_response(error, chat=chat)
-            response.headers["x-request-id"] = request_id
-            return response
+            return error_response(error, chat=chat, headers={"x-request-id": request_id})
+
+    def _parse(self, raw: bytes, chat: bool) -> OpenAiCall:
+        body = parse_body(raw)
+        return parse_chat(body, self._node.prompts.encode_chat) if chat else parse_completion(body)
 
     async def _models(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_json()]})
@@ -319,7 +315,6 @@ class HttpServer:
                 timeout_graceful_shutdown=max(1, config.stop_grace_ms // 1000),
             )
         )
-        self._send_buffer_bytes = SEND_BUFFER_BYTES
         self._task: asyncio.Task[None] | None = None
 
     def start(self, listen: str) -> str:
@@ -332,7 +327,7 @@ class HttpServer:
             text = f"Cannot listen on {listen} for HTTP: {error.strerror}. Name another one with --http-listen."
             raise BatonError(Reason.PORT_IN_USE, text, field="http_listen") from error
         # Connections take it over. Left to itself the kernel keeps megabytes of an answer that nobody reads.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_buffer_bytes)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.setblocking(False)
         self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[listener]), name="http")
         return join_endpoint(host, listener.getsockname()[1])
@@ -351,9 +346,7 @@ class HttpServer:
         text = f"This router has {self._connections_max} HTTP connections already, the limit."
         error = BatonError(Reason.TOO_MANY_CALLS, text, retry_after_ms=1_000)
         self._refused(error)
-        response = error_response(error)
-        response.headers["connection"] = "close"
-        await response(scope, receive, send)
+        await error_response(error, headers={"connection": "close"})(scope, receive, send)
 
 
 def _protocol(head_s_max: float) -> type[H11Protocol]:
@@ -392,9 +385,13 @@ class _Server(uvicorn.Server):
         yield
 
 
+def _is_chat(request: Request) -> bool:
+    return "/chat/" in request.url.path
+
+
 async def _on_baton_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, BatonError)
-    return error_response(error, chat="/chat/" in request.url.path)
+    return error_response(error, chat=_is_chat(request))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -405,9 +402,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    response = error_response(BatonError(Reason.INTERNAL, "This router has failed at the call; its log says why."))
-    told = {}
-    if (request_id := getattr(request.state, "request_id", None)) is not None:
-        told["request"] = response.headers["x-request-id"] = request_id
-    log.error("a call failed", path=request.url.path, **told, exc_info=error)
-    return response
+    request_id = getattr(request.state, "request_id", None)
+    known = {"request": request_id} if request_id is not None else {}
+    log.error("a call failed", path=request.url.path, **known, exc_info=error)
+    internal = BatonError(Reason.INTERNAL, "This router has failed at the call; its log says why.")
+    return error_response(internal, headers={"x-request-id": request_id} if request_id is not None else None)

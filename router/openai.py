@@ -16,11 +16,10 @@ from batonpb import common_pb2, inference_pb2
 
 from baton.errors import BatonError, Code, Reason, bad_field
 from baton.wire import ModelInfo
-from router.request import MESSAGES_MAX
+from router.request import MESSAGES_MAX, UINT32_MAX
 
 CHOICES_MAX: Final = 128
 """Answers to one call: prompts times n."""
-_UINT32_MAX: Final = (1 << 32) - 1
 _FREE: Final = "answers are free text"
 _TEXT_ONLY: Final = "answers are text only"
 _DRAWN: Final = "answers are drawn, not searched"
@@ -181,7 +180,7 @@ def _set_logit_bias(sampling: inference_pb2.Sampling, biases: object) -> None:
     for key, bias in biases.items():
         if not (key.isascii() and key.isdigit()):
             raise bad_field("logit_bias", f"logit_bias has the key '{key[:40]}', which is no token id.")
-        token = _integer("logit_bias", int(key[:20]), 0, _UINT32_MAX)
+        token = _integer("logit_bias", int(key[:20]), 0, UINT32_MAX)
         sampling.logit_bias[token] = _number({"logit_bias": bias}, "logit_bias")
 
 
@@ -265,7 +264,7 @@ def _set_integer(sampling: inference_pb2.Sampling, body: Mapping[str, Any], name
     """Set our field (`max_tokens` for any name that has it, else the same name) where the client has set its own."""
     if name in body:
         field = ours or ("max_tokens" if name == "max_completion_tokens" else name)
-        setattr(sampling, field, _integer(name, body[name], 0, _UINT32_MAX))
+        setattr(sampling, field, _integer(name, body[name], 0, UINT32_MAX))
 
 
 def _integer(name: str, value: object, low: int, high: int) -> int:
@@ -279,7 +278,7 @@ def _integer(name: str, value: object, low: int, high: int) -> int:
 def _ids(name: str, values: object) -> list[int]:
     if not isinstance(values, list):
         raise bad_field(name, f"{name} must be a list of token ids.")
-    return [_integer(name, value, 0, _UINT32_MAX) for value in values]
+    return [_integer(name, value, 0, UINT32_MAX) for value in values]
 
 
 LOGPROB_MIN: Final = -9999.0

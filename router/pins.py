@@ -16,10 +16,11 @@ from batonpb import common_pb2, pins_pb2, pins_pb2_grpc
 
 from baton.clock import Clock, wait_s
 from baton.errors import BatonError, InvalidField, Reason, bad_field
-from baton.ids import Incarnation, NodeName
+from baton.ids import Incarnation
 from baton.lifecycle import Lifecycle
 from baton.log import get_log
 from baton.rpc import Channels, rpc_errors
+from baton.tasks import Tasks
 from baton.wire import ModelInfo, NodeRecord, Role
 from router.config import PinKeeperConfig, PinnedPrefix
 from router.prompts import PromptEncoder
@@ -34,19 +35,9 @@ _UNREACHED: Final = frozenset({Reason.PEER_UNREACHABLE, Reason.DEADLINE, Reason.
 """Says nothing about the pin itself: the next renewal tries again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OnNode:
-    """What one node last said of a pin."""
-
-    node: NodeName
-    blocks: int = 0
-    blocks_pinned: int = 0
-    problem: BatonError | None = None
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class KeptPin:
-    """One pin. `on_nodes` is by incarnation."""
+    """One pin, and what each node last said of it."""
 
     prefix: PinnedPrefix
     tokens: tuple[int, ...]
@@ -54,14 +45,26 @@ class KeptPin:
     expires_s: float | None
     from_config: bool
     warm_tries_left: int
-    on_nodes: dict[Incarnation, OnNode] = field(default_factory=dict)
+    on_nodes: dict[Incarnation, pins_pb2.PinOnNode] = field(default_factory=dict)
+    problems: dict[Incarnation, BatonError] = field(default_factory=dict)
+    """Of those that have not taken it."""
 
     @property
     def name(self) -> str:
         return self.prefix.name
 
-    def ttl_left_s(self, now_s: float) -> float | None:
-        return None if self.expires_s is None else max(0.0, self.expires_s - now_s)
+    def ttl_left_ms(self, now_s: float) -> int | None:
+        return None if self.expires_s is None else int(max(0.0, self.expires_s - now_s) * 1e3)
+
+    def heard(self, record: NodeRecord, answer: pins_pb2.HoldPinReply | BatonError) -> None:
+        """The node has taken it, or not."""
+        if isinstance(answer, BatonError):
+            self.problems[record.incarnation] = answer
+            on_node = pins_pb2.PinOnNode(node=record.name, problem=answer.message)
+        else:
+            self.problems.pop(record.incarnation, None)
+            on_node = pins_pb2.PinOnNode(node=record.name, blocks=answer.blocks, blocks_pinned=answer.blocks_pinned)
+        self.on_nodes[record.incarnation] = on_node
 
 
 class PinKeeper:
@@ -97,22 +100,14 @@ class PinKeeper:
         return [self._pins[name] for name in sorted(self._pins)]
 
     def describe(self, pin: KeptPin) -> pins_pb2.PinnedPrefix:
-        ttl_left_s = pin.ttl_left_s(self._clock.monotonic_s())
+        on_nodes = sorted(pin.on_nodes.values(), key=lambda on_node: on_node.node)
         return pins_pb2.PinnedPrefix(
             name=pin.name,
             tokens=len(pin.tokens),
             has_cache_salt=pin.prefix.cache_salt is not None,
-            ttl_left_ms=None if ttl_left_s is None else int(ttl_left_s * 1e3),
+            ttl_left_ms=pin.ttl_left_ms(self._clock.monotonic_s()),
             from_config=pin.from_config,
-            nodes=[
-                pins_pb2.PinOnNode(
-                    node=on.node,
-                    blocks=on.blocks,
-                    blocks_pinned=on.blocks_pinned,
-                    problem="" if on.problem is None else on.problem.message,
-                )
-                for on in sorted(pin.on_nodes.values(), key=lambda on: on.node)
-            ],
+            nodes=on_nodes,
         )
 
     def add(self, prefix: PinnedPrefix, tokens: Sequence[int], *, from_config: bool = False, warm: bool) -> KeptPin:
@@ -125,12 +120,11 @@ class PinKeeper:
             )
         # Rises even where the clock does not: the nodes take the later of two as the newer one.
         self._version_last = max(int(self._clock.wall_s() * 1e3), self._version_last + 1)
-        ttl_s = None if prefix.ttl_ms is None else prefix.ttl_ms / 1e3
         pin = self._pins[prefix.name] = KeptPin(
             prefix=prefix,
             tokens=tuple(tokens),
             version=self._version_last,
-            expires_s=None if ttl_s is None else self._clock.monotonic_s() + ttl_s,
+            expires_s=None if prefix.ttl_ms is None else self._clock.monotonic_s() + prefix.ttl_ms / 1e3,
             from_config=from_config,
             warm_tries_left=WARM_TRIES_MAX if warm else 0,
         )
@@ -147,9 +141,8 @@ class PinKeeper:
         old = self._pins.get(prefix.name)
         pin = self.add(prefix, tokens, warm=warm)
         await asyncio.gather(*(self._hold(pin, record, insist=True) for record in self._reachable()))
-        refusals = [on.problem for on in pin.on_nodes.values() if on.problem is not None]
-        refusals = [problem for problem in refusals if problem.reason not in _UNREACHED]
-        if refusals and all(on.problem is not None for on in pin.on_nodes.values()):
+        refusals = [problem for problem in pin.problems.values() if problem.reason not in _UNREACHED]
+        if refusals and pin.problems.keys() == pin.on_nodes.keys():
             if self._pins.get(prefix.name) is pin:
                 del self._pins[prefix.name]
                 if old is not None:
@@ -170,34 +163,31 @@ class PinKeeper:
         for incarnation in [i for i, lock in self._locks.items() if i not in present and not lock.locked()]:
             del self._locks[incarnation]
         for pin in self._pins.values():
-            pin.on_nodes = {i: on for i, on in pin.on_nodes.items() if i in present}
+            for incarnation in pin.on_nodes.keys() - present:
+                del pin.on_nodes[incarnation]
+                pin.problems.pop(incarnation, None)
             if not present <= pin.on_nodes.keys():
                 self._wake.set()
 
     async def run(self) -> None:
         """Lease and renew, until cancelled."""
-        warming: asyncio.Task[None] | None = None
+        warming = Tasks(asyncio.get_running_loop(), log, broken="warming pins broke off")
         try:
             while True:
                 await wait_s(self._clock, self._wake, self._config.lease_ms / 1e3 / RENEWALS_PER_LEASE)
                 self._wake.clear()
                 self._expire()
                 await asyncio.gather(*(self._hold_all(record) for record in self._reachable()))
-                if warming is not None and warming.done():
-                    warming.result()
-                    warming = None
-                if warming is None and self._serves_both:
+                if not warming and self._serves_both:
                     # Beside the renewals: it may wait for room for longer than a lease lasts.
-                    warming = asyncio.create_task(self._warm_all(), name="warm-pins")
+                    warming.spawn(self._warm_all())
         finally:
-            if warming is not None:
-                warming.cancel()
-                await asyncio.wait([warming])
+            await warming.cancel()
 
     async def _hold_all(self, record: NodeRecord) -> None:
         for pin in list(self._pins.values()):
             await self._hold(pin, record)
-            problem = pin.on_nodes[record.incarnation].problem if record.incarnation in pin.on_nodes else None
+            problem = pin.problems.get(record.incarnation)
             if problem is not None and problem.reason in _UNREACHED:
                 return
 
@@ -212,21 +202,23 @@ class PinKeeper:
                     self._version_last = pin.version = max(pin.version, reply.superseded_by + 1)
                     reply = await self._call_hold(pin, record)
             except BatonError as error:
-                known = pin.on_nodes.get(record.incarnation)
-                if known is None or known.problem is None or known.problem.reason is not error.reason:
+                known = pin.problems.get(record.incarnation)
+                if known is None or known.reason is not error.reason:
                     log.warning("pin not taken", pin=pin.name, node=record.name, problem=error.message)
-                pin.on_nodes[record.incarnation] = OnNode(node=record.name, problem=error)
+                pin.heard(record, error)
                 return
-            if reply.superseded_by:
-                self._superseded(pin, record)
+            if not reply.superseded_by:
+                pin.heard(record, reply)
                 return
-            pin.on_nodes[record.incarnation] = OnNode(
-                node=record.name, blocks=reply.blocks, blocks_pinned=reply.blocks_pinned
-            )
+            log.info("another router has replaced a pin", pin=pin.name, node=record.name)
+            text = "Another router has pinned another prefix by this name, later."
+            pin.heard(record, BatonError(Reason.NAME_IN_USE, text))
+            if not pin.from_config and self._pins.get(pin.name) is pin:
+                del self._pins[pin.name]
 
     async def _call_hold(self, pin: KeptPin, record: NodeRecord) -> pins_pb2.HoldPinReply:
-        ttl_left_s = pin.ttl_left_s(self._clock.monotonic_s())
-        lease_ms = self._config.lease_ms if ttl_left_s is None else min(self._config.lease_ms, int(ttl_left_s * 1e3))
+        ttl_left_ms = pin.ttl_left_ms(self._clock.monotonic_s())
+        lease_ms = self._config.lease_ms if ttl_left_ms is None else min(self._config.lease_ms, ttl_left_ms)
         request = pins_pb2.HoldPinRequest(
             header=self._header(record),
             name=pin.name,
@@ -235,44 +227,50 @@ class PinKeeper:
             lease_ms=max(1, lease_ms),
             version=pin.version,
         )
-        with _node_errors(record.name):
-            stub = pins_pb2_grpc.NodePinsStub(self._channels.get(record.endpoint))
+        with self._calls(record) as stub:
             reply: pins_pb2.HoldPinReply = await stub.HoldPin(request, timeout=self._config.call_ms_max / 1e3)
         return reply
 
-    def _superseded(self, pin: KeptPin, record: NodeRecord) -> None:
-        log.info("another router has replaced a pin", pin=pin.name, node=record.name)
-        problem = BatonError(Reason.NAME_IN_USE, "Another router has pinned another prefix by this name, later.")
-        pin.on_nodes[record.incarnation] = OnNode(node=record.name, problem=problem)
-        if not pin.from_config and self._pins.get(pin.name) is pin:
-            del self._pins[pin.name]
-
     async def _drop(self, name: str, version: int, record: NodeRecord) -> bool:
-        """A node that cannot be told keeps the pin until its lease is over."""
+        """Whether the node had it. One that cannot be told keeps the pin until its lease is over."""
         request = pins_pb2.DropPinRequest(header=self._header(record), name=name, version=version)
         async with self._lock(record):
             try:
-                with _node_errors(record.name):
-                    stub = pins_pb2_grpc.NodePinsStub(self._channels.get(record.endpoint))
+                with self._calls(record) as stub:
                     reply: pins_pb2.DropPinReply = await stub.DropPin(request, timeout=self._config.call_ms_max / 1e3)
             except BatonError as error:
                 log.warning("unpin unanswered", pin=name, node=record.name, problem=error.message)
                 return False
         return reply.known
 
+    @contextmanager
+    def _calls(self, record: NodeRecord) -> Iterator[Any]:
+        """Calls to a node: `rpc_errors`, and PEER_UNREACHABLE where their channel is closed meanwhile.
+
+        The channels are the router's, which drops those to nodes that have left; gRPC ends the calls on them as if
+        their task was cancelled.
+        """
+        try:
+            with rpc_errors(record.name):
+                yield pins_pb2_grpc.NodePinsStub(self._channels.get(record.endpoint))
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise BatonError(Reason.PEER_UNREACHABLE, f"{record.name} has left the cluster.") from None
+
     async def _warm_all(self) -> None:
         for pin in list(self._pins.values()):
-            if pin.warm_tries_left and self._pins.get(pin.name) is pin:
-                await self._warm_up(pin)
-
-    async def _warm_up(self, pin: KeptPin) -> None:
-        pin.warm_tries_left -= 1
-        try:
-            await self._warm(pin.tokens, pin.prefix.cache_salt)
+            if not pin.warm_tries_left or self._pins.get(pin.name) is not pin:
+                continue
+            pin.warm_tries_left -= 1
+            try:
+                await self._warm(pin.tokens, pin.prefix.cache_salt)
+            except BatonError as error:
+                log.warning("pin not warmed up", pin=pin.name, problem=error.message, tries_left=pin.warm_tries_left)
+                continue
             pin.warm_tries_left = 0
             self._wake.set()  # the nodes are asked again, so that `list` shows what they have now
-        except BatonError as error:
-            log.warning("pin not warmed up", pin=pin.name, problem=error.message, tries_left=pin.warm_tries_left)
 
     def _expire(self) -> None:
         now_s = self._clock.monotonic_s()
@@ -292,23 +290,6 @@ class PinKeeper:
 
     def _header(self, record: NodeRecord) -> common_pb2.Header:
         return common_pb2.Header(sender=self._incarnation, receiver=record.incarnation)
-
-
-@contextmanager
-def _node_errors(node: NodeName) -> Iterator[None]:
-    """`rpc_errors`, and PEER_UNREACHABLE where the call's channel is closed meanwhile.
-
-    The channels are the router's, which drops those to nodes that have left; gRPC ends the calls on them as if their
-    task was cancelled.
-    """
-    try:
-        with rpc_errors(node):
-            yield
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise BatonError(Reason.PEER_UNREACHABLE, f"{node} has left the cluster.") from None
 
 
 class PinsService(pins_pb2_grpc.PinsServicer):

@@ -1,12 +1,11 @@
 """Which prefill node gets a request: the one with the smallest expected time to its first token. Pure, but for one log.
 
 Expected TTFT = (tokens left to compute there + tokens of this prompt that it has not cached) / its rate. Cached and
-computed tokens are no load, neither in the node's report nor here. What this router has sent and the node has not
-reported yet counts at once, or a burst would all go to the node that was idle at its last report.
+computed tokens are no load, neither in the node's report nor here. What this router has sent since the last report
+counts at once, or a burst would all go to the node that was idle then.
 
-The sizes of the nodes' regions limit what a request may become. A resumption computes prompt and answer so far again,
-on one prefill node, whose region must hold the whole: attention reads all of it to the end. So an answer may grow in a
-decode node beyond what any prefill node could take up again.
+The sizes of the nodes' regions limit what a request may become. A resumption computes prompt and answer so far again on
+one prefill node, whose region must hold both. So an answer may grow on a decode node until it cannot be resumed.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ def may_hold(record: NodeRecord, tokens: int) -> bool:
 
 
 ANSWERS_PER_REGION = 32
-"""So many requests that name no limit have room on a decode node at a time, whatever they come to."""
+"""Requests that name no limit and have room on a decode node at a time, however long their answers become."""
 ANSWER_TOKENS_MIN = 256
-"""A request that names no limit may have so many tokens, though fewer than `ANSWERS_PER_REGION` then have room."""
+"""What a request that names no limit may always have, though fewer than `ANSWERS_PER_REGION` then have room."""
 
 
 def answer_tokens(prompt_tokens: int, records: Sequence[NodeRecord], model: ModelInfo) -> int:
     """Output tokens of a request that names no limit: what the model's context leaves, within a share of the region.
 
-    A decode node promises an answer all the blocks that it may come to need (I5). So prompt and answer together
-    take at most 1 / ANSWERS_PER_REGION of the smallest region of a decode node that is ready, less its pins and a block
-    of its engine's own, or a few chats would fill it; but an answer is never cut below ANSWER_TOKENS_MIN for it.
+    A decode node promises an answer all the blocks that it may need (I5), so a few chats could fill it. Therefore
+    prompt and answer take at most 1 / ANSWERS_PER_REGION of the smallest region of a ready decode node, less its pins
+    and a block of its engine's own; but no answer is cut below ANSWER_TOKENS_MIN for that.
     """
     usable = [
         record.load.blocks.total - record.load.blocks.pinned - 1
@@ -58,22 +57,17 @@ def answer_tokens(prompt_tokens: int, records: Sequence[NodeRecord], model: Mode
 
 
 def tokens_max(records: Sequence[NodeRecord], model: ModelInfo) -> int:
-    """What prompt and answer may have together on the nodes that are there, however it is shared between them: the
-    model's context, or what the largest region of the kind of node with the smaller ones holds beside idle pins.
-    Answers may grow beyond that where decode nodes have more."""
-
-    def unpinned(record: NodeRecord) -> int:
-        return region_tokens(record) - record.load.blocks.pinned * model.block_size
-
-    return min(_most(records, model, role, unpinned) for role in (Role.PREFILL, Role.DECODE))
+    """What prompt and answer may have together: the model's context, or what both a prefill node and a decode node hold
+    beside idle pins. Answers may grow beyond that where decode nodes have more."""
+    return min(_most(records, model, role, beside_pins=True) for role in (Role.PREFILL, Role.DECODE))
 
 
-def _most(
-    records: Sequence[NodeRecord], model: ModelInfo, role: Role, tokens_of: Callable[[NodeRecord], int] = region_tokens
-) -> int:
+def _most(records: Sequence[NodeRecord], model: ModelInfo, role: Role, *, beside_pins: bool = False) -> int:
     """What one node of the role holds at most, within the model's context; that where none is there, or not known."""
     sizes = [
-        tokens_of(record) if region_tokens(record) else model.context_len_max
+        region_tokens(record) - beside_pins * record.load.blocks.pinned * model.block_size
+        if region_tokens(record)
+        else model.context_len_max
         for record in records
         if record.role.serves(role) and record.model is not None and record.model.fingerprint == model.fingerprint
     ]

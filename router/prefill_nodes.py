@@ -51,10 +51,10 @@ class PrefillNodes:
         self, job: Job, key: RequestKey, *, silent: Collection[Incarnation] = ()
     ) -> tuple[NodeRecord, Callable[[], None]]:
         """Where the next attempt goes, and what to call when that has ended. `silent` are processes that do not answer:
-        one of them is asked only where no other is left, and so too once those that answer have all failed the request.
+        they are asked only once those that answer have all failed the request.
 
-        Raises BatonError NO_PREFILL_NODE, and where no region is large enough PROMPT_TOO_LONG, or NOT_RESUMABLE in the
-        middle of an answer.
+        Raises BatonError NO_PREFILL_NODE; where no region is large enough, PROMPT_TOO_LONG or, in the middle of an
+        answer, NOT_RESUMABLE.
         """
         model = self.model()
         tokens = (*job.checked.prompt, *job.output)
@@ -63,10 +63,10 @@ class PrefillNodes:
         fit = self._fit(job, model)
         if not fit:
             raise self._no_region(job, model)
-        untried = [r for r in fit if r.incarnation not in job.avoid]
-        if not untried:
+        left = [r for r in fit if r.incarnation not in job.avoid]
+        if not left:
             job.avoid.clear()
-        left = untried or fit
+            left = fit
         answering = [r for r in left if r.incarnation not in silent]
         record = self._placement.pick(answering or left, hashes, len(tokens))
         return record, self._placement.sent(record, key, hashes, len(tokens))
@@ -145,8 +145,8 @@ def _not_resumable(job: Job, why: str) -> BatonError:
     return BatonError(
         Reason.NOT_RESUMABLE,
         f"The node that wrote this answer could not go on after {len(job.output)} tokens, and prompt and answer so "
-        f"far, {job.tokens} tokens, fit nowhere to be taken up. {why} Ask for a shorter answer, or have the region of "
-        "a prefill node (engine.num_blocks) made as large as those of decode nodes.",
+        f"far, {job.tokens} tokens, fit nowhere to be taken up. {why} Ask for a shorter answer, or give a prefill node "
+        "as large a region (engine.num_blocks) as decode nodes have.",
     )
 
 

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 from batonpb import common_pb2, inference_pb2
 
@@ -27,7 +27,10 @@ STOP_CHARS_MAX = 256
 CACHE_SALT_BYTES_MAX = 256
 MESSAGES_MAX = 4_096
 
+UINT32_MAX = (1 << 32) - 1
+
 NEUTRAL = SamplingDefaults()
+_N = TypeVar("_N", int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,39 +126,43 @@ def check_request(
     a zero that is set counts. Raises BatonError naming the field.
     """
     if request.HasField("model") and request.model != model.name:
-        raise BatonError(
-            Reason.UNKNOWN_MODEL,
-            f"This cluster serves '{model.name}', not '{request.model}'.",
-            field="model",
-        )
+        text = f"This cluster serves '{model.name}', not '{request.model}'."
+        raise BatonError(Reason.UNKNOWN_MODEL, text, field="model")
     kind = request.WhichOneof("prompt") or "prompt"
     if kind == "text" and not has_tokenizer:
-        raise BatonError(
-            Reason.NO_TOKENIZER,
-            "This router was started without a tokenizer: send token_ids, or start it with --model.",
-            field="text",
-        )
+        text = "This router was started without a tokenizer: send token_ids, or start it with --model."
+        raise BatonError(Reason.NO_TOKENIZER, text, field="text")
     check_prompt(prompt, model, field=kind)
-    sampling = request.sampling
-    room = model.context_len_max - len(prompt)
-    max_tokens = min(_max_tokens(sampling) or answer_tokens(len(prompt)), room)
+    sampling, vocab = request.sampling, model.vocab_size
+    max_tokens = answer_tokens(len(prompt))
+    if sampling.HasField("max_tokens"):
+        max_tokens = _in_range("max_tokens", sampling.max_tokens, 1, UINT32_MAX, "at least 1")
+    max_tokens = min(max_tokens, model.context_len_max - len(prompt))
+    top_k = min(defaults.top_k, vocab)
+    if sampling.HasField("top_k"):
+        top_k = _in_range("top_k", sampling.top_k, 0, vocab, f"at most the vocabulary of {vocab} (0 is off)")
+    logprobs = None
+    if sampling.HasField("logprobs"):
+        logprobs = _in_range("logprobs", sampling.logprobs, 0, LOGPROBS_MAX, f"at most {LOGPROBS_MAX} alternatives")
+    at_most = f"at most max_tokens, which is {max_tokens} here"
+    repetition_penalty = _number(sampling, "repetition_penalty", defaults)
     return CheckedRequest(
         prompt=tuple(prompt),
         sampling=common_pb2.SamplingSpec(
             temperature=_number(sampling, "temperature", defaults),
-            top_k=_top_k(sampling, defaults, model),
+            top_k=top_k,
             top_p=_number(sampling, "top_p", defaults),
             seed=sampling.seed if sampling.HasField("seed") else rng.getrandbits(64),
             max_tokens=max_tokens,
             stop_token_ids=_stop_token_ids(sampling, model),
             ignore_eos=sampling.ignore_eos,
             min_p=_number(sampling, "min_p", defaults),
-            repetition_penalty=_repetition_penalty(sampling, defaults),
+            repetition_penalty=repetition_penalty if repetition_penalty != 1 else None,
             presence_penalty=_number(sampling, "presence_penalty"),
             frequency_penalty=_number(sampling, "frequency_penalty"),
             logit_bias=_logit_bias(sampling, model),
-            min_tokens=_min_tokens(sampling, max_tokens),
-            logprobs=_logprobs(sampling),
+            min_tokens=_in_range("min_tokens", sampling.min_tokens, 0, max_tokens, at_most),
+            logprobs=logprobs,
             choice=choice,
         ),
         stop=_stop(sampling, has_tokenizer=has_tokenizer),
@@ -201,6 +208,12 @@ def _out_of_range(name: str, value: object, allowed: str) -> BatonError:
     return bad_field(f"sampling.{name}", text, reason=Reason.SAMPLING_OUT_OF_RANGE)
 
 
+def _in_range(name: str, value: _N, lowest: float, highest: float, allowed: str) -> _N:
+    if not lowest <= value <= highest:
+        raise _out_of_range(name, value, allowed)
+    return value
+
+
 _ABOVE_0: Final = math.ulp(0.0)
 _PENALTIES: Final = (-PENALTY_MAX, PENALTY_MAX, f"from -{PENALTY_MAX:g} to {PENALTY_MAX:g} (0 is off)")
 _RANGES: Final[Mapping[str, tuple[float, float, str]]] = {
@@ -220,27 +233,7 @@ def _number(sampling: inference_pb2.Sampling, name: str, defaults: SamplingDefau
     """What the request says, or the default. A NaN is in no range."""
     named = defaults is None or sampling.HasField(name)
     value: float = getattr(sampling if named else defaults, name)
-    lowest, highest, allowed = _RANGES[name]
-    if not lowest <= value <= highest:
-        raise _out_of_range(name, value, allowed)
-    return value
-
-
-def _top_k(sampling: inference_pb2.Sampling, defaults: SamplingDefaults, model: ModelInfo) -> int:
-    if not sampling.HasField("top_k"):
-        return min(defaults.top_k, model.vocab_size)
-    value = sampling.top_k
-    if value > model.vocab_size:
-        raise _out_of_range("top_k", value, f"at most the vocabulary of {model.vocab_size} (0 is off)")
-    return value
-
-
-def _max_tokens(sampling: inference_pb2.Sampling) -> int | None:
-    if not sampling.HasField("max_tokens"):
-        return None
-    if sampling.max_tokens < 1:
-        raise _out_of_range("max_tokens", sampling.max_tokens, "at least 1")
-    return sampling.max_tokens
+    return _in_range(name, value, *_RANGES[name])
 
 
 def _stop_token_ids(sampling: inference_pb2.Sampling, model: ModelInfo) -> list[int]:
@@ -252,39 +245,18 @@ def _stop_token_ids(sampling: inference_pb2.Sampling, model: ModelInfo) -> list[
     return ids
 
 
-def _repetition_penalty(sampling: inference_pb2.Sampling, defaults: SamplingDefaults) -> float | None:
-    """None where it is off."""
-    value = _number(sampling, "repetition_penalty", defaults)
-    return value if value != 1 else None
-
-
 def _logit_bias(sampling: inference_pb2.Sampling, model: ModelInfo) -> dict[int, float]:
     biases = dict(sampling.logit_bias)
     if len(biases) > LOGIT_BIAS_TOKENS_MAX:
         raise _out_of_range("logit_bias", f"{len(biases)} tokens long", f"at most {LOGIT_BIAS_TOKENS_MAX} tokens long")
     for token, bias in sorted(biases.items()):
         if token >= model.vocab_size:
-            raise _out_of_range(
-                "logit_bias", f"for token {token}", f"for ids below the vocabulary of {model.vocab_size}"
-            )
+            allowed = f"for ids below the vocabulary of {model.vocab_size}"
+            raise _out_of_range("logit_bias", f"for token {token}", allowed)
         if not -LOGIT_BIAS_MAX <= bias <= LOGIT_BIAS_MAX:
             allowed = f"from -{LOGIT_BIAS_MAX:g} to {LOGIT_BIAS_MAX:g}"
             raise _out_of_range("logit_bias", f"{bias} for token {token}", allowed)
     return biases
-
-
-def _min_tokens(sampling: inference_pb2.Sampling, max_tokens: int) -> int:
-    if sampling.min_tokens > max_tokens:
-        raise _out_of_range("min_tokens", sampling.min_tokens, f"at most max_tokens, which is {max_tokens} here")
-    return sampling.min_tokens
-
-
-def _logprobs(sampling: inference_pb2.Sampling) -> int | None:
-    if not sampling.HasField("logprobs"):
-        return None
-    if sampling.logprobs > LOGPROBS_MAX:
-        raise _out_of_range("logprobs", sampling.logprobs, f"at most {LOGPROBS_MAX} alternatives")
-    return sampling.logprobs
 
 
 def _stop(sampling: inference_pb2.Sampling, *, has_tokenizer: bool) -> tuple[str, ...]:

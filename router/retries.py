@@ -1,10 +1,10 @@
 """What happens to a request whose attempt has failed: placed again, resumed elsewhere, or ended with an error. Pure.
 
 An attempt that no decode node has granted costs nothing and is placed again while there is time. After the grant the
-failure is a resumption: prompt and the tokens that the client has are computed again on nodes that live. Those are few
-for each request (it may be the request that kills nodes) and paced for the whole cluster, so that a cluster that has
-just lost a node is not also flooded (the retry budgets of gRPC's A6 proposal and of Finagle are of this kind; here
-work that is over budget waits its turn instead of failing, because its client holds half an answer).
+request is resumed: prompt and the tokens that the client has are computed again on nodes that live. Each request is
+resumed a few times only (it may be what kills nodes). The resumptions of the whole cluster are paced, so that one that
+has just lost a node is not flooded too. These are retry budgets as in gRPC's A6 proposal and in Finagle, but work over
+budget waits its turn instead of failing, because its client holds half an answer.
 """
 
 from __future__ import annotations
@@ -23,57 +23,32 @@ PLACEMENT_DOUBLINGS_MAX = 4
 """The pause between two looks doubles this often."""
 RESUMED_DOUBLINGS_MAX = 2
 """So that of a request in the middle of its answer: decode nodes keep room for one that comes again soon."""
-PLACE_AGAIN = frozenset(
-    {
-        Reason.DECODE_FULL,
-        Reason.HANDOFF_FAILED,  # before it began: its link ended while the grant was on its way
-        Reason.QUEUE_FULL,
-        Reason.TOO_MANY_CALLS,
-        Reason.NODE_DRAINING,
-        Reason.NO_PREFILL_NODE,
-        Reason.NO_DECODE_NODE,
-        Reason.PAIR_FENCING,
-        Reason.PEER_UNREACHABLE,
-        Reason.INCARNATION_MISMATCH,
-    }
-)
-"""Nobody has taken the request yet and somebody may soon."""
-ASK_ANOTHER = frozenset(
-    {
-        Reason.QUEUE_FULL,
-        Reason.TOO_MANY_CALLS,
-        Reason.NODE_DRAINING,
-        Reason.PEER_UNREACHABLE,
-        Reason.INCARNATION_MISMATCH,
-        Reason.NO_DECODE_NODE,  # that it knows of; it may have come up while the directory was lost
-        Reason.DATA_CORRUPT,  # or the decode node's: both are avoided
-    }
-)
-"""The prefill node's own trouble: the next try goes to another one where there is one."""
 GONE = frozenset({Reason.NODE_DRAINING, Reason.PEER_UNREACHABLE, Reason.INCARNATION_MISMATCH})
-"""Of these, those that say nothing about the load of the others: the next one is asked without a longer pause, or a
+"""The node's trouble says nothing about the load of the others: the next one is asked without a longer pause, or a
 request's time runs out among the dead of a list that no directory keeps up to date."""
-LOST_WAITING = frozenset(
-    {
-        Reason.NODE_DRAINING,
-        Reason.HANDOFF_FAILED,
-        Reason.PAIR_FENCING,
-        Reason.PEER_UNREACHABLE,
-        Reason.NO_DECODE_NODE,  # the prefill node stayed, and those that it would have handed over to did not
-    }
-)
-"""A node that had taken it into its queue is no longer one for it. Its wait there was no search for a node."""
-RESUMABLE = frozenset(
-    {
-        Reason.PEER_UNREACHABLE,
-        Reason.INCARNATION_MISMATCH,
-        Reason.HANDOFF_FAILED,
-        Reason.DATA_CORRUPT,
-        Reason.NODE_DRAINING,
-        Reason.GRANT_REVOKED,
-        Reason.INTERNAL,
-    }
-)
+_FULL = frozenset({Reason.QUEUE_FULL, Reason.TOO_MANY_CALLS})
+PLACE_AGAIN = GONE | _FULL | {
+    Reason.DECODE_FULL,
+    Reason.HANDOFF_FAILED,  # before it began: its link ended while the grant was on its way
+    Reason.NO_PREFILL_NODE,
+    Reason.NO_DECODE_NODE,
+    Reason.PAIR_FENCING,
+}  # fmt: skip
+"""Nobody has taken the request yet and somebody may soon."""
+ASK_ANOTHER = GONE | _FULL | {
+    Reason.NO_DECODE_NODE,  # that it knows of; one may have come up while the directory was lost
+    Reason.DATA_CORRUPT,  # by it or by the decode node: both are avoided
+}  # fmt: skip
+"""The prefill node's own trouble: the next try goes to another one where there is one."""
+LOST_WAITING = frozenset({
+    Reason.NODE_DRAINING,
+    Reason.HANDOFF_FAILED,
+    Reason.PAIR_FENCING,
+    Reason.PEER_UNREACHABLE,
+    Reason.NO_DECODE_NODE,  # the prefill node is there, and those that it would have handed over to are not
+})  # fmt: skip
+"""The node that had queued the request can no longer serve it. Its wait there was no search for a node."""
+RESUMABLE = GONE | {Reason.HANDOFF_FAILED, Reason.DATA_CORRUPT, Reason.GRANT_REVOKED, Reason.INTERNAL}
 """A node's trouble after the grant, never the client's own error."""
 DEATHS = frozenset({Reason.PEER_UNREACHABLE, Reason.INCARNATION_MISMATCH, Reason.INTERNAL})
 """Those that may be the request's doing."""
@@ -150,9 +125,9 @@ class Retries:
     ) -> Verdict:
         """Count the failure of an attempt. Raises what the client is told where nothing more is tried.
 
-        `queued_s` is when a prefill node said that it has the request, None if none did: to wait for a node that is not
-        reached is a part of the search. `lost_before`: the decode node that granted was lost to this router already
-        then, and nothing else has failed, so that the attempt has shown nothing of the request.
+        `queued_s` is when a prefill node said that it has the request, None if none did: waiting for a node that is not
+        reached is a part of the search. `lost_before`: this router had already lost the decode node before it granted,
+        and nothing else has failed, so the attempt does not count as a death.
         """
         try:
             if not granted:

@@ -39,7 +39,7 @@ class StopStrings:
         sent = known if self._include else 0
         if may_end and (match := self._first(now, known)) is not None:
             self.found = True
-            begin, end = match
+            end, begin = match
             self._tail = ""
             return now[sent : end if self._include else begin]
         self._tail = now[len(now) - self._beginning_at_end(now) :]
@@ -52,16 +52,9 @@ class StopStrings:
         return held
 
     def _first(self, text: str, known: int) -> tuple[int, int] | None:
-        """Begin and end of the stop string that ends first, past the first `known` characters."""
-        matches = []
-        for stop in self._stops:
-            begin = text.find(stop, max(0, known - len(stop) + 1))
-            if begin >= 0:
-                matches.append((begin + len(stop), begin))
-        if not matches:
-            return None
-        end, begin = min(matches)
-        return begin, end
+        """End and begin of the stop string that ends first, past the first `known` characters."""
+        begins = [(text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in self._stops]
+        return min([(begin + len(stop), begin) for begin, stop in begins if begin >= 0], default=None)
 
     def _beginning_at_end(self, text: str) -> int:
         for length in range(min(self._longest - 1, len(text)), 0, -1):
@@ -89,11 +82,8 @@ class TextCodec:
         """Read `tokenizer.json`. Raises BatonError MODEL_MISSING or MODEL_BROKEN."""
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise BatonError(
-                Reason.MODEL_MISSING,
-                f"{path} does not exist: name a model folder with a tokenizer.json, or none to serve token ids only.",
-                field="model",
-            )
+            text = f"{path} does not exist: name a model folder with a tokenizer.json, or none to serve token ids only."
+            raise BatonError(Reason.MODEL_MISSING, text, field="model")
         try:
             tokenizer = Tokenizer.from_file(str(path))
             # What a training run has left in the file would cut or stretch prompts without a word.
@@ -101,9 +91,8 @@ class TextCodec:
             tokenizer.no_padding()
             return cls(tokenizer)
         except Exception as error:
-            raise BatonError(
-                Reason.MODEL_BROKEN, f"{path} is not a usable tokenizer: {error}.", field="model"
-            ) from error
+            text = f"{path} is not a usable tokenizer: {error}."
+            raise BatonError(Reason.MODEL_BROKEN, text, field="model") from error
 
     def encode(self, text: str) -> Sequence[int]:
         ids: list[int] = self._tokenizer.encode(text).ids

@@ -375,45 +375,23 @@ class Phase(Enum):
     DECODE = "decode"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A backend that might serve a phase. `make` raises ImportError or BackendUnfit where it cannot."""
+Maker = Callable[[KvPool, int], PagedAttention]
+"""(pool, query heads). Raises ImportError or BackendUnfit where the backend cannot serve."""
 
-    name: str
-    make: Callable[[KvPool, int], PagedAttention]
-
-
-CANDIDATES: dict[Phase, tuple[Candidate, ...]] = {
-    Phase.PREFILL: (
-        Candidate(name="flash3-paged", make=flash3_paged),
-        Candidate(name="flash3-gather", make=flash_varlen("flash_attn_interface")),
-        Candidate(name="fa3-fwd-gather", make=flash_varlen("fa3_fwd_interface")),
-        Candidate(name="flashinfer", make=FlashInferPaged),
-        Candidate(name="flash2-paged", make=flash_varlen("flash_attn", pages=True)),
-        Candidate(name="torch-varlen", make=torch_varlen),
-        Candidate(name="flash2-gather", make=flash_varlen("flash_attn")),
-        Candidate(name="torch", make=TorchPaged),
-    ),
-    Phase.DECODE: (
-        Candidate(name="triton", make=TritonDecode),
-        Candidate(name="flashinfer", make=FlashInferPaged),
-        Candidate(name="torch", make=TorchPaged),
-    ),
+CANDIDATES: dict[Phase, dict[str, Maker]] = {
+    Phase.PREFILL: {
+        "flash3-paged": flash3_paged,
+        "flash3-gather": flash_varlen("flash_attn_interface"),
+        "fa3-fwd-gather": flash_varlen("fa3_fwd_interface"),
+        "flashinfer": FlashInferPaged,
+        "flash2-paged": flash_varlen("flash_attn", pages=True),
+        "torch-varlen": torch_varlen,
+        "flash2-gather": flash_varlen("flash_attn"),
+        "torch": TorchPaged,
+    },
+    Phase.DECODE: {"triton": TritonDecode, "flashinfer": FlashInferPaged, "torch": TorchPaged},
 }
-"""Best first. The reference ends each list: it is never refused."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """What became of one candidate. `problem` None: it agreed with the reference."""
-
-    name: str
-    problem: str | None
-    error: float | None = None
-    """Largest difference from the reference, of the largest reference value."""
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.problem}" if self.problem else f"{self.name} (off by {self.error:.1e})"
+"""By name, best first. The reference ends each list: it is never refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -423,12 +401,16 @@ class Admitted:
     phase: Phase
     backend: PagedAttention
     name: str
-    trials: tuple[Trial, ...]
+    rejected: dict[str, str]
+    """Why, by name, in the order of the trials."""
 
     def __str__(self) -> str:
-        """For `baton describe`: the one in use, then the better ones that were rejected."""
-        rejected = "; ".join(str(trial) for trial in self.trials if trial.problem)
-        return f"{self.name}; not used: {rejected}" if rejected else self.name
+        """For `baton describe`."""
+        return f"{self.name}; not used: {_listed(self.rejected)}" if self.rejected else self.name
+
+
+def _listed(rejected: dict[str, str]) -> str:
+    return "; ".join(f"{name}: {problem}" for name, problem in rejected.items())
 
 
 def admit(
@@ -437,54 +419,48 @@ def admit(
     phase: Phase,
     *,
     wanted: str = AUTO,
-    candidates: Sequence[Candidate] | None = None,
+    candidates: dict[str, Maker] | None = None,
 ) -> Admitted:
     """Run the candidates of a phase, best first, until one agrees with the reference. Runs kernels: takes seconds.
 
-    Raises:
-        InvalidField: `wanted` names a backend that does not exist, or that failed its trial; the text says how.
+    Raises InvalidField: `wanted` names a backend that does not exist, or that failed its trial; the text says how.
     """
-    choices = list(CANDIDATES[phase] if candidates is None else candidates)
+    choices = CANDIDATES[phase] if candidates is None else candidates
     field = f"attention_{phase.value}"
-    if wanted != AUTO:
-        choices = [candidate for candidate in choices if candidate.name == wanted]
-        if not choices:
-            names = ", ".join(candidate.name for candidate in CANDIDATES[phase])
-            raise InvalidField(field, f"is {wanted!r}; must be {AUTO}, or one of {names}")
-    trials: list[Trial] = []
-    for candidate in choices:
-        trial = try_out(candidate, pool.spec, num_heads, phase, pool.device)
-        trials.append(trial)
-        if trial.problem is None:
-            admitted = Admitted(
-                phase=phase, backend=candidate.make(pool, num_heads), name=candidate.name, trials=tuple(trials)
-            )
+    if wanted not in (AUTO, *choices):
+        raise InvalidField(field, f"is {wanted!r}; must be {AUTO}, or one of {', '.join(choices)}")
+    rejected: dict[str, str] = {}
+    for name in choices if wanted == AUTO else [wanted]:
+        problem = try_out(name, choices[name], pool.spec, num_heads, phase, pool.device)
+        if problem is None:
+            backend = choices[name](pool, num_heads)
+            admitted = Admitted(phase=phase, backend=backend, name=name, rejected=rejected)
             log.info("attention", phase=phase.value, backend=str(admitted))
             return admitted
-    raise InvalidField(field, f"cannot be {wanted}: {'; '.join(map(str, trials))}. Set it to {AUTO}.")
+        rejected[name] = problem
+    raise InvalidField(field, f"cannot be {wanted}: {_listed(rejected)}. Set it to {AUTO}.")
 
 
-def try_out(candidate: Candidate, spec: KvSpec, num_heads: int, phase: Phase, device: torch.device) -> Trial:
-    """Run one candidate on a pool of its own. Never raises: what goes wrong is the trial's `problem`."""
+def try_out(name: str, make: Maker, spec: KvSpec, num_heads: int, phase: Phase, device: torch.device) -> str | None:
+    """Run one candidate on a pool of its own -> what is wrong with it. Never raises."""
     pool, batch, q_RHD, wanted_RHD = _trial(spec, num_heads, phase, device)
-    error, limit = None, ERROR_MAX[spec.dtype]
     try:
-        backend = candidate.make(pool, num_heads)
+        backend = make(pool, num_heads)
         found_RHD = backend.attend(1, q_RHD, backend.prepare(batch.slices))
         if found_RHD.shape != wanted_RHD.shape:
-            raise BackendUnfit(f"gives {tuple(found_RHD.shape)} instead of {tuple(wanted_RHD.shape)}")
+            return f"gives {tuple(found_RHD.shape)} instead of {tuple(wanted_RHD.shape)}"
         # NaN where anything is; the comparison is then false.
         error = float((found_RHD.double() - wanted_RHD.double()).abs().max() / wanted_RHD.double().abs().max())
-        problem = None if error <= limit else f"wrong by {error:.1e}, {limit:.0e} is allowed"
     except ImportError as missing:
-        problem = f"not installed ({missing})"
+        return f"not installed ({missing})"
     except BackendUnfit as unfit:
-        problem = str(unfit)
+        return str(unfit)
     except Exception as failure:
         # Foreign code: whatever it raises, the node goes on with the next one.
-        log.exception("attention backend failed its trial", backend=candidate.name, phase=phase.value)
-        problem = f"failed: {type(failure).__name__}: {str(failure)[:200]}"
-    return Trial(name=candidate.name, problem=problem, error=error)
+        log.exception("attention backend failed its trial", backend=name, phase=phase.value)
+        return f"failed: {type(failure).__name__}: {str(failure)[:200]}"
+    limit = ERROR_MAX[spec.dtype]
+    return None if error <= limit else f"wrong by {error:.1e}, {limit:.0e} is allowed"
 
 
 def _trial(

@@ -16,8 +16,7 @@ def use_interpreter() -> None:
     """From now on kernels that are defined run in the interpreter. Called before `engine.gpu.kernels` and
     `kvtransfer.device.copy_kernel` are imported. Idempotent; any thread.
 
-    Raises:
-        ImportError: there is no Triton.
+    Raises ImportError: there is no Triton.
     """
     with _alone:
         if _changed:

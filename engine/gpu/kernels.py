@@ -5,13 +5,11 @@ Sizes that are no powers of two are padded to the next one and masked. A block i
 is read or written there. Slots past the end of a context are never read, so they may hold anything, NaN too.
 
 Counts that differ from step to step are not specialised: the compiler would make a variant for 1 and one for multiples
-of 16, inside the request that first has such a count.
+of 16, inside the request that first has such a count. Under TRITON_INTERPRET=1 (read by Triton when this module is
+imported) the kernels run on the CPU.
 
-Under TRITON_INTERPRET=1 (read by Triton when this module is imported) the kernels run on the CPU.
-
-Two kernels go over the rows of a batch, for rounded weights; sizes that are no multiples of a tile are masked.
-
-Behind the kernels are functions on tensors that launch them: shapes checked, grids and tile sizes chosen.
+Two kernels go over the rows of a batch, for rounded weights; sizes that are no multiples of a tile are masked. Behind
+the kernels are functions on tensors that launch them: shapes checked, grids and tile sizes chosen.
 
 Shape suffixes as in engine/types.py; P splits of one context, G query heads that share one KV head.
 """
@@ -155,32 +153,30 @@ def decode_split_kernel(
     TILE_C: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
-    """One query token of each sequence over one part of its context; `decode_combine_kernel` joins the parts.
+    """One query token of each sequence over one part of its context: flash-decoding (Dao et al. 2023). Grid (B, K, P).
 
-    Grid (B, K, P): flash-decoding (Dao et al. 2023), the query heads of a group together as one matrix, so that each K
-    and V is read once. Scores and sums are float32, softmax is online (Milakov & Gimelshein 2018). With WIDEN products
-    are of float32 operands as well.
+    The query heads of a group are one matrix, so that each K and V is read once. Scores and sums are float32, softmax
+    is online (Milakov & Gimelshein 2018). With WIDEN products are of float32 operands as well.
     """
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     context = tl.load(contexts + row)
-    split_tokens = tl.maximum(tl.cdiv(context, num_splits), split_tokens_min)
-    split_tokens = tl.cdiv(split_tokens, TILE_C) * TILE_C
+    split_tokens = tl.cdiv(tl.maximum(tl.cdiv(context, num_splits), split_tokens_min), TILE_C) * TILE_C
     first = split * split_tokens
     last = tl.minimum(first + split_tokens, context)
 
     g_G = tl.arange(0, GROUP_PADDED)
     d_D = tl.arange(0, DIM_PADDED)
     in_G = g_G < GROUP
-    in_D = d_D < HEAD_DIM
+    in_GD = in_G[:, None] & (d_D < HEAD_DIM)[None, :]
     head_G = row * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + g_G
     part_G = head_G * num_splits + split
     if first >= last:
         tl.store(sum_part + part_G, tl.zeros([GROUP_PADDED], tl.float32), mask=in_G)
         return
 
-    q_GD = tl.load(q + head_G[:, None] * HEAD_DIM + d_D[None, :], mask=in_G[:, None] & in_D[None, :], other=0.0)
+    q_GD = tl.load(q + head_G[:, None] * HEAD_DIM + d_D[None, :], mask=in_GD, other=0.0)
     if WIDEN:
         q_GD = q_GD.to(tl.float32)
     max_G = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
@@ -192,7 +188,7 @@ def decode_split_kernel(
         block_C = tl.load(tables + row * table_columns + c_C // BLOCK_SIZE, mask=in_C, other=0).to(tl.int64)
         from_C = block_C * (2 * NUM_KV_HEADS * BLOCK_SIZE) + kv_head * BLOCK_SIZE + c_C % BLOCK_SIZE
         from_CD = from_C[:, None] * HEAD_DIM + d_D[None, :]
-        in_CD = in_C[:, None] & in_D[None, :]
+        in_CD = in_C[:, None] & (d_D < HEAD_DIM)[None, :]
         k_CD = tl.load(layer + from_CD, mask=in_CD, other=0.0)
         v_CD = tl.load(layer + from_CD + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, mask=in_CD, other=0.0)
         if WIDEN:
@@ -208,8 +204,7 @@ def decode_split_kernel(
         max_G = new_max_G
     tl.store(max_part + part_G, max_G, mask=in_G)
     tl.store(sum_part + part_G, sum_G, mask=in_G)
-    to_GD = part_G[:, None] * HEAD_DIM + d_D[None, :]
-    tl.store(out_part + to_GD, out_GD / sum_G[:, None], mask=in_G[:, None] & in_D[None, :])
+    tl.store(out_part + part_G[:, None] * HEAD_DIM + d_D[None, :], out_GD / sum_G[:, None], mask=in_GD)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -334,46 +329,19 @@ def interpreted() -> bool:
 def rotate_and_store(
     pool: KvPool,
     layer: int,
-    q_THD: torch.Tensor,
+    q_THD: torch.Tensor | None,
     k_TKD: torch.Tensor,
     v_TKD: torch.Tensor,
-    angles: tuple[torch.Tensor, torch.Tensor],
+    angles: tuple[torch.Tensor, torch.Tensor] | None,
     blocks_T: torch.Tensor,
     slots_T: torch.Tensor,
 ) -> torch.Tensor:
     """Rotary embedding of queries and keys, keys and values into the pool -> the queries turned, [T, H, D].
 
-    `angles` are the cosines and sines of `rotary_angles`. Tokens whose block is negative are not stored. Reads its
-    inputs only; the last two dimensions of each must be contiguous.
+    `angles` are the cosines and sines of `rotary_angles`; without queries and angles keys and values are stored as they
+    are, and the result is the keys. Tokens whose block is negative are not stored. Reads its inputs only; the last two
+    dimensions of each must be contiguous.
     """
-    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-    _store(pool, layer, q_THD, k_TKD, v_TKD, out_THD, angles, blocks_T, slots_T)
-    return out_THD
-
-
-def store(
-    pool: KvPool,
-    layer: int,
-    k_TKD: torch.Tensor,
-    v_TKD: torch.Tensor,
-    blocks_T: torch.Tensor,
-    slots_T: torch.Tensor,
-) -> None:
-    """Keys and values into their slots, as `KvPool.store`, in one kernel. Tokens whose block is negative are left."""
-    _store(pool, layer, None, k_TKD, v_TKD, k_TKD, None, blocks_T, slots_T)
-
-
-def _store(
-    pool: KvPool,
-    layer: int,
-    q_THD: torch.Tensor | None,
-    k_TKD: torch.Tensor,
-    v_TKD: torch.Tensor,
-    out_THD: torch.Tensor,
-    angles: tuple[torch.Tensor, torch.Tensor] | None,
-    blocks_T: torch.Tensor,
-    slots_T: torch.Tensor,
-) -> None:
     spec = pool.spec
     num_tokens = k_TKD.shape[0]
     assert k_TKD.shape == v_TKD.shape == (num_tokens, spec.num_kv_heads, spec.head_dim), (k_TKD.shape, v_TKD.shape)
@@ -381,16 +349,16 @@ def _store(
     assert blocks_T.dtype == slots_T.dtype == torch.int64, (blocks_T.dtype, slots_T.dtype)
     assert spec.head_dim % 2 == 0, spec.head_dim
     num_heads = 0
-    if q_THD is not None:
-        assert angles is not None
+    if q_THD is not None and angles is not None:
         num_heads = q_THD.shape[1]
         cos, sin = (angle.reshape(num_tokens, spec.head_dim // 2).contiguous() for angle in angles)
+        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     else:
-        q_THD, cos, sin = k_TKD, k_TKD, k_TKD
+        q_THD = out_THD = cos = sin = k_TKD
     for tensor in (q_THD, k_TKD, v_TKD):
         assert tensor.stride()[1:] == (spec.head_dim, 1), (tensor.shape, tensor.stride())
     if num_tokens == 0:
-        return
+        return out_THD
     grid = (triton.cdiv(num_tokens, STORE_TILE_TOKENS), num_heads + spec.num_kv_heads)
     rotate_store_kernel[grid](
         q_THD,
@@ -412,8 +380,9 @@ def _store(
         HEAD_DIM=spec.head_dim,
         HALF_PADDED=triton.next_power_of_2(spec.head_dim // 2),
         TILE_T=STORE_TILE_TOKENS,
-        ROTATE=angles is not None,
+        ROTATE=num_heads > 0,
     )
+    return out_THD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

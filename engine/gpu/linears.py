@@ -3,11 +3,9 @@
 Joined: one product for query, key and value, and one for gate and up. On the CPU the same rounded matrices are
 multiplied by torch's operations, for tests.
 
-A node may use the roundings whose products, run at start on this device, agree with torch.
-
 The operations are torch's own, but private ones (`_scaled_mm`, `_weight_int4pack_mm`), made for some devices only, with
-layouts that nothing but their result tells. So one of each of the model's products is run, with random numbers, for
-row counts that take different ways.
+layouts that nothing but their result tells. So one of each of the model's products is run at start, with random
+numbers, for row counts that take different ways: a node uses only roundings whose products agree with torch.
 
 Shape suffixes as in engine/types.py; X inputs and Y outputs of a matrix, G groups of inputs that share a scale.
 """
@@ -24,7 +22,7 @@ import triton
 
 from baton.log import get_log
 from engine.gpu import kernels
-from engine.gpu.attention import ERROR_MAX, processors
+from engine.gpu.attention import ERROR_MAX, BackendUnfit, processors
 from engine.model_config import ModelConfig, Quantisation, UnsupportedModelError
 from engine.models.matmul import Linear, Matmul, Packing, joined
 
@@ -114,9 +112,7 @@ def round_rows(x_TX: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tens
 
     The furthest value of each row becomes the largest of the type; a row of zeros has scale 1.
     """
-    if x_TX.device.type != "cuda":
-        return round_rows_by_torch(x_TX, width)
-    return scale_rows(x_TX, width, FP8)
+    return scale_rows(x_TX, width, FP8) if x_TX.device.type == "cuda" else round_rows_by_torch(x_TX, width)
 
 
 def round_rows_by_torch(x_TX: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,9 +170,9 @@ class Int4Matmul:
 
     def by_torch_tiles(self, x_TX: torch.Tensor) -> torch.Tensor:
         """By torch's kernel. On a GPU only."""
-        padding = self._inputs_padded - self.inputs
-        if padding:
-            x_TX = F.pad(x_TX, (0, padding))
+        inputs_padded = self.tiles.shape[1] * self.tiles.shape[3] * 32
+        if inputs_padded != self.inputs:
+            x_TX = F.pad(x_TX, (0, inputs_padded - self.inputs))
         out_TY = torch._weight_int4pack_mm(x_TX.contiguous(), self.tiles, INT4_GROUP, self.scales_GY2)
         return _cut(out_TY, self.outputs)
 
@@ -215,10 +211,6 @@ class Int4Matmul:
 
     def reference(self, x_TX: torch.Tensor) -> torch.Tensor:
         return F.linear(x_TX.float(), self.weight().float())
-
-    @property
-    def _inputs_padded(self) -> int:
-        return self.tiles.shape[1] * self.tiles.shape[3] * 32
 
     def weight(self) -> torch.Tensor:
         """What the kernel multiplies by, bfloat16 [Y, X]."""
@@ -351,30 +343,27 @@ def admit_weights(
 ) -> AdmittedWeights:
     """Try the products of this quantisation out, if there is any. Runs kernels: takes seconds. `pack` is for tests.
 
-    Raises:
-        UnsupportedModelError: the device cannot do it, or what it does is wrong; the text says which.
+    Raises UnsupportedModelError: the device cannot do it, or what it does is wrong; the text says which.
     """
     if quantisation is Quantisation.NONE:
         packing = GpuPacking(PACKS[Quantisation.NONE], device)
         return AdmittedWeights(packing=packing, registered="", description=str(dtype).removeprefix("torch."))
-    problem = _unfit(quantisation, device, dtype)
-    if problem is None:
-        chosen = pack or PACKS[quantisation]
-        worst = 0.0
+    chosen, worst = pack or PACKS.get(quantisation), 0.0
+    try:
+        if chosen is None:
+            raise BackendUnfit(f"a GPU takes {', '.join(each.value for each in REGISTERED)}")
+        _check_device(quantisation, device, dtype)
         for outputs, inputs in sorted(product_shapes(config)):
-            problem, error = _try_out(chosen, outputs, inputs, device)
-            if problem is not None:
-                break
-            worst = max(worst, error)
-    if problem is not None:
+            worst = max(worst, _try_out(chosen, outputs, inputs, device))
+    except BackendUnfit as unfit:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
         raise UnsupportedModelError(
-            f"weights cannot be {quantisation.value} on {_name(device)}: {problem}; set quantisation to none"
-        )
-    description = f"{REGISTERED[quantisation]} (products off by {worst:.1e})"
+            f"weights cannot be {quantisation.value} on {name}: {unfit}; set quantisation to none"
+        ) from unfit
+    registered = REGISTERED[quantisation]
+    description = f"{registered} (products off by {worst:.1e})"
     log.info("weights", quantisation=description)
-    return AdmittedWeights(
-        packing=GpuPacking(chosen, device), registered=REGISTERED[quantisation], description=description
-    )
+    return AdmittedWeights(packing=GpuPacking(chosen, device), registered=registered, description=description)
 
 
 def product_shapes(config: ModelConfig) -> set[tuple[int, int]]:
@@ -384,47 +373,40 @@ def product_shapes(config: ModelConfig) -> set[tuple[int, int]]:
     return {(q_size + 2 * kv_size, hidden), (hidden, q_size), (2 * inner, hidden), (hidden, inner)}
 
 
-def _unfit(quantisation: Quantisation, device: torch.device, dtype: torch.dtype) -> str | None:
-    """What can be said without running anything."""
-    if quantisation not in PACKS:
-        usable = ", ".join(each.value for each in PACKS if each is not Quantisation.NONE)
-        return f"a GPU takes {usable}"
+def _check_device(quantisation: Quantisation, device: torch.device, dtype: torch.dtype) -> None:
+    """What can be said without running anything. Raises BackendUnfit."""
     if dtype is not torch.bfloat16:
-        return f"that needs dtype bfloat16, and this is {str(dtype).removeprefix('torch.')}"
+        raise BackendUnfit(f"that needs dtype bfloat16, and this is {str(dtype).removeprefix('torch.')}")
     if device.type == "cuda":
-        capability, needed = torch.cuda.get_device_capability(device), CAPABILITY_MIN[quantisation]
-        if capability < needed:
-            return f"that needs compute capability {needed[0]}.{needed[1]}, and it has {capability[0]}.{capability[1]}"
-    return None
+        found, needed = torch.cuda.get_device_capability(device), CAPABILITY_MIN[quantisation]
+        if found < needed:
+            raise BackendUnfit(
+                f"that needs compute capability {needed[0]}.{needed[1]}, and it has {found[0]}.{found[1]}"
+            )
 
 
-def _try_out(pack: Pack, outputs: int, inputs: int, device: torch.device) -> tuple[str | None, float]:
-    """-> (what is wrong, or None; largest difference from the reference, of the largest reference value)."""
+def _try_out(pack: Pack, outputs: int, inputs: int, device: torch.device) -> float:
+    """-> the largest difference from the reference, of the largest reference value. Raises BackendUnfit."""
     generator = torch.Generator(device=device).manual_seed(0)
     # Rows of different size, off centre, one of zeros: a wrong scale or zero point shows.
     weight_YX = torch.randn(outputs, inputs, generator=generator, device=device) + 0.5
     weight_YX *= torch.rand(outputs, 1, generator=generator, device=device) + 0.5
     weight_YX[0] = 0.0
-    worst = 0.0
+    worst, limit = 0.0, ERROR_MAX["bfloat16"]
     try:
         product = pack(weight_YX.bfloat16())
         for rows in TRIAL_ROWS:
             x_TX = torch.randn(rows, inputs, generator=generator, device=device).bfloat16()
             found_TY, wanted_TY = product(x_TX), product.reference(x_TX)
             if found_TY.shape != wanted_TY.shape:
-                return f"a product gives {tuple(found_TY.shape)} instead of {tuple(wanted_TY.shape)}", float("nan")
+                raise BackendUnfit(f"a product gives {tuple(found_TY.shape)} instead of {tuple(wanted_TY.shape)}")
             error = float((found_TY.float() - wanted_TY).abs().max() / wanted_TY.abs().max())
-            limit = ERROR_MAX["bfloat16"]
             if not error <= limit:
                 shape = f"[{rows}, {inputs}] by [{inputs}, {outputs}]"
-                return f"a product of {shape} is wrong by {error:.1e}, {limit:.0e} is allowed", error
+                raise BackendUnfit(f"a product of {shape} is wrong by {error:.1e}, {limit:.0e} is allowed")
             worst = max(worst, error)
     except (RuntimeError, AttributeError, NotImplementedError, ValueError, TypeError) as failure:
         # torch raises these for a missing or refused operation; an AttributeError means that it has none of the name.
         log.exception("a rounding of the weights failed its trial", outputs=outputs, inputs=inputs)
-        return f"a product failed: {type(failure).__name__}: {str(failure)[:200]}", float("nan")
-    return None, worst
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+        raise BackendUnfit(f"a product failed: {type(failure).__name__}: {str(failure)[:200]}") from failure
+    return worst

@@ -13,16 +13,15 @@ import numpy as np
 import torch
 
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
-from engine.attention import ends_of
 from engine.gpu import kernels
 from engine.gpu.attention import DecodePlan, GpuAttention, Phase, TritonDecode, admit
 from engine.gpu.config import GpuConfig
 from engine.gpu.graphs import HOST_KNOWS, Capture, CudaCapture, DecodeGraphs, DecodeInputs, NoCapture
 from engine.gpu.linears import admit_weights
-from engine.kv_pool import KvPool, to_device
+from engine.kv_pool import KvPool, SlotMapping, to_device
 from engine.model_config import ModelConfig, Quantisation
 from engine.models.decoder import Decoder, fused_rms_norm
-from engine.runner import LaunchedStep, ModelRunner, run_layers
+from engine.runner import LaunchedStep, ModelRunner, TorchForward, token_ids
 from engine.sampler import draws_blind
 from engine.types import Batch, KvSink, NullSink, SamplingParams, SequenceSlice, StepResult
 
@@ -59,6 +58,62 @@ def pick(ids_B: torch.Tensor, rows_B: torch.Tensor, future_ids: torch.Tensor) ->
     return torch.where(rows_B == HOST_KNOWS, ids_B.to(torch.int64), future_ids[rows_B.clamp(min=0)])
 
 
+class GpuForward(TorchForward):
+    """With Triton's kernels, and tokens that only the device knows."""
+
+    attention: GpuAttention
+
+    def __init__(self, decoder: Decoder, pool: KvPool, attention: GpuAttention, future: FutureTokens) -> None:
+        super().__init__(decoder, pool, attention)
+        self._future = future
+
+    def token_ids(self, batch: Batch) -> torch.Tensor:
+        device = self.pool.device
+        ids_T = to_device(token_ids(batch, self.decoder.config.vocab_size).numpy(), device)
+        if not any(s.token_pending for s in batch.slices):
+            return ids_T
+        rows = np.array([self._future.row_of(s) for s in batch.slices], dtype=np.int64)
+        rows_T = to_device(rows.repeat([s.stop - s.start for s in batch.slices]), device)
+        return pick(ids_T, rows_T, self._future.ids)
+
+    def rotate_and_store(
+        self,
+        layer: int,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        slots: SlotMapping,
+    ) -> torch.Tensor:
+        return kernels.rotate_and_store(self.pool, layer, q_THD, k_TKD, v_TKD, angles, slots.blocks_T, slots.slots_T)
+
+    def decode(self, inputs: DecodeInputs, context_max: int) -> torch.Tensor:
+        """What a graph holds: everything from token ids to scores, without a look at any value."""
+        decoder, backend, size = self.decoder, self.attention.decode, self.pool.spec.block_size
+        assert isinstance(backend, TritonDecode)
+        positions_B = inputs.positions_B.to(torch.int64)
+        tables_BM = inputs.tables_BM.contiguous()
+        blocks_B = tables_BM.gather(1, (positions_B // size)[:, None])[:, 0].to(torch.int64)
+        slots = SlotMapping(blocks_T=blocks_B, slots_T=positions_B % size)
+        plan = DecodePlan(
+            tables_BM=tables_BM,
+            contexts_B=(inputs.positions_B + 1).contiguous(),
+            num_splits=backend.num_splits(len(positions_B), context_max),
+        )
+        angles = decoder.angles(positions_B)
+        x_BE = decoder.embed(pick(inputs.ids_B, inputs.future_rows_B.to(torch.int64), self._future.ids))
+        for layer in range(decoder.config.num_layers):
+
+            def attend(
+                q_BHD: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor, layer: int = layer
+            ) -> torch.Tensor:
+                q_BHD = self.rotate_and_store(layer, q_BHD, k_BKD, v_BKD, angles, slots)
+                return backend.attend(layer, q_BHD, plan)
+
+            x_BE = decoder.run_layer(layer, x_BE, attend)
+        return decoder.logits(x_BE)
+
+
 _REHEARSAL = RequestKey(request=RequestId("rehearsal"), attempt=Attempt(0))
 
 
@@ -87,8 +142,7 @@ class GpuRunner(ModelRunner):
         They may lie on any device. Of a layer's matrices there is one more copy on `device` at a time while they are
         packed.
 
-        Raises:
-            UnsupportedModelError: the weights cannot be quantised so on this device.
+        Raises UnsupportedModelError: the weights cannot be quantised so on this device.
         """
         super().__init__(config, tensors, block_size=block_size, device=device)
         self.gpu = gpu or GpuConfig()
@@ -98,8 +152,7 @@ class GpuRunner(ModelRunner):
         self._weights_row = weights.description
         self._decoder = Decoder(config, tensors, weights.packing, fused_rms_norm)
         self._capture = capture
-        self._pool: KvPool | None = None
-        self._attention: GpuAttention | None = None
+        self._bound: GpuForward | None = None
         self._graphs: DecodeGraphs | None = None
         self.overlap_rows_max = OVERLAP_ROWS_MAX if self.gpu.overlap_steps else 0
         self._future = FutureTokens(self.device)
@@ -107,28 +160,19 @@ class GpuRunner(ModelRunner):
         """Why there are none, as long as there are none."""
 
     def bind(self, region_U8: Any, num_blocks: int) -> None:
-        """See `Runner.bind`. Takes the memory as its driver gives it: a tensor on this runner's device, or an array.
+        """See `Runner.bind`. A tensor on this runner's device, or an array. Chooses the attention: runs kernels.
 
-        Raises:
-            InvalidField: as `bind_tensor`.
+        Raises InvalidField: a backend that the configuration names failed its trial.
         """
-        self.bind_tensor(torch.as_tensor(region_U8), num_blocks)
-
-    def bind_tensor(self, region_U8: torch.Tensor, num_blocks: int) -> None:
-        """As `bind`, for a region that is a tensor on this runner's device. Chooses the attention: runs kernels.
-
-        Raises:
-            InvalidField: a backend that the configuration names failed its trial.
-        """
-        assert region_U8.device.type == self.device.type, (region_U8.device, self.device)
-        pool = KvPool(region_U8, num_blocks, self.kv_spec)
+        pool = KvPool(torch.as_tensor(region_U8), num_blocks, self.kv_spec)
+        assert pool.device.type == self.device.type, (pool.device, self.device)
         heads = self.config.num_heads
         prefill = admit(pool, heads, Phase.PREFILL, wanted=self.gpu.attention_prefill)
         decode = admit(pool, heads, Phase.DECODE, wanted=self.gpu.attention_decode)
         # As text: the backends hold the pool, which `unbind` has to let go of.
         self._attention_rows = {f"{each.phase.value} attention": str(each) for each in (prefill, decode)}
-        self._pool = pool
-        self._attention = GpuAttention(pool, prefill=prefill.backend, decode=decode.backend)
+        attention = GpuAttention(pool, prefill=prefill.backend, decode=decode.backend)
+        self._forward = self._bound = GpuForward(self._decoder, pool, attention, self._future)
         self._no_graphs = self._unfit_for_graphs() or "not captured"
 
     @property
@@ -159,16 +203,14 @@ class GpuRunner(ModelRunner):
 
         Without graphs where decode is not Triton's: the others plan each step on the host.
         """
-        assert self._pool is not None and self._attention is not None, "bind comes before warm_up"
-        decode = self._attention.decode
+        forward = self._bound
+        assert forward is not None, "bind comes before warm_up"
         if self._unfit_for_graphs():
             return
-        assert isinstance(decode, TritonDecode)
         limits = self.gpu.graphs
         context_max = min(limits.graph_context_max, self.context_len_max)
-        pool = self._pool
         graphs = DecodeGraphs(
-            forward=lambda inputs: self._decode_forward(pool, decode, inputs, context_max),
+            forward=lambda inputs: forward.decode(inputs, context_max),
             block_size=self.kv_spec.block_size,
             padding_block=padding_block,
             device=self.device,
@@ -181,23 +223,23 @@ class GpuRunner(ModelRunner):
 
     def _unfit_for_graphs(self) -> str:
         """Why `warm_up` captures nothing; empty where it does."""
-        assert self._attention is not None, "bind comes first"
+        assert self._bound is not None, "bind comes first"
         if not self.gpu.graphs.graph_rows_max:
             return "graph_rows_max is 0"
-        if not isinstance(self._attention.decode, TritonDecode):
+        if not isinstance(self._bound.attention.decode, TritonDecode):
             return "the attention of single tokens is not Triton's"
         return ""
 
     def poison(self, block: BlockId) -> None:
         """Fill a block that is free with NaN, and wait until it is: its next writer may be another process. Any thread,
         beside a step too."""
-        assert self._pool is not None, "unbound"
-        self._pool.kv_LN2KSD[:, block] = float("nan")
+        assert self._bound is not None, "unbound"
+        self._bound.pool.kv_LN2KSD[:, block] = float("nan")
         self._settle()
 
     def unbind(self) -> None:
         """See `Runner.unbind`. Waits for the device."""
-        self._pool = self._attention = self._graphs = None
+        self._forward = self._bound = self._graphs = None
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -227,9 +269,6 @@ class GpuRunner(ModelRunner):
     @torch.inference_mode()
     def launch(self, batch: Batch, sink: KvSink) -> LaunchedStep:
         """See `OverlapRunner.launch`; `sink` as for `run`. Waits for the device only where sampling has to look."""
-        assert batch.slices, "an empty batch has nothing to run"
-        assert self._pool is not None, "bind comes before run"
-        self._check_tokens(batch)
         try:
             return self._queue(batch, sink)
         except BaseException:
@@ -250,7 +289,9 @@ class GpuRunner(ModelRunner):
     def _logits(self, batch: Batch, sink: KvSink) -> torch.Tensor | None:
         """Scores of the rows that draw; None where there is none. Overwritten by the next step."""
         drawing = [row for row, s in enumerate(batch.slices) if s.sample]
+        forward, sink = self._begin(batch, sink)
         if self._graphs is not None and self._graphs.fits(batch.slices):
+            token_ids(batch, self.vocab_size)  # checks them
             logits_BV = self._graphs.run(batch.slices)
             # One launch computes all layers, so none is done before the others.
             for layer in range(self.kv_spec.num_layers):
@@ -258,81 +299,10 @@ class GpuRunner(ModelRunner):
             if 0 < len(drawing) < len(batch.slices):
                 logits_BV = logits_BV[to_device(np.array(drawing, dtype=np.int64), self.device)]
             return logits_BV if drawing else None
-        x_WE = self._forward(batch, sink)
-        return self._decoder.logits(x_WE) if drawing else None
+        x_WE = forward.forward(batch, sink)
+        return forward.logits(x_WE) if drawing else None
 
     def _settle(self) -> None:
         """Wait for what the calling thread's stream has."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-
-    @torch.inference_mode()
-    def score(self, batch: Batch, sink: KvSink) -> torch.Tensor:
-        """As `run` without graphs, but returns the scores of every token instead of drawing -> [T, V]."""
-        return self._decoder.logits(self._forward(batch, sink, every_row=True))
-
-    def _check_tokens(self, batch: Batch) -> None:
-        for s in batch.slices:
-            if s.token_pending:
-                continue
-            new = s.tokens[s.start : s.stop]
-            assert min(new) >= 0 and max(new) < self.vocab_size, "token id outside the vocabulary"
-
-    def _forward(self, batch: Batch, sink: KvSink, *, every_row: bool = False) -> torch.Tensor:
-        """See `engine.runner.Forward`."""
-        pool, attention, decoder = self._pool, self._attention, self._decoder
-        assert pool is not None and attention is not None, "bind comes before run"
-        metadata = attention.prepare(batch)
-        angles, slots = decoder.angles(metadata.positions_T), metadata.slots
-
-        def keep(layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
-            return kernels.rotate_and_store(pool, layer, q_THD, k_TKD, v_TKD, angles, slots.blocks_T, slots.slots_T)
-
-        return run_layers(
-            decoder,
-            attention,
-            metadata,
-            decoder.embed(self._token_ids(batch)),
-            angles=None,
-            keep=keep,
-            sink=sink,
-            last_ends=None if every_row else ends_of(batch, self.device),
-        )
-
-    def _token_ids(self, batch: Batch) -> torch.Tensor:
-        """The new tokens of a batch, wherever they are -> int64 [T] on the device."""
-        parts = [[0] if s.token_pending else s.tokens[s.start : s.stop] for s in batch.slices]
-        ids_T = to_device(np.concatenate([np.asarray(part, dtype=np.int64) for part in parts]), self.device)
-        if not any(s.token_pending for s in batch.slices):
-            return ids_T
-        rows = [[self._future.row_of(s)] * len(part) for s, part in zip(batch.slices, parts, strict=True)]
-        rows_T = to_device(np.concatenate([np.asarray(part, dtype=np.int64) for part in rows]), self.device)
-        return pick(ids_T, rows_T, self._future.ids)
-
-    def _decode_forward(
-        self, pool: KvPool, decode: TritonDecode, inputs: DecodeInputs, context_max: int
-    ) -> torch.Tensor:
-        """What a graph holds: everything from token ids to scores, without a look at any value."""
-        decoder, size = self._decoder, self.kv_spec.block_size
-        positions_B = inputs.positions_B.to(torch.int64)
-        tables_BM = inputs.tables_BM.contiguous()
-        blocks_B = tables_BM.gather(1, (positions_B // size)[:, None])[:, 0].to(torch.int64)
-        slots_B = positions_B % size
-        rows = len(positions_B)
-        plan = DecodePlan(
-            tables_BM=tables_BM,
-            contexts_B=(inputs.positions_B + 1).contiguous(),
-            num_splits=decode.num_splits(rows, context_max),
-        )
-        angles = decoder.angles(positions_B)
-        x_BE = decoder.embed(pick(inputs.ids_B, inputs.future_rows_B.to(torch.int64), self._future.ids))
-        for layer in range(self.kv_spec.num_layers):
-
-            def attend(
-                q_BHD: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor, layer: int = layer
-            ) -> torch.Tensor:
-                q_BHD = kernels.rotate_and_store(pool, layer, q_BHD, k_BKD, v_BKD, angles, blocks_B, slots_B)
-                return decode.attend(layer, q_BHD, plan)
-
-            x_BE = decoder.run_layer(layer, x_BE, None, attend)
-        return decoder.logits(x_BE)

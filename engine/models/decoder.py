@@ -107,7 +107,8 @@ def swiglu(x_TE: torch.Tensor, gated: Matmul, down: Matmul) -> torch.Tensor:
 
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(q_THD, k_TKD, v_TKD) -> out_THD: keeps K and V of the new tokens and attends over all tokens so far."""
+"""(q_THD, k_TKD, v_TKD) -> out_THD: turns queries and keys, keeps K and V of the new tokens and attends over all tokens
+so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,17 +182,11 @@ class Decoder:
         return rotary_angles(positions_T, self.frequencies, factor=self.rope_factor, dtype=self.embedding_VE.dtype)
 
     def run_layer(
-        self,
-        layer: int,
-        x_TE: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor] | None,
-        attend: Attend,
-        rows_W: torch.Tensor | None = None,
+        self, layer: int, x_TE: torch.Tensor, attend: Attend, rows_W: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Layer `layer` of the pre-norm transformer -> [T, E]. Calls `attend` once.
 
-        Without `angles`, `attend` gets queries and keys that are not turned yet: it does that itself. With `rows_W` it
-        answers for these rows alone, and the result is theirs, [W, E]; there may be none.
+        With `rows_W` it answers for these rows alone, and the result is theirs, [W, E]; there may be none.
         """
         w, eps = self.layers[layer], self.config.rms_norm_eps
         num_tokens, head_dim = x_TE.shape[0], self.config.head_dim
@@ -205,8 +200,6 @@ class Decoder:
         v_TKD = v_TX.view(num_tokens, self.config.num_kv_heads, head_dim)
         if w.norms is not None:
             q_THD, k_TKD = self.norm(q_THD, w.norms[0], eps), self.norm(k_TKD, w.norms[1], eps)
-        if angles is not None:
-            q_THD, k_TKD = rotate(q_THD, *angles), rotate(k_TKD, *angles)
         out_THD = attend(q_THD, k_TKD, v_TKD)
         if rows_W is not None:
             x_TE = x_TE[rows_W]

@@ -43,17 +43,6 @@ class Linear:
         return F.linear(x_TX, self.weight, self.bias)
 
 
-@dataclass(frozen=True, slots=True)
-class Gated:
-    """The activation of a gated pair, behind one matmul for both."""
-
-    both: Matmul
-
-    def __call__(self, x_TX: torch.Tensor, /) -> torch.Tensor:
-        gate_TY, up_TY = self.both(x_TX).chunk(2, dim=-1)
-        return F.silu(gate_TY).mul_(up_TY)
-
-
 class Packing(ABC):
     """How a model's matrices are kept. Linears of one call have the same inputs, and all of them a bias or none."""
 
@@ -62,7 +51,13 @@ class Packing(ABC):
         """Matmuls of one `name` may share a buffer for their results."""
 
     def gated(self, gate: Linear, up: Linear) -> Matmul:
-        return Gated(self.matmul("gated", gate, up))
+        both = self.matmul("gated", gate, up)
+
+        def product(x_TX: torch.Tensor, /) -> torch.Tensor:
+            gate_TY, up_TY = both(x_TX).chunk(2, dim=-1)
+            return F.silu(gate_TY).mul_(up_TY)
+
+        return product
 
     def output(self, linear: Linear) -> Matmul:
         """The output projection, which is never rounded below 8 bits."""
@@ -98,25 +93,21 @@ class OneDnnPacking(Packing):
     ROWS_HINT = 512
     """Rows that the layout is chosen for."""
 
-    def matmul(self, name: str, *linears: Linear) -> OneDnnMatmul:
+    def matmul(self, name: str, *linears: Linear) -> Matmul:
         del name
-        return OneDnnMatmul(joined(linears))
+        whole = joined(linears)
+        # A layout of its own in any case, or the result would alias the checkpoint's memory.
+        weight = torch.ops.mkldnn._reorder_linear_weight(whole.weight.contiguous(), self.ROWS_HINT)
+        bias = whole.bias  # and no more of the checkpoint is kept
+
+        def product(x_TX: torch.Tensor, /) -> torch.Tensor:
+            result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_TX, weight, bias, "none", [], "")
+            return result
+
+        return product
 
     def output(self, linear: Linear) -> Matmul:
         return self.matmul(LOGITS, linear)
-
-
-class OneDnnMatmul:
-    """See `Matmul`."""
-
-    def __init__(self, linear: Linear) -> None:
-        # A layout of its own in any case, or the result would alias the checkpoint's memory.
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.contiguous(), OneDnnPacking.ROWS_HINT)
-        self._bias = linear.bias
-
-    def __call__(self, x_TX: torch.Tensor, /) -> torch.Tensor:
-        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_TX, self._weight, self._bias, "none", [], "")
-        return result
 
 
 class NativePacking(Packing):

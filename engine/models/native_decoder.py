@@ -10,8 +10,8 @@ Shape suffixes as in engine/types.py; X the width of query, key and value togeth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from ctypes import Structure, addressof, c_double, c_int64, c_void_p
+from collections.abc import Callable, Mapping
+from ctypes import Array, Structure, addressof, c_double, c_int64, c_void_p
 from typing import Any
 
 import numpy as np
@@ -48,82 +48,6 @@ class _Step(Structure):
 
 
 _STEP_FIELDS = {field[0] for field in _Step._fields_}
-
-
-class Layers:
-    """All layers of a model. One step at a time: `begin`, then `open` and `close` of each layer in order, or `run`.
-
-    `begin` again, between them, goes on with other rows.
-    """
-
-    def __init__(
-        self, layers: Sequence[Layer], *, kernels: Kernels, workspace: Workspace, heads: int, eps: float
-    ) -> None:
-        """Of products by kernels.c. Keeps the weights alive: the kernel has nothing but their addresses."""
-        self._weights = layers
-        self._layers = (_Layer * len(layers))(*[_layer(each) for each in layers])
-        self._at = [addressof(each) for each in self._layers]
-        self._kernels = kernels
-        self._workspace = workspace
-        self._heads = heads
-        self._eps = eps
-        self._step = _Step()
-        self._step_at = addressof(self._step)
-        self._alive: tuple[Any, ...] = ()
-
-    def begin(
-        self,
-        x_TE: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        plan: AttentionPlan,
-        region_N2KSD: torch.Tensor,
-    ) -> None:
-        """`x_TE` becomes each layer's output in turn. `region_N2KSD`: of any layer, for its shape."""
-        rows, hidden = x_TE.shape
-        _, _, kv_heads, block_size, head_dim = region_N2KSD.shape
-        first, take, threads = self._layers[0], self._workspace.take, torch.get_num_threads()
-        products = (first.qkv, first.o, first.gate_up, first.down)
-        words = max(self._kernels.linear_scratch(rows, each.inputs, each.bits) for each in products)
-        attention_bytes = self._kernels.attention_scratch(int(plan.contexts_B.max()), head_dim)
-        buffers = {
-            "normed": take("norm", rows, hidden),
-            "qkv": take("qkv", rows, first.qkv.columns),
-            "attended": take("attended", rows, self._heads * head_dim),
-            "gated": take("gated", rows, first.gate_up.columns // 2),
-            "product_scratch": take("linear", 1, words, torch.int32),
-            "attention_scratch": take("attention", threads, attention_bytes, torch.uint8),
-        }
-        places: dict[str, torch.Tensor | np.ndarray] = {
-            **buffers,
-            "x": x_TE, "cosines": angles[0], "sines": angles[1], "tables": plan.tables, "table_at": plan.table_at_B,
-            "rows_at": plan.rows_at, "contexts": plan.contexts_B, "tasks": plan.tasks, "blocks": plan.blocks_T,
-            "slots": plan.slots_T,
-        }  # fmt: skip
-        sizes = {
-            "rows": rows, "hidden": hidden, "num_tasks": len(plan.tasks), "heads": self._heads, "kv_heads": kv_heads,
-            "block_size": block_size, "d": head_dim, "attention_scratch_bytes": attention_bytes, "threads": threads,
-            "eps": self._eps, "scale": head_dim**-0.5,
-        }  # fmt: skip
-        fields = {name: address(place) for name, place in places.items()} | sizes
-        assert fields.keys() == _STEP_FIELDS, fields.keys() ^ _STEP_FIELDS  # or one would be an old step's
-        for name, value in fields.items():
-            setattr(self._step, name, value)
-        self._alive = (places, plan)
-
-    def run(self, kv_LN2KSD: torch.Tensor) -> None:
-        """All layers, for a step whose keys and values nobody waits for: the threads go through it together."""
-        assert len(kv_LN2KSD) == len(self._weights), len(kv_LN2KSD)
-        at, stride = kv_LN2KSD.data_ptr(), kv_LN2KSD.stride(0)
-        self._kernels.layers(self._at[0], len(self._weights), self._step_at, at, stride)
-
-    def open(self, layer: int, region_N2KSD: torch.Tensor, opening: Opening = Opening.WHOLE) -> None:
-        """Write the new tokens' keys and values of one layer to their slots, and make the queries that `close` asks
-        for; or one of the two."""
-        self._kernels.layer_open(opening, self._at[layer], self._step_at, region_N2KSD.data_ptr())
-
-    def close(self, layer: int, region_N2KSD: torch.Tensor) -> None:
-        """The rest of the layer that was opened last."""
-        self._kernels.layer_close(self._at[layer], self._step_at, region_N2KSD.data_ptr())
 
 
 def _layer(layer: Layer) -> _Layer:
@@ -175,12 +99,13 @@ class NativeDecoder(Decoder):
         super().__init__(config, tensors, packing)
         self._kernels = kernels
         self._workspace = workspace
-        self._whole: Layers | None = None
+        self._whole: Array[_Layer] | None = None
         """None: the products are not those of kernels.c."""
         if isinstance(self.layers[0].qkv, NativeMatmul):
-            self._whole = Layers(
-                self.layers, kernels=kernels, workspace=workspace, heads=config.num_heads, eps=config.rms_norm_eps
-            )
+            self._whole = (_Layer * config.num_layers)(*map(_layer, self.layers))
+        self._step = _Step()
+        self._alive: tuple[Any, ...] = ()
+        """What the step has the addresses of."""
         self._cosines = self._sines = torch.empty(0, config.head_dim // 2, dtype=torch.bfloat16)
 
     def angles(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,32 +133,67 @@ class NativeDecoder(Decoder):
         angles, whole = self.angles(positions_T), self._whole
         if whole is None:
             return self._run_parts(x_TE, angles, plan, pool, layer_done, ends)
-        whole.begin(x_TE, angles, plan, pool.kv_LN2KSD[0])
-        if layer_done is None and ends is None:
-            whole.run(pool.kv_LN2KSD)
+        self._begin(whole, x_TE, angles, plan, pool)
+        kernels, step, at = self._kernels, addressof(self._step), [addressof(each) for each in whole]
+        if layer_done is None and ends is None:  # nobody waits for a layer: the threads go through all together
+            kernels.layers(at[0], len(at), step, pool.kv_LN2KSD.data_ptr(), pool.kv_LN2KSD.stride(0))
             return x_TE
-        last = len(self.layers) - 1
         for layer, region in enumerate(pool.kv_LN2KSD):
-            cut = layer == last and ends is not None
-            whole.open(layer, region, Opening.RECORDS if cut else Opening.WHOLE)
+            cut = layer == len(at) - 1 and ends is not None
+            kernels.layer_open(Opening.RECORDS if cut else Opening.WHOLE, at[layer], step, region.data_ptr())
             if layer_done is not None:
                 layer_done(layer)
             if not cut:
-                whole.close(layer, region)
-        return x_TE if ends is None else self._end(whole, x_TE, angles, pool, ends)
-
-    def _end(
-        self, whole: Layers, x_TE: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], pool: KvPool, ends: Ends
-    ) -> torch.Tensor:
-        """The last layer of some rows, its keys and values being in the pool."""
-        last, rows_W = len(self.layers) - 1, ends.rows_W
-        cosines, sines = (part.index_select(0, rows_W) for part in angles)
-        x_WE, region = x_TE.index_select(0, rows_W), pool.kv_LN2KSD[last]
-        if len(x_WE):
-            whole.begin(x_WE, (cosines, sines), ends.plan, region)
-            whole.open(last, region, Opening.QUERIES)
-            whole.close(last, region)
+                kernels.layer_close(at[layer], step, region.data_ptr())
+        if ends is None:
+            return x_TE
+        x_WE = x_TE.index_select(0, ends.rows_W)
+        if len(x_WE):  # the last layer of these rows
+            cosines, sines = (part.index_select(0, ends.rows_W) for part in angles)
+            self._begin(whole, x_WE, (cosines, sines), ends.plan, pool)
+            kernels.layer_open(Opening.QUERIES, at[-1], step, region.data_ptr())
+            kernels.layer_close(at[-1], step, region.data_ptr())
         return x_WE
+
+    def _begin(
+        self,
+        whole: Array[_Layer],
+        x_TE: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        plan: AttentionPlan,
+        pool: KvPool,
+    ) -> None:
+        """Fill in the step: `x_TE` becomes each layer's output in turn. Between layers: go on with other rows."""
+        rows, hidden = x_TE.shape
+        heads, kv_heads, head_dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
+        first, take, threads = whole[0], self._workspace.take, torch.get_num_threads()
+        products = (first.qkv, first.o, first.gate_up, first.down)
+        words = max(self._kernels.linear_scratch(rows, each.inputs, each.bits) for each in products)
+        attention_bytes = self._kernels.attention_scratch(int(plan.contexts_B.max()), head_dim)
+        buffers = {
+            "normed": take("norm", rows, hidden),
+            "qkv": take("qkv", rows, first.qkv.columns),
+            "attended": take("attended", rows, heads * head_dim),
+            "gated": take("gated", rows, first.gate_up.columns // 2),
+            "product_scratch": take("linear", 1, words, torch.int32),
+            "attention_scratch": take("attention", threads, attention_bytes, torch.uint8),
+        }
+        places: dict[str, torch.Tensor | np.ndarray] = {
+            **buffers,
+            "x": x_TE, "cosines": angles[0], "sines": angles[1], "tables": plan.tables, "table_at": plan.table_at_B,
+            "rows_at": plan.rows_at, "contexts": plan.contexts_B, "tasks": plan.tasks, "blocks": plan.blocks_T,
+            "slots": plan.slots_T,
+        }  # fmt: skip
+        sizes = {
+            "rows": rows, "hidden": hidden, "num_tasks": len(plan.tasks), "heads": heads, "kv_heads": kv_heads,
+            "block_size": pool.spec.block_size, "d": head_dim, "threads": threads,
+            "attention_scratch_bytes": attention_bytes, "eps": self.config.rms_norm_eps, "scale": head_dim**-0.5,
+        }  # fmt: skip
+        fields = {name: address(place) for name, place in places.items()} | sizes
+        assert fields.keys() == _STEP_FIELDS, fields.keys() ^ _STEP_FIELDS  # or one would be an old step's
+        for name, value in fields.items():
+            setattr(self._step, name, value)
+        self._alive = (places, plan)
 
     def _run_parts(
         self,

@@ -40,8 +40,8 @@ class Epilogue(IntEnum):
 class Opening(IntEnum):
     """What a layer is opened for: the numbers are those of kernels.c."""
 
-    QUERIES = 1
-    RECORDS = 2
+    QUERIES = 1  # those that `layer_close` attends with
+    RECORDS = 2  # keys and values of the new tokens into their slots
     WHOLE = 3
 
 
@@ -120,7 +120,7 @@ def address(of: torch.Tensor | np.ndarray | None) -> int | None:
     return of.data_ptr() if isinstance(of, torch.Tensor) else of.ctypes.data
 
 
-class _Pointer:
+class Pointer:
     """The type of an argument: a tensor, an array, None, or an address."""
 
     @classmethod
@@ -133,7 +133,7 @@ class Kernels:
 
     def __init__(self, handle: ctypes.CDLL, *, cores: int) -> None:
         """`cores`: how many this process may use. With more threads than that none spins while it waits for another."""
-        pointer, integer, flag, real = _Pointer, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+        pointer, integer, flag, real = Pointer, ctypes.c_int64, ctypes.c_int, ctypes.c_float
         self.level = int(handle.baton_kernels_level())
         """0: this CPU lacks the instructions. 1: it has them. 2: it has AMX, too."""
         if self.level == 0:

@@ -50,49 +50,38 @@ class DeviceDriver(Protocol):
 
     def allocate(self, nbytes: int) -> int:
         """Zeroed memory -> its address, which is also the one to register with a card as peer memory."""
-        ...
 
     def free(self, address: int) -> None: ...
 
     def export(self, address: int) -> bytes:
         """A handle of IPC_HANDLE_BYTES that another process can open, of memory from `allocate`."""
-        ...
 
     def open(self, handle: bytes) -> int:
         """Memory of another process -> its address here."""
-        ...
 
     def close(self, address: int) -> None:
         """Undo `open`."""
-        ...
 
     def memory(self, address: int, nbytes: int) -> Any:
         """The bytes as `streams.copy` takes them; a view, which keeps nothing alive."""
-        ...
 
     def pin(self, nbytes: int) -> PinnedMemory:
         """Zeroed host memory."""
-        ...
 
     def register(self, memory_U8: np.ndarray) -> PinnedMemory:
         """Pin host memory that is there already. It stays the caller's, who frees it after this has been closed."""
-        ...
 
     def refusal(self) -> str | None:
         """Why memory cannot be shared between processes here; None: it can."""
-        ...
 
     def gpudirect(self) -> GpuDirect:
         """What network cards may do with this device's memory."""
-        ...
 
     def dma_buf(self, address: int, nbytes: int) -> DmaBuf:
         """These bytes, from `allocate`, as a dma-buf. The caller closes its descriptor."""
-        ...
 
     def flush_remote_writes(self) -> None:
         """What cards have written up to now is seen by what is launched after this returns. Waits for no stream."""
-        ...
 
 
 def mps_in_use(environment: Mapping[str, str] = os.environ, default: str = _MPS_DIRECTORY) -> bool:

@@ -1,7 +1,7 @@
-"""Posting what a device is still computing, over a transport that no stream can order: when it has been computed.
+"""Posting what a device is still computing, over a transport that no stream can order.
 
-An RDMA card reads memory at once, whatever a stream has queued. So a post waits for an event, and a thread
-polls for that: neither the compute stream nor the engine waits for a transfer.
+An RDMA card reads memory at once, whatever a stream has queued. So a post waits for an event, and a thread polls for
+that: neither the compute stream nor the engine waits for a transfer.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A node has one `StagedRegion`: pinned memory of a fixed size, cut into chunks. Whoever moves bytes (a link that writes,
 a connection that receives) has a share of it for as long as it lives: some chunks, and a side stream of the device. So
-nobody waits for a chunk of somebody else's. A share's chunks come back with the ends of its own copies and with the
-acknowledgements of its own peer, and a peer that stands still holds up that share alone.
+a peer that stands still holds up its own share alone.
 
 Shape suffixes: U8 = one-dimensional array of bytes; S = one entry per segment of a chunk.
 """
@@ -11,6 +10,7 @@ Shape suffixes: U8 = one-dimensional array of bytes; S = one entry per segment o
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from baton.errors import InvalidField, check_positive
 from baton.log import get_log
 from kvtransfer.device.driver import DeviceDriver
 from kvtransfer.device.region import DeviceRegion
-from kvtransfer.device.streams import DeviceEvent, wait_for
+from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, wait_for
 from kvtransfer.transport import WriteOps
 
 log = get_log("device")
@@ -250,15 +250,11 @@ class StagingShare(Generic[Tag]):
 
         Raises DeviceError: as `wait_for`. Nothing is forgotten, and `try_settle` may be called.
         """
-        wait_for(self._side.record())
-        with self._lock:
-            self._flying.clear()
+        while not self.try_settle():
+            time.sleep(POLL_INTERVAL_S)
 
     def try_settle(self) -> bool:
-        """`settle` without waiting, once the user's thread has ended. False: call it again later.
-
-        Raises DeviceError: as `settle`.
-        """
+        """`settle` without waiting, once the user's thread queues no more. False: call it again later."""
         if self._settling is None:
             self._settling = self._side.record()
         if not self._settling.done():

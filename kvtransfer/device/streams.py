@@ -28,17 +28,14 @@ class DeviceEvent(Protocol):
 
         Raises DeviceError: the device has failed. That is no evidence that what was queued has stopped writing.
         """
-        ...
 
 
 class DeviceStream(Protocol):
     def record(self) -> DeviceEvent:
         """The point behind all that is queued now."""
-        ...
 
     def wait(self, event: Any) -> None:
         """What is queued from now on runs after `event`; the caller does not wait."""
-        ...
 
 
 class DeviceStreams(Protocol):
@@ -46,16 +43,13 @@ class DeviceStreams(Protocol):
 
     def current(self) -> DeviceStream:
         """The one that the calling thread computes on."""
-        ...
 
     def side(self) -> DeviceStream:
         """A new one."""
-        ...
 
     def copy(self, stream: Any, dst: Any, src: Any, ops: WriteOps) -> None:
         """Queue copies between two memories of the device, or one of them and pinned memory of the host; the arrays of
         `ops` may be reused at once. Raises DeviceError."""
-        ...
 
 
 def wait_for(event: DeviceEvent) -> None:

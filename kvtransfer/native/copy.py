@@ -86,8 +86,8 @@ def copy_records(dst_U8: np.ndarray, src_U8: np.ndarray, ops: WriteOps) -> None:
 
 def contiguous(ops: WriteOps) -> WriteOps:
     """The same ops, in arrays that C can walk through."""
-    arrays = (np.ascontiguousarray(array) for array in (ops.src, ops.dst, ops.nbytes))
-    return WriteOps(**dict(zip(("src", "dst", "nbytes"), arrays, strict=True)))
+    src, dst, nbytes = map(np.ascontiguousarray, (ops.src, ops.dst, ops.nbytes))
+    return WriteOps(src=src, dst=dst, nbytes=nbytes)
 
 
 def copy_checked(dst_U8: np.ndarray, src_U8: np.ndarray, ops: WriteOps) -> None:

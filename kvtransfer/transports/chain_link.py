@@ -9,28 +9,22 @@ Shape suffixes: W = work requests; Q = queue pairs.
 from __future__ import annotations
 
 import asyncio
-import socket
+import threading
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from baton.ids import GrantId, Pair
+from baton.tasks import call_loop
 from kvtransfer.transport import DataEndpoint, Seal, WriteOps, WriterEvents
-from kvtransfer.transports.control_channel import (
-    RECV_BYTES,
-    Codec,
-    Inbox,
-    MalformedMessage,
-    Message,
-    Outbox,
-    close_politely,
-)
+from kvtransfer.transports.control_channel import Message, Sealed, SealSent, WriterChannel, close_politely
 from kvtransfer.transports.limits import LinkLimits
 from kvtransfer.transports.post_queue import Batch, Completed, OpsPart, PostQueue, Taken
-from kvtransfer.transports.writer_link import BaseWriterLink, Mark
+from kvtransfer.transports.writer_link import ChannelLink, Mark
 
 Chain = Taken[OpsPart]
 """Work requests for one queue pair (`lane`), to be posted at once."""
@@ -55,7 +49,6 @@ class QueueLimits:
     chain_bytes_max: int
     wr_bytes_max: int
     on_the_way_bytes_max: int
-    abandoned_grants_max: int
 
 
 class ChainLanes:
@@ -83,7 +76,6 @@ class ChainLanes:
             loop=loop,
             completed=completed,
             in_doubt=in_doubt,
-            abandoned_grants_max=limits.abandoned_grants_max,
         )
         self._limits = limits
         # A doorbell for each free place would cost more than waiting for a few.
@@ -215,20 +207,21 @@ def cut_requests(ops: WriteOps, wr_bytes_max: int) -> WriteOps:
     )
 
 
-class ChainLink(BaseWriterLink):
-    """A writer's link (see `kvtransfer.transport.WriterLink`) but for its thread, its words, and what it posts with.
+class ChainLink(ChannelLink):
+    """A writer's link (see `kvtransfer.transport.WriterLink`) but for what its thread posts with.
 
-    `post` may be called from any thread, the rest from the loop's. A subclass starts the thread, which posts what the
-    queue has until `_cut`, or until nothing is left while `_ending`; it reads the socket, and calls `_finish`.
+    `post` may be called from any thread, the rest from the loop's. A batch is complete when all its chains are, or when
+    the link is over and nothing reads the source any more.
     """
 
+    failed: ClassVar[type[Exception]]
+    """What the thread may raise for a device or a library that fails."""
     _queue: PostQueue[OpsPart, None]
 
     def __init__(
         self,
+        channel: WriterChannel,
         *,
-        sock: socket.socket,
-        codec: Codec,
         src_nbytes: int,
         dst_nbytes: int,
         endpoint: DataEndpoint,
@@ -238,13 +231,12 @@ class ChainLink(BaseWriterLink):
         limits: LinkLimits,
         queue: QueueLimits,
         seals_max: int,
-        wake: Callable[[], None],
     ) -> None:
-        """At most `seals_max` seals are on their way. `wake` is for the thread, and called from any."""
-        super().__init__(endpoint=endpoint, pair=pair, events=events, loop=loop, limits=limits)
-        self._sock, self._codec, self._inbox = sock, codec, Inbox(codec)
+        """At most `seals_max` seals are on their way. Starts the thread. Raises RuntimeError: there can be no more."""
+        super().__init__(channel, endpoint=endpoint, pair=pair, events=events, loop=loop, limits=limits)
+        self.region_nbytes = dst_nbytes
+        """Of the receiver's region."""
         self._seals_max = seals_max
-        self._wake = wake
         self._lanes = ChainLanes(
             limits=queue,
             src_nbytes=src_nbytes,
@@ -252,13 +244,17 @@ class ChainLink(BaseWriterLink):
             loop=loop,
             completed=events.writes_completed,
             in_doubt=events.writes_in_doubt,
-            wake=wake,
+            wake=self._wake,
         )
         self._queue = self._lanes.queue
-        self._outbox = Outbox(sock, loop, self._connection_lost)
         self._seals_held: deque[Seal] = deque()
         self._seals_out: set[int] = set()
         self._seals_made = 0
+        self._thread = threading.Thread(
+            target=self._run, name=f"{self.transport.value}-post-{pair.receiver:x}", daemon=True
+        )
+        self._thread.start()
+        loop.add_reader(self._sock, self._read)
 
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""
@@ -271,41 +267,48 @@ class ChainLink(BaseWriterLink):
     # The subclass's own.
 
     @abstractmethod
-    def _send_numbered(self, number: int, seal: Seal) -> None:
-        """Queue its parts, and send its message."""
+    def _wake(self) -> None:
+        """Wake the thread. Any thread."""
 
     @abstractmethod
-    def _handle(self, message: Message) -> None:
-        """From the receiver."""
+    def _post_all(self) -> None:
+        """On the thread: post what the queue has until `_cut`, or until nothing is left while `_ending`. Raises
+        `failed`."""
 
-    def _connection_lost(self, reason: str) -> None:
-        """Nobody hears us any more: nothing is waited for, in an orderly end neither."""
+    @abstractmethod
+    def _thread_over(self, failure: str) -> None:
+        """The thread has ended, and the socket is still open. Release what is left; then `_hang_up` and `_finish`."""
+
+    # The thread.
+
+    def _run(self) -> None:
+        failure = "the posting thread failed"
+        try:
+            self._post_all()
+            failure = ""
+        except self.failed as error:
+            failure = str(error)
+        finally:
+            call_loop(self._loop, self._thread_left, failure)
+
+    # Loop's thread.
+
+    def _thread_left(self, failure: str) -> None:
+        if failure and not self._ending:
+            # The receiver's last message, if there is one, explains more than the error of a write.
+            self._read()
+            self._end(failure)
+        self._thread.join()
+        if self._closing_timer is not None:
+            self._closing_timer.cancel()
         self._loop.remove_reader(self._sock)
-        self._end(reason)
-        self._cut_off()
+        self._thread_over(failure)
 
-    # For the subclass to call.
-
-    def _read(self) -> None:
-        try:
-            data = self._sock.recv(RECV_BYTES)
-        except BlockingIOError:
+    def _handle(self, message: Message) -> None:
+        if not isinstance(message, Sealed) or message.number not in self._seals_out:
+            super()._handle(message)
             return
-        except OSError as error:
-            self._connection_lost(f"connection lost: {error}")
-            return
-        if not data:
-            self._connection_lost("the receiver closed the connection or died")
-            return
-        try:
-            for message in self._inbox.feed(data):
-                self._handle(message)
-        except MalformedMessage as error:
-            self._end(f"the receiver sent no message of ours: {error}")
-
-    def _sealed(self, number: int) -> None:
-        """All of a seal has come; one that waits may follow."""
-        self._seals_out.discard(number)
+        self._seals_out.discard(message.number)
         if self._seals_held and not self._ending:
             self._send_next(self._seals_held.popleft())
         if self._ending:
@@ -316,6 +319,12 @@ class ChainLink(BaseWriterLink):
             self._send_next(seal)
         else:
             self._seals_held.append(seal)
+
+    def _send_next(self, seal: Seal) -> None:
+        self._seals_made += 1
+        self._seals_out.add(self._seals_made)
+        mask = self._lanes.seal(self._seals_made, seal.grant)
+        self._send_message(SealSent(number=self._seals_made, seal=seal, ways_mask=mask))
 
     def _seals_waiting(self) -> int:
         return len(self._seals_held)
@@ -330,23 +339,9 @@ class ChainLink(BaseWriterLink):
         super()._cut_off()
         self._wake()
 
-    def _stop_watching(self) -> None:
-        """The thread has ended: stop the timer and read nothing more. The socket is still open."""
-        if self._closing_timer is not None:
-            self._closing_timer.cancel()
-        self._loop.remove_reader(self._sock)
-
-    def _send_message(self, message: Message) -> None:
-        self._outbox.send(self._codec.encode(message))
-
     def _hang_up(self, last: Message | None) -> None:
         """Close the connection, behind the last message, if there is one and the connection takes it."""
         if last is not None:
             self._send_message(last)
         self._outbox.close()
         close_politely(self._sock)
-
-    def _send_next(self, seal: Seal) -> None:
-        self._seals_made += 1
-        self._seals_out.add(self._seals_made)
-        self._send_numbered(self._seals_made, seal)

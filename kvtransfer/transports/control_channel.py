@@ -31,6 +31,7 @@ import hmac
 import secrets
 import socket
 import struct
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from enum import Enum, IntEnum
@@ -487,32 +488,44 @@ class WriterChannel:
         return await self._loop.sock_recv(self.sock, self._inbox.read_bytes_max)
 
 
-def connect_error(
-    error: BaseException, *, address: str, connect_ms_max: int, also: tuple[type[Exception], ...] = ()
-) -> ConnectError | None:
-    """What a failed handshake is raised as; None: as it is. `also`: errors of the transport's own."""
-    if isinstance(error, TimeoutError):
-        return ConnectError(f"{address}: no link within {connect_ms_max} ms")
-    if isinstance(error, (OSError, ValueError, BatonError, MalformedMessage, *also)):
-        return ConnectError(f"{address}: {error}")
-    return None
+@contextlib.contextmanager
+def connect_errors(address: str, connect_ms_max: int, *also: type[Exception]) -> Iterator[None]:
+    """Raises ConnectError for whatever ends a handshake. `also`: errors of the transport's own."""
+    failures: tuple[type[Exception], ...] = (OSError, ValueError, BatonError, MalformedMessage, *also)
+    try:
+        yield
+    except TimeoutError as error:
+        raise ConnectError(f"{address}: no link within {connect_ms_max} ms") from error
+    except failures as error:
+        raise ConnectError(f"{address}: {error}") from error
 
 
 class Outbox:
-    """Messages that wait for a socket to take them: sent in order, now what it takes, the rest when it takes more.
+    """Messages that wait for a socket to take them: sent in order, the rest when it takes more.
 
     Loop's thread. The socket does not block, and is the caller's, who calls `close` before closing it.
     """
 
-    def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop, broken: Callable[[str], None]) -> None:
-        """`broken` is called when the connection is lost; what was waiting is dropped."""
+    def __init__(
+        self,
+        sock: socket.socket,
+        loop: asyncio.AbstractEventLoop,
+        broken: Callable[[str], None],
+        emptied: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`broken` is called when the connection is lost; what was waiting is dropped. `emptied`: all has been sent."""
         self._sock = sock
         self._loop = loop
         self._broken = broken
-        self._waiting = bytearray()
+        self._emptied = emptied
+        self._waiting: deque[bytes] = deque()
+
+    def __len__(self) -> int:
+        """Messages that wait."""
+        return len(self._waiting)
 
     def send(self, packet: bytes) -> None:
-        self._waiting += packet
+        self._waiting.append(packet)
         self._flush()
 
     def close(self) -> None:
@@ -523,7 +536,10 @@ class Outbox:
     def _flush(self) -> None:
         try:
             while self._waiting:
-                del self._waiting[: self._sock.send(self._waiting)]
+                rest = self._waiting[0][self._sock.send(self._waiting[0]) :]
+                self._waiting.popleft()
+                if rest:
+                    self._waiting.appendleft(rest)
         except BlockingIOError:
             self._loop.add_writer(self._sock, self._flush)
             return
@@ -532,6 +548,7 @@ class Outbox:
             self._broken(f"connection lost: {error}")
             return
         self._loop.remove_writer(self._sock)
+        self._emptied()
 
 
 # The receiver's side.

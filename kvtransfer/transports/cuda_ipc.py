@@ -1,19 +1,18 @@
-"""Transport between processes of one machine whose regions are on a GPU: the writer opens the receiver's region by
-its CUDA IPC handle and copies into it on a side stream.
+"""Transport between processes of one machine whose regions are on a GPU: the writer opens the receiver's region by its
+CUDA IPC handle and copies into it on a side stream.
 
-Handshake, fence and evidence are those of shm (`shm`): the descriptor that comes with the welcome holds the handle
-in the place of the memory, and a BYE says that the memory has been closed. The evidence of a writer's death is its
-pidfd: the driver ends a process's kernels and copies before the process is gone.
+Handshake, fence and evidence are those of shm: the descriptor that comes with the WELCOME holds the handle instead of
+the memory, and a BYE says that the memory has been closed. A writer's death is proved by its pidfd: the driver ends a
+process's kernels and copies before the process is gone.
 
-The compute stream never waits for a copy: each posted batch is queued on the side stream behind an event of the compute
-stream, and a thread polls for its end. So sources must not be overwritten before the batch's completion, which is what
-holds their blocks anyway (I1).
+The compute stream never waits for a copy. Each batch is queued on the side stream behind an event of the compute
+stream, and a thread polls for its end. Until then its sources must not be overwritten: their blocks are held (I1).
 
-Visibility: a completion is reported when the side stream's event has passed; the receiver's kernels are launched after
-it has received that through sockets, and see what was written to device memory before.
+A completion is reported when the side stream's event has passed. The receiver launches its kernels after it has learned
+of that through sockets, so they see what was written to device memory before.
 
-Nothing is ever `writes_in_doubt` here: a batch completes when the device has passed its event, and after an error of
-the device its context is lost and writes nothing any more.
+Nothing is ever `writes_in_doubt` here: a batch completes when the device has passed its event. After an error of the
+device its context is lost and writes nothing more.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Self
 
 from baton.ids import Pair
 from baton.tasks import call_loop
@@ -33,8 +32,7 @@ from kvtransfer.device.region import DeviceRegion, OpenedRegion
 from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriteOps, WriterEvents
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports.post_queue import ABANDONED_GRANTS_MAX, Batch, Completed, PostQueue, Taken
-from kvtransfer.transports.settings import ShmConfig
+from kvtransfer.transports.post_queue import Batch, Completed, OpsPart, PostQueue, Taken
 from kvtransfer.transports.shm import codec_of
 from kvtransfer.transports.shm_receiver import ShmReceiverPort
 from kvtransfer.transports.shm_writer import SHM_LINK_LIMITS, ShmLinkLimits, ShmWriterLink
@@ -66,7 +64,7 @@ class CudaIpcWriterLink(ShmWriterLink):
         loop: asyncio.AbstractEventLoop,
         driver: DeviceDriver,
         limits: ShmLinkLimits = SHM_LINK_LIMITS,
-    ) -> CudaIpcWriterLink:
+    ) -> Self:
         """As `ShmWriterLink.connect`, from a region on the device.
 
         Raises:
@@ -82,24 +80,17 @@ class CudaIpcWriterLink(ShmWriterLink):
             except DeviceError as error:
                 raise ConnectError(f"{address}: {error}") from error
 
-        link = await cls.connect(endpoint, pair, source, events, loop, limits=limits, open_region=open_region)
-        assert isinstance(link, CudaIpcWriterLink)
-        return link
+        return await cls.connect(endpoint, pair, source, events, loop, limits=limits, open_region=open_region)
 
     def _make_lanes(
         self,
         mapping: Any,
         region_nbytes: int,
         source: Any,
-        *,
-        pair: Pair,
-        events: WriterEvents,
-        loop: asyncio.AbstractEventLoop,
-        config: ShmConfig,
         limits: ShmLinkLimits,
         turns: AbstractContextManager[object],
     ) -> DeviceLanes:
-        del config, turns  # a device orders its own copies
+        del limits, turns  # a device orders its own copies
         assert isinstance(mapping, OpenedRegion)
         assert mapping.nbytes == region_nbytes, (mapping.nbytes, region_nbytes)
         return DeviceLanes(
@@ -108,20 +99,17 @@ class CudaIpcWriterLink(ShmWriterLink):
             src=source.memory,
             dst_nbytes=mapping.nbytes,
             src_nbytes=source.nbytes,
-            loop=loop,
-            completed=events.writes_completed,
+            loop=self._loop,
+            completed=self._events.writes_completed,
             drained=self._drained,
-            abandoned_grants_max=limits.abandoned_grants_max,
-            name=f"cuda-copy-{pair.receiver:x}",
+            name=f"cuda-copy-{self._pair.receiver:x}",
         )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class DevicePart:
+class DevicePart(OpsPart):
     """A whole batch. `ready`: its sources have been computed."""
 
-    ops: WriteOps
-    nbytes: int
     ready: DeviceEvent
 
 
@@ -144,7 +132,6 @@ class DeviceLanes:
         completed: Completed,
         drained: Callable[[], None],
         name: str,
-        abandoned_grants_max: int = ABANDONED_GRANTS_MAX,
         poll_interval_s: float = POLL_INTERVAL_S,
     ) -> None:
         """Starts the polling thread. `dst` and `src` are memories as `streams.copy` takes them."""
@@ -155,7 +142,6 @@ class DeviceLanes:
             dst_nbytes=dst_nbytes,
             loop=loop,
             completed=completed,
-            abandoned_grants_max=abandoned_grants_max,
         )
         self._loop = loop
         self._drained = drained

@@ -46,8 +46,6 @@ class LinkLimits:
 
     connect_ms_max: int = 5000
     """How long connecting and the handshake may take."""
-    abandoned_grants_max: int = 1 << 20
-    """Abandoned grants that the link remembers."""
     seals_waiting_max: int = 4096
     """Seals that wait for a receiver that does not take them."""
     drain_ms_max: int = 2000

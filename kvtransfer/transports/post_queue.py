@@ -14,7 +14,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from operator import length_hint
 from typing import Any, Generic, Protocol, TypeVar
 
 from baton.ids import GrantId
@@ -30,14 +29,14 @@ ABANDONED_GRANTS_MAX = 1 << 20
 
 
 class TooManyAbandonedGrants(Exception):
-    """`abandoned_grants_max` is reached: the link has to end, for it must not forget one that may still be posted."""
+    """`ABANDONED_GRANTS_MAX` is reached: the link has to end, for it must not forget one that may still be posted."""
 
 
-class Part(Protocol):
-    """A part of a batch, as a transport's `cut` makes it: a Protocol because each transport's has its own fields."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class Part:
+    """A part of a batch; each transport's `cut` adds its own fields."""
 
-    @property
-    def nbytes(self) -> int: ...
+    nbytes: int
 
 
 PartT = TypeVar("PartT", bound=Part)
@@ -46,11 +45,10 @@ LoanT_co = TypeVar("LoanT_co", covariant=True)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class OpsPart:
+class OpsPart(Part):
     """A part that is copies and nothing else; the arrays are contiguous."""
 
     ops: WriteOps
-    nbytes: int
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -93,17 +91,14 @@ class Lanes(Protocol[LoanT_co]):
 
         What it raises the post raises: the batch was not taken then.
         """
-        ...
 
     def stop(self) -> None:
         """Nothing waits any more, and nothing will: wake whoever waits for it."""
-        ...
 
 
 class PostQueue(Generic[PartT, LoanT]):
     """Batches of one link, first in first out. Each that is posted ends in one `completed`.
 
-    `post` from any thread, `finished` from the lanes' threads, `finished_here` and the rest from the loop's.
     The queue has no limit of its own: whoever posts bounds the bytes that are not complete. After `stop`, or for an
     abandoned grant, what was not taken completes uncopied, and what was taken completes when its lane is through.
 
@@ -120,7 +115,6 @@ class PostQueue(Generic[PartT, LoanT]):
         loop: asyncio.AbstractEventLoop,
         completed: Completed,
         in_doubt: Callable[[GrantId], None] | None = None,
-        abandoned_grants_max: int = ABANDONED_GRANTS_MAX,
     ) -> None:
         """`cut` is called by whoever posts. Its parts may be lazy: they are asked for one by one, with the lock held.
 
@@ -142,7 +136,6 @@ class PostQueue(Generic[PartT, LoanT]):
         self._in_doubt = in_doubt
         self._after: Callable[[Callable[[bool], None]], None] | None = None
         self._uncomputed: Callable[[GrantId], None] = self.abandon
-        self._abandoned_grants_max = abandoned_grants_max
         self._waiting: deque[Batch[PartT]] = deque()
         self._out: dict[int, Taken[PartT]] = {}
         self._next_number = 0
@@ -187,15 +180,17 @@ class PostQueue(Generic[PartT, LoanT]):
         )
         with self.lock:
             self._uncompleted[grant] = self._uncompleted.get(grant, 0) + 1
-            if self.stopped or grant in self._abandoned:
-                self._complete(batch, copied=False)
-                return None
-            if not total_bytes:
-                self._complete(batch, copied=True)
+            batch.copied = not (self.stopped or grant in self._abandoned)
+            if not batch.copied or not total_bytes:
+                self._complete(batch)
                 return None
             self._waiting.append(batch)
             if self._after is None:
-                return self._offer(batch)
+                try:
+                    return self._lanes.offer(batch)
+                except BaseException:
+                    self._take_back(batch)
+                    raise
         self._post_after(batch, self._after)
         return None
 
@@ -214,7 +209,7 @@ class PostQueue(Generic[PartT, LoanT]):
         """The lane reads nothing of it any more. `copied`: it has landed."""
         with self.lock:
             if self._part_over(taken, copied=copied):
-                self._complete(taken.batch, copied=taken.batch.copied)
+                self._complete(taken.batch)
 
     @property
     def on_the_way(self) -> bool:
@@ -259,19 +254,16 @@ class PostQueue(Generic[PartT, LoanT]):
 
     def finished_here(self, takens: Iterable[Taken[PartT]], *, copied: bool) -> None:
         """`finished` for several, without the detour by way of the loop's queue, which costs another turn of it."""
-        over: list[Batch[PartT]] = []
         with self.lock:
-            for taken in takens:
-                if self._part_over(taken, copied=copied):
-                    self._count(taken.batch, copied=taken.batch.copied)
-                    self._discount(taken.batch)
-                    over.append(taken.batch)
+            over = [taken.batch for taken in takens if self._part_over(taken, copied=copied)]
+            for batch in over:
+                self._count(batch)
         if len(over) == 1:
-            self._report(over[0], over[0].copied)
+            self._deliver(over[0])
             return
         with contextlib.ExitStack() as every:  # each is reported, whatever another's completion raises
             for batch in reversed(over):
-                every.callback(self._report, batch, batch.copied)
+                every.callback(self._deliver, batch)
 
     def uncompleted(self, grant: GrantId) -> int:
         """Batches of this grant whose `completed` has not been called yet."""
@@ -292,10 +284,10 @@ class PostQueue(Generic[PartT, LoanT]):
         with self.lock:
             self._abandoned.add(grant)
             self._drop(lambda batch: batch.grant == grant)
-            if len(self._abandoned) <= self._abandoned_grants_max:
+            if len(self._abandoned) <= ABANDONED_GRANTS_MAX:
                 return
         self.stop()
-        raise TooManyAbandonedGrants(f"{self._abandoned_grants_max} abandoned grants remembered, none may be forgotten")
+        raise TooManyAbandonedGrants(f"{ABANDONED_GRANTS_MAX} abandoned grants remembered, none may be forgotten")
 
     def forget(self, grant: GrantId) -> None:
         """Nothing will be posted for this grant any more: it need not be remembered as abandoned."""
@@ -370,13 +362,6 @@ class PostQueue(Generic[PartT, LoanT]):
 
     # With the lock held.
 
-    def _offer(self, batch: Batch[PartT]) -> LoanT | None:
-        try:
-            return self._lanes.offer(batch)
-        except BaseException:
-            self._take_back(batch)
-            raise
-
     def _take_back(self, batch: Batch[PartT]) -> None:
         """It was not posted, unless it has completed."""
         taken = [number for number, each in self._out.items() if each.batch is batch]
@@ -407,17 +392,17 @@ class PostQueue(Generic[PartT, LoanT]):
                 continue
             batch.left_bytes, batch.copied = 0, False
             if batch.over:
-                self._complete(batch, copied=False)
+                self._complete(batch)
         self._waiting = kept
         if held_up and self.waits:
             self._lanes.offer(kept[0])  # offered before, behind one that was not computed
 
-    def _complete(self, batch: Batch[PartT], *, copied: bool) -> None:
-        self._count(batch, copied=copied)
-        call_loop(self._loop, self._deliver, batch, copied)
+    def _complete(self, batch: Batch[PartT]) -> None:
+        self._count(batch)
+        call_loop(self._loop, self._deliver, batch)
 
-    def _count(self, batch: Batch[PartT], *, copied: bool) -> None:
-        if copied:
+    def _count(self, batch: Batch[PartT]) -> None:
+        if batch.copied:
             self.writes_copied += len(batch.ops.src)
             self.bytes_copied += batch.total_bytes
         else:
@@ -432,28 +417,8 @@ class PostQueue(Generic[PartT, LoanT]):
 
     # Without it, on the loop's thread.
 
-    def _deliver(self, batch: Batch[PartT], copied: bool) -> None:
+    def _deliver(self, batch: Batch[PartT]) -> None:
         with self.lock:
             self._discount(batch)
-        self._report(batch, copied)
-
-    def _report(self, batch: Batch[PartT], copied: bool) -> None:
-        (batch.completed or self._completed)(batch.grant, len(batch.ops.src), batch.total_bytes, copied)
-
-
-def parts_left(batch: Batch[Any]) -> int:
-    """How many threads a batch can use, at least 1; for a lazy cut it is 1."""
-    return max(1, length_hint(batch.parts))
-
-
-__all__ = [
-    "Batch",
-    "Completed",
-    "Lanes",
-    "OpsPart",
-    "Part",
-    "PostQueue",
-    "Taken",
-    "TooManyAbandonedGrants",
-    "parts_left",
-]
+        completed = batch.completed or self._completed
+        completed(batch.grant, len(batch.ops.src), batch.total_bytes, batch.copied)

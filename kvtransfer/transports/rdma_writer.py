@@ -1,16 +1,15 @@
 """The writing side of rdma: RDMA WRITEs from the registered source region, posted by a thread of the link's own.
 
 The thread posts chains as the queue pairs have room and takes their completions, in native calls; the control thread
-has the connection for words. A batch is complete when the device has completed all its chains, or when the link is over
-and its queue pairs are destroyed: then the device reads nothing of the source any more (I1). That says nothing
-of what had left it: such writes are `writes_in_doubt`, and the receiver fences before it reuses their blocks.
+has the control channel. A batch is complete when the device has completed all its chains, or when the link is over and
+its queue pairs are destroyed: then the device reads nothing of the source any more (I1). That says nothing of what had
+left it: such writes are `writes_in_doubt`, and the receiver fences before it reuses their blocks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import threading
 from dataclasses import dataclass
 from typing import ClassVar, Final
@@ -18,15 +17,22 @@ from typing import ClassVar, Final
 from baton.ids import Pair
 from baton.log import get_log
 from baton.repeats import RepeatLog
-from baton.tasks import call_loop
-from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName, WriterEvents
+from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriterEvents
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.chain_link import ChainLink, QueueLimits, SealPart
-from kvtransfer.transports.control_channel import WriterChannel, connect_error
+from kvtransfer.transports.control_channel import WriterChannel, connect_errors
 from kvtransfer.transports.limits import LinkLimits, check_limits
 from kvtransfer.transports.rdma import CODEC, LinkEnds, RdmaWelcome, RegionAddress
 from kvtransfer.transports.rdma_device import Hold, ProbeLost, QueuePairs, RdmaMemory
 from kvtransfer.transports.rdma_verbs import Poster, QueuePairFailed, RdmaUnavailable
+
+log = get_log("rdma")
+
+SLEEP_MS_MAX = 1000
+"""The posting thread looks about at least this often."""
+DESTROY_RETRY_MS = 1000
+DESTROY_TRIES_MAX = 3
+"""While the link closes. Before, there is no limit."""
 
 
 class Waker:
@@ -53,9 +59,6 @@ class Waker:
 
     def close(self) -> None:
         os.close(self.fd)
-
-
-log = get_log("rdma")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +94,7 @@ class RdmaUnproved(ConnectError):
 class Connected:
     """A link that is made; everything in it is the caller's."""
 
-    sock: socket.socket
+    channel: WriterChannel
     qps: QueuePairs
     region: RegionAddress
     region_nbytes: int
@@ -101,7 +104,7 @@ class Connected:
 async def connect(
     endpoint: DataEndpoint, pair: Pair, hold: Hold, loop: asyncio.AbstractEventLoop, limits: LinkLimits
 ) -> Connected:
-    """Connect, prove the pair's secret, and then that data passes. Lets go of the hold where it fails.
+    """Connect, prove the pair's secret, and then that data passes. Releases the hold where it fails.
 
     Raises:
         RdmaUnproved: messages arrive at the receiver, and data does not.
@@ -110,43 +113,39 @@ async def connect(
     channel: WriterChannel | None = None
     qps: QueuePairs | None = None
     acknowledged: asyncio.Future[None] | None = None
-    try:
-        async with asyncio.timeout(limits.connect_ms_max / 1000):
-            region = RegionAddress.decode(endpoint.address)
-            qps = QueuePairs(hold.device, hold.device.config.qps, os.urandom, sends=True)
-            link = int.from_bytes(os.urandom(8))
-            hello = wire.Hello(pair=pair, epoch=endpoint.epoch, link=link, payload=qps.ends.encode())
-            channel = await WriterChannel.open(region.listens, loop, CODEC, address=endpoint.address)
-            welcome = RdmaWelcome.decode((await channel.shake_hands(endpoint.secret, hello)).payload)
-            if len(welcome.ends.qps) != len(qps.ends.qps):
-                raise ConnectError(f"{endpoint.address}: {len(welcome.ends.qps)} queue pairs in the welcome")
-            qps.connect(welcome.ends)
-            acknowledged = loop.create_future()
-            await _prove(channel, qps, welcome, loop, acknowledged)
-        return Connected(
-            sock=channel.sock, qps=qps, region=region, region_nbytes=welcome.region_nbytes, peer=welcome.ends
-        )
-    except BaseException as error:
-        give_up(endpoint, hold, qps, channel.sock if channel is not None else None)
-        if acknowledged is not None and not _all_came(acknowledged) and _concerns_the_way(error):
+    with connect_errors(endpoint.address, limits.connect_ms_max, QueuePairFailed):
+        try:
+            async with asyncio.timeout(limits.connect_ms_max / 1000):
+                region = RegionAddress.decode(endpoint.address)
+                qps = QueuePairs(hold.device, hold.device.config.qps, os.urandom, sends=True)
+                link = int.from_bytes(os.urandom(8))
+                hello = wire.Hello(pair=pair, epoch=endpoint.epoch, link=link, payload=qps.ends.encode())
+                channel = await WriterChannel.open(region.listens, loop, CODEC, address=endpoint.address)
+                welcome = RdmaWelcome.decode((await channel.shake_hands(endpoint.secret, hello)).payload)
+                if len(welcome.ends.qps) != len(qps.ends.qps):
+                    raise ConnectError(f"{endpoint.address}: {len(welcome.ends.qps)} queue pairs in the welcome")
+                qps.connect(welcome.ends)
+                acknowledged = loop.create_future()
+                await _prove(channel, qps, welcome, loop, acknowledged)
+            return Connected(
+                channel=channel, qps=qps, region=region, region_nbytes=welcome.region_nbytes, peer=welcome.ends
+            )
+        except BaseException as error:
+            give_up(endpoint, hold, qps, channel)
+            if acknowledged is None or _all_came(acknowledged) or not _concerns_the_way(error):
+                raise
             text = f"no data arrives within {limits.connect_ms_max} ms" if isinstance(error, TimeoutError) else error
             reason = error.reason if isinstance(error, ConnectError) else None
             raise RdmaUnproved(f"{endpoint.address}: the devices do not reach each other: {text}", reason) from error
-        failed = connect_error(
-            error, address=endpoint.address, connect_ms_max=limits.connect_ms_max, also=(QueuePairFailed,)
-        )
-        if failed is not None:
-            raise failed from error
-        raise
 
 
 def _all_came(acknowledged: asyncio.Future[None]) -> bool:
-    """The devices reach each other, whatever keeps the receiver from saying so: it may stand still for a while."""
+    """The devices reach each other, even if the receiver has stood still and not said so."""
     return acknowledged.done() and not acknowledged.cancelled() and acknowledged.exception() is None
 
 
 def _concerns_the_way(error: BaseException) -> bool:
-    """Or else of something that has happened to one of the two meanwhile."""
+    """The error is about the way between the devices, not about one of the two sides."""
     refused = isinstance(error, ConnectError) and error.reason is wire.RefusalReason.PROBE
     return refused or isinstance(error, (TimeoutError, ProbeLost))
 
@@ -158,8 +157,8 @@ async def _prove(
     loop: asyncio.AbstractEventLoop,
     acknowledged: asyncio.Future[None],
 ) -> None:
-    """Returns when every queue pair has carried a whole packet there, its acknowledgement back, and the receiver has
-    seen all of them. The other way needs no more than that: what a receiver sends are acknowledgements.
+    """Returns when every queue pair has carried a whole packet there and its acknowledgement back, and the receiver has
+    seen all of them. The way back needs no more: a receiver sends only acknowledgements.
 
     Raises ConnectError, ProbeLost, QueuePairFailed.
     """
@@ -188,28 +187,19 @@ async def _prove(
         await asyncio.wait([ready])  # it has to be off the socket before that is closed
 
 
-def give_up(endpoint: DataEndpoint, hold: Hold, qps: QueuePairs | None, sock: socket.socket | None) -> None:
+def give_up(endpoint: DataEndpoint, hold: Hold, qps: QueuePairs | None, channel: WriterChannel | None) -> None:
     """A link that is not used after all. With a BYE the receiver need not fence the pair."""
     try:
         if qps is not None:
             qps.destroy()
     except QueuePairFailed as error:
         hold.leave_behind(f"{endpoint.address}: {error}")
-        if sock is not None:
-            sock.close()
+        if channel is not None:
+            channel.sock.close()
         return
     hold.release()
-    if sock is not None:
-        wire.take_leave(sock, CODEC.encode(wire.Bye(epoch=endpoint.epoch)))
-
-
-log = get_log("rdma")
-
-SLEEP_MS_MAX = 1000
-"""The posting thread looks about at least this often."""
-DESTROY_RETRY_MS = 1000
-DESTROY_TRIES_MAX = 3
-"""Once the link is to be closed; before, it is tried for as long as it takes."""
+    if channel is not None:
+        channel.leave(wire.Bye(epoch=endpoint.epoch))
 
 
 class RdmaWriterLink(ChainLink):
@@ -221,11 +211,13 @@ class RdmaWriterLink(ChainLink):
     """
 
     transport: ClassVar[TransportName] = TransportName.RDMA
+    codec: ClassVar[wire.Codec] = CODEC
+    failed = QueuePairFailed
 
     def __init__(
         self,
-        *,
         connected: Connected,
+        *,
         hold: Hold,
         endpoint: DataEndpoint,
         pair: Pair,
@@ -235,41 +227,33 @@ class RdmaWriterLink(ChainLink):
     ) -> None:
         """Takes over what is connected, and the hold. Use `connect`."""
         self._qps, self._hold, self._spin_us_max = connected.qps, hold, limits.spin_us_max
-        self.region_nbytes = connected.region_nbytes
-        """Of the receiver's region."""
         self._poster: Poster = self._qps.poster(dst_base=connected.region.base, rkey=connected.region.rkey)
         self._waker = Waker()
         self._tries_left: int | None = None
         self._repeats = RepeatLog(log, loop.time)
-        super().__init__(
-            sock=connected.sock,
-            codec=CODEC,
-            src_nbytes=hold.device.nbytes,
-            dst_nbytes=connected.region_nbytes,
-            endpoint=endpoint,
-            pair=pair,
-            events=events,
-            loop=loop,
-            limits=limits,
-            queue=QueueLimits(
-                qps=len(self._qps.ends.qps),
-                send_wrs_max=hold.device.send_wrs_max,
-                chain_wrs_max=min(limits.chain_wrs_max, self._poster.chain_wrs_max),
-                chain_bytes_max=limits.chain_bytes_max,
-                wr_bytes_max=limits.wr_bytes_max,
-                on_the_way_bytes_max=limits.on_the_way_bytes_max,
-                abandoned_grants_max=limits.abandoned_grants_max,
-            ),
-            seals_max=min(self._qps.ends.seals_max, connected.peer.seals_max),
-            wake=self._waker.wake,
-        )
-        self._thread = threading.Thread(target=self._post_all, name=f"rdma-post-{pair.receiver:x}", daemon=True)
         try:
-            self._thread.start()
+            super().__init__(
+                connected.channel,
+                src_nbytes=hold.device.nbytes,
+                dst_nbytes=connected.region_nbytes,
+                endpoint=endpoint,
+                pair=pair,
+                events=events,
+                loop=loop,
+                limits=limits,
+                queue=QueueLimits(
+                    qps=len(self._qps.ends.qps),
+                    send_wrs_max=hold.device.send_wrs_max,
+                    chain_wrs_max=min(limits.chain_wrs_max, self._poster.chain_wrs_max),
+                    chain_bytes_max=limits.chain_bytes_max,
+                    wr_bytes_max=limits.wr_bytes_max,
+                    on_the_way_bytes_max=limits.on_the_way_bytes_max,
+                ),
+                seals_max=min(self._qps.ends.seals_max, connected.peer.seals_max),
+            )
         except RuntimeError:
             self._waker.close()
             raise
-        loop.add_reader(self._sock, self._read)
 
     @classmethod
     async def connect(
@@ -294,17 +278,9 @@ class RdmaWriterLink(ChainLink):
             raise ConnectError(str(error)) from error
         connected = await connect(endpoint, pair, hold, loop, limits)
         try:
-            link = cls(
-                connected=connected,
-                hold=hold,
-                endpoint=endpoint,
-                pair=pair,
-                events=events,
-                loop=loop,
-                limits=limits,
-            )
+            link = cls(connected, hold=hold, endpoint=endpoint, pair=pair, events=events, loop=loop, limits=limits)
         except BaseException as error:
-            give_up(endpoint, hold, connected.qps, connected.sock)
+            give_up(endpoint, hold, connected.qps, connected.channel)
             if isinstance(error, QueuePairFailed):
                 raise ConnectError(f"{endpoint.address}: {error}") from error
             if isinstance(error, (OSError, RuntimeError)):
@@ -316,8 +292,8 @@ class RdmaWriterLink(ChainLink):
     async def close(self) -> None:
         """See `WriterLink.close`. Returns when the thread has ended, the queue pairs are destroyed, all is done.
 
-        Queue pairs that cannot be destroyed are tried again a few times, then logged and left to the process's end;
-        what was posted on them never completes, for the device may still read it.
+        Queue pairs that cannot be destroyed are tried again a few times, then logged and left to the process's end.
+        What was posted on them never completes, for the device may still read it.
         """
         if self._tries_left is None:
             self._tries_left = DESTROY_TRIES_MAX
@@ -334,25 +310,18 @@ class RdmaWriterLink(ChainLink):
     # Posting thread.
 
     def _post_all(self) -> None:
-        failure = "the posting thread failed"
         spin_us = 0
-        try:
-            while not self._cut and not (self._ending and self._lanes.drained):
-                self._post_what_fits()
-                busy = self._lanes.on_the_way
-                completions, waited_us = self._poster.wait(self._waker.fd, spin_us if busy else 0, SLEEP_MS_MAX)
-                self._waker.clear()
-                for number, status in completions:
-                    if status:
-                        raise QueuePairFailed(f"a write completed with status {status}")
-                    self._lanes.completed(number)
-                # Polling pays only where the last wait was so short that it would have caught it.
-                spin_us = self._spin_us_max if waited_us <= self._spin_us_max else 0
-            failure = ""
-        except QueuePairFailed as error:
-            failure = str(error)
-        finally:
-            call_loop(self._loop, self._thread_left, failure)
+        while not self._cut and not (self._ending and self._lanes.drained):
+            self._post_what_fits()
+            busy = self._lanes.on_the_way
+            completions, waited_us = self._poster.wait(self._waker.fd, spin_us if busy else 0, SLEEP_MS_MAX)
+            self._waker.clear()
+            for number, status in completions:
+                if status:
+                    raise QueuePairFailed(f"a write completed with status {status}")
+                self._lanes.completed(number)
+            # Polling pays only where the last wait was so short that polling would have caught it.
+            spin_us = self._spin_us_max if waited_us <= self._spin_us_max else 0
 
     def _post_what_fits(self) -> None:
         while not self._cut and (taken := self._lanes.take()) is not None:
@@ -364,32 +333,13 @@ class RdmaWriterLink(ChainLink):
 
     # Control thread.
 
+    def _wake(self) -> None:
+        self._waker.wake()
+
     def _device_lost(self, reason: str) -> None:
         self._end(f"RDMA device lost: {reason}")
 
-    def _send_numbered(self, number: int, seal: Seal) -> None:
-        mask = self._lanes.seal(number, seal.grant)
-        self._send_message(wire.SealSent(number=number, seal=seal, ways_mask=mask))
-
-    def _handle(self, message: wire.Message) -> None:
-        match message:
-            case wire.Sealed(number=number) if number in self._seals_out:
-                self._sealed(number)
-            case wire.Fence(epoch=epoch):
-                if not self._ending:
-                    self._fenced_by_receiver(epoch)
-            case wire.Refused(reason=reason):
-                self._end(f"refused by the receiver: {reason.name}")
-            case _:
-                self._end(f"the receiver sent {type(message).__name__} out of order")
-
-    def _thread_left(self, failure: str) -> None:
-        if failure and not self._ending:
-            # The receiver's last message, if there is one, explains more than the error of a write.
-            self._read()
-            self._end(failure)
-        self._thread.join()
-        self._stop_watching()
+    def _thread_over(self, failure: str) -> None:
         self._destroy(say_bye=not failure and not self._cut)
 
     def _destroy(self, *, say_bye: bool) -> None:
@@ -401,7 +351,8 @@ class RdmaWriterLink(ChainLink):
             self._repeats.upkeep()
             if self._tries_left is not None:
                 if not self._tries_left:
-                    self._leave_behind()
+                    self._hold.leave_behind(self._address)
+                    self._let_go(None)
                     return
                 self._tries_left -= 1
             self._loop.call_later(DESTROY_RETRY_MS / 1000, lambda: self._destroy(say_bye=say_bye))
@@ -410,10 +361,6 @@ class RdmaWriterLink(ChainLink):
         self._lanes.lose()
         self._hold.release()
         self._let_go(wire.Bye(epoch=self._epoch) if say_bye else None)
-
-    def _leave_behind(self) -> None:
-        self._hold.leave_behind(self._address)
-        self._let_go(None)
 
     def _let_go(self, last: wire.Message | None) -> None:
         self._repeats.close()

@@ -361,7 +361,10 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
     def fence(self, pair: Pair, epoch: Epoch) -> None:
         """See `ReceiverPort.fence`. A repeat before its `writer_gone` changes nothing; after it, it is answered again.
         How long it takes depends on the transport's evidence: see its receiver."""
-        for number in self._begin_fence(pair, epoch):
+        assert not self._closed
+        still_open = self._pairs.setdefault(pair, PairFence()).fence(epoch)
+        self._loop.call_soon(self._settle, pair)
+        for number in still_open:
             connection = self._connections[number]
             if not connection.fence_sent:
                 connection.fence_sent = True
@@ -505,13 +508,6 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
         if fence is None or not fence.expects:
             return RefusalReason.NOT_EXPECTED
         return fence.secret(epoch) or RefusalReason.EPOCH
-
-    def _begin_fence(self, pair: Pair, epoch: Epoch) -> list[int]:
-        """`writer_gone` comes when it has its evidence. Returns the connections that are still open."""
-        assert not self._closed
-        still_open = self._pairs.setdefault(pair, PairFence()).fence(epoch)
-        self._loop.call_soon(self._settle, pair)
-        return still_open
 
     def _proved(self, connection: ConnectionT, evidence: Evidence, pid: int = 0) -> None:
         """It can no longer write. Fences that waited for it are reported soon."""

@@ -1,10 +1,9 @@
 """Transport between processes of one machine: the receiver's region is a memfd, the writer maps it and copies into it.
 
 Here are what its WELCOME carries and the writer's handshake up to the mapped region; `shm_receiver` has the port,
-`shm_writer` the link and its copying threads. The control channel is a Unix SOCK_SEQPACKET connection, with
-one message in each packet. The region's descriptor comes with the WELCOME. BYE says that the writer has unmapped the
-region, and takes no descriptor any more; a BYE whose socket broke first is sent as LATE_BYE, the only message of a new
-connection.
+`shm_writer` the link and its copying threads. The control channel is a Unix SOCK_SEQPACKET connection, with one message
+in each packet. The region's descriptor comes with the WELCOME. BYE says that the writer has unmapped the region and
+takes no descriptor any more. If the socket breaks before it, LATE_BYE follows, as the only message of a new connection.
 """
 
 from __future__ import annotations
@@ -167,21 +166,19 @@ class ShmChannel(WriterChannel):
 
 
 def give_up(channel: ShmChannel, endpoint: DataEndpoint) -> None:
-    """Nothing is mapped, and a descriptor still under way dies with the socket: so BYE is true, and spares a wait."""
-    sock, nonce, codec = channel.sock, channel.nonce, channel.codec
-    try:
-        sock.send(codec.encode(wire.Bye(epoch=endpoint.epoch)))
-        said = True
-    except OSError:
-        said = not nonce  # not connected, or the receiver is gone: nobody waits for it
-    finally:
-        sock.close()
-    if not said:
-        with contextlib.suppress(BlockingIOError):
-            say_late_bye(endpoint.address, nonce, codec)
+    """Nothing is mapped, and a descriptor on its way dies with the socket: so BYE is true, and spares a wait."""
+    with channel.sock as sock:
+        try:
+            sock.send(channel.codec.encode(wire.Bye(epoch=endpoint.epoch)))
+            return
+        except OSError:
+            if not channel.nonce:
+                return  # the receiver does not count us as a writer
+    with contextlib.suppress(BlockingIOError):
+        send_late_bye(endpoint.address, channel.nonce, channel.codec)
 
 
-def say_late_bye(address: str, nonce: bytes, codec: Codec) -> bool:
+def send_late_bye(address: str, nonce: bytes, codec: Codec) -> bool:
     """Send BYE for a connection that has broken. False: the receiver is gone, and nobody waits for it.
 
     Raises:

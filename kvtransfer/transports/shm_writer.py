@@ -1,15 +1,15 @@
 """The writing side of shm: maps the receiver's region and copies into it until the link ends.
 
-Visibility of the copies to whoever has read the seal: the copying thread hands its completion to the loop's thread
-through a lock, and that thread passes the seal through the kernel's socket locks; each is a release on one side and an
-acquire on the other, on every architecture. Non-temporal stores are not ordered by that on x86: the native copy ends
-with a store fence of its own (`native/copy.c`), and so does memcpy where it uses them.
+Whoever has read the seal sees the copies: the copying thread hands its completion to the loop's thread through a lock,
+and that thread passes the seal through the kernel's socket locks. Each is a release on one side and an acquire on the
+other, on every architecture. This does not order non-temporal stores on x86: the native copy ends with a store fence
+(`native/copy.c`), and so does memcpy where it uses them.
 
-A batch is cut into chunks, which the link's threads take in turn: a large batch is copied by all of them, and a thread
-looks whether to go on after each chunk.
+A batch is cut into chunks, which the link's threads take in turn. So all threads copy a large batch, and each checks
+after a chunk whether to go on.
 
-Nothing is ever `writes_in_doubt` here: the copies are calls of this process's threads, over when they complete, and
-what has become of the socket does not matter to them.
+Nothing is ever `writes_in_doubt` here: the copies are calls of this process's threads, and are over when they complete,
+whatever becomes of the socket.
 
 Shape suffixes: U8 = one-dimensional array of bytes; B = one entry per record.
 """
@@ -22,11 +22,11 @@ import mmap
 import socket
 import threading
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Protocol
+from operator import length_hint
+from typing import Any, ClassVar, Final, Protocol, Self
 
 import numpy as np
 
@@ -36,75 +36,76 @@ from kvtransfer.native.copy import contiguous, copies_by, copy_checked
 from kvtransfer.region import populate
 from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName, WriteOps, WriterEvents
 from kvtransfer.transports import control_channel as wire
+from kvtransfer.transports.control_channel import connect_errors
 from kvtransfer.transports.limits import LinkLimits
-from kvtransfer.transports.post_queue import Batch, Completed, OpsPart, PostQueue, parts_left
+from kvtransfer.transports.post_queue import Batch, Completed, OpsPart, PostQueue
 from kvtransfer.transports.settings import ShmConfig
 from kvtransfer.transports.shm import (
     CODEC,
     CONNECT_RETRY_MS,
-    MESSAGE_BYTES_MAX,
     OpenByDescriptor,
     OpenRegion,
     ShmChannel,
     connect_socket,
     give_up,
     map_region,
-    say_late_bye,
+    send_late_bye,
 )
-from kvtransfer.transports.writer_link import BaseWriterLink
+from kvtransfer.transports.writer_link import ChannelLink
 
 CHUNK_BYTES_MIN = 1 << 18
-"""A batch is not cut into smaller chunks for the sake of having one for each thread: waking one costs too much."""
+"""A batch is not cut into smaller chunks to have one for each thread: waking a thread costs too much."""
 LAST_CHUNK_BYTES = 1 << 20
 """Chunks shrink down to this towards the end of a large batch, or one thread would copy for a millisecond after another
 has found none left. Taking a chunk costs some ten microseconds, copying a mebibyte a hundred."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CopyLimits:
-    """`threads` of one link; its batches are cut into chunks of `chunk_ops_max` ops and about `chunk_bytes_max`."""
-
-    threads: int
-    chunk_ops_max: int
-    chunk_bytes_max: int
-    abandoned_grants_max: int
+class ShmLinkLimits(LinkLimits):
+    copy_chunk_ops_max: int = 1024
+    """Writes copied between two looks at whether the grant was abandoned."""
+    copy_chunk_bytes_max: int = 16 << 20
+    """Bytes of those writes, after which no further one begins."""
 
 
-def chunk_borders(nbytes_B: np.ndarray, limits: CopyLimits) -> list[int]:
+SHM_LINK_LIMITS: Final = ShmLinkLimits()
+
+
+def chunk_borders(nbytes_B: np.ndarray, threads: int, limits: ShmLinkLimits) -> list[int]:
     """Where to cut a batch: chunk i is the ops from border i up to border i + 1. Always at least one chunk.
 
-    A chunk ends with the op that fills it, so it may be larger than `chunk_bytes_max` by less than one op.
+    A chunk ends with the op that fills it, so it may be larger than `copy_chunk_bytes_max` by less than one op.
     """
     count, total_bytes = len(nbytes_B), int(nbytes_B.sum())
-    ends = _byte_borders(total_bytes, limits)
-    if not ends and count <= limits.chunk_ops_max:
+    ends = _byte_borders(total_bytes, threads, limits.copy_chunk_bytes_max)
+    if not ends and count <= limits.copy_chunk_ops_max:
         return [0, count]
     by_bytes = np.searchsorted(np.cumsum(nbytes_B), np.array(ends, np.int64)) + 1
-    by_ops = np.arange(0, count, limits.chunk_ops_max)
+    by_ops = np.arange(0, count, limits.copy_chunk_ops_max)
     borders: list[int] = np.unique(np.concatenate(([0, count], by_bytes, by_ops))).tolist()
     return borders
 
 
-def _byte_borders(total_bytes: int, limits: CopyLimits) -> list[int]:
-    """Where chunks would end, but for the last, if ops could be cut: equal shares for the threads of a small batch; of
-    a large one, again and again, a thread's share of what is left."""
-    if total_bytes <= limits.threads * LAST_CHUNK_BYTES:
-        chunk_bytes = min(max(CHUNK_BYTES_MIN, -(-total_bytes // limits.threads)), limits.chunk_bytes_max)
+def _byte_borders(total_bytes: int, threads: int, chunk_bytes_max: int) -> list[int]:
+    """Where chunks would end, but for the last, if ops could be cut. A small batch is cut into equal shares for the
+    threads; a large one, again and again, into a thread's share of what is left."""
+    if total_bytes <= threads * LAST_CHUNK_BYTES:
+        chunk_bytes = min(max(CHUNK_BYTES_MIN, -(-total_bytes // threads)), chunk_bytes_max)
         return list(range(chunk_bytes, total_bytes, chunk_bytes))
     ends: list[int] = []
     end = 0
     while True:
-        share_bytes = max(LAST_CHUNK_BYTES, -(-(total_bytes - end) // limits.threads))
-        end += min(share_bytes, limits.chunk_bytes_max)
+        share_bytes = max(LAST_CHUNK_BYTES, -(-(total_bytes - end) // threads))
+        end += min(share_bytes, chunk_bytes_max)
         if end >= total_bytes:
             return ends
         ends.append(end)
 
 
-def cut_chunks(ops: WriteOps, limits: CopyLimits) -> list[OpsPart]:
+def cut_chunks(ops: WriteOps, threads: int, limits: ShmLinkLimits) -> list[OpsPart]:
     """All copies of a batch, in chunks: see `chunk_borders`."""
     ops = contiguous(ops)
-    borders = chunk_borders(ops.nbytes, limits)
+    borders = chunk_borders(ops.nbytes, threads, limits)
     if len(borders) == 2:
         return [OpsPart(ops=ops, nbytes=ops.total_bytes)]
     chunks = []
@@ -126,8 +127,8 @@ def _step(work: Iterator[object]) -> bool:
 class CopyLanes:
     """Threads that copy from one mapped region into another, and the queue of what they copy.
 
-    When all has been stopped, or copying failed, and no thread will touch the regions again, `drained` is called on the
-    loop's thread, once, after the last completion. If the loop is closed by then, neither is.
+    After a stop or a failed copy, when no thread will touch the regions again, `drained` is called on the loop's
+    thread, once, after the last completion. If the loop is closed by then, neither is called.
     """
 
     def __init__(
@@ -138,26 +139,24 @@ class CopyLanes:
         loop: asyncio.AbstractEventLoop,
         completed: Completed,
         drained: Callable[[], None],
-        limits: CopyLimits,
+        threads: int,
+        limits: ShmLinkLimits,
         turns: AbstractContextManager[object],
         name: str,
         idle_work: Iterator[object] | None = None,
     ) -> None:
         """Starts the threads, all or none. Each chunk is copied within `turns`, a semaphore that bounds the copying
-        threads of a process.
-
-        `idle_work` is gone through, one step at a time, while there is nothing to copy; its OSError ends it.
+        threads of a process. While there is nothing to copy, the threads do steps of `idle_work`; its OSError ends it.
 
         Raises RuntimeError: a thread cannot be started.
         """
         self.queue: PostQueue[OpsPart, None] = PostQueue(
-            lambda ops: cut_chunks(ops, limits),
+            lambda ops: cut_chunks(ops, threads, limits),
             self,
             src_nbytes=len(src_U8),
             dst_nbytes=len(dst_U8),
             loop=loop,
             completed=completed,
-            abandoned_grants_max=limits.abandoned_grants_max,
         )
         self._loop = loop
         self._drained = drained
@@ -165,10 +164,9 @@ class CopyLanes:
         self._src_U8: np.ndarray | None = src_U8
         self._turns = turns
         self._idle_work: Iterator[object] | None = idle_work
-        self._threads_left = limits.threads
+        self._threads_left = threads
         self._threads = [
-            threading.Thread(target=self._run, args=(i,), name=f"{name}-{i}", daemon=True)
-            for i in range(limits.threads)
+            threading.Thread(target=self._run, args=(i,), name=f"{name}-{i}", daemon=True) for i in range(threads)
         ]
         for i, thread in enumerate(self._threads):
             try:
@@ -181,7 +179,7 @@ class CopyLanes:
 
     def offer(self, batch: Batch[OpsPart]) -> None:
         """See `Lanes.offer`: wakes as many threads as it has chunks."""
-        self.queue.lock.notify(parts_left(batch))
+        self.queue.lock.notify(max(1, length_hint(batch.parts)))
 
     def stop(self) -> None:
         """See `Lanes.stop`."""
@@ -247,17 +245,6 @@ class CopyLanes:
                 call_loop(self._loop, self._drained)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShmLinkLimits(LinkLimits):
-    copy_chunk_ops_max: int = 1024
-    """Writes copied between two looks at whether the grant was abandoned."""
-    copy_chunk_bytes_max: int = 16 << 20
-    """Bytes of those writes, after which no further one begins."""
-
-
-SHM_LINK_LIMITS: Final = ShmLinkLimits()
-
-
 def copy_turns(config: ShmConfig) -> threading.Semaphore:
     """Bounds the copying threads of all links of a process: made once, passed to each `connect`."""
     return threading.Semaphore(config.copy_threads)
@@ -274,13 +261,13 @@ class CopyingLanes(Protocol):
         ...
 
 
-class ShmWriterLink(BaseWriterLink):
+class ShmWriterLink(ChannelLink):
     """One writer's connection to one receiver in one epoch (see `kvtransfer.transport.WriterLink`).
 
     Made by `connect`. `post` may be called from any thread, the rest from the loop's. The end comes once, from `close`,
     a FENCE, EOF or a failed copy: copying stops, what is queued completes uncopied, the receiver's region is unmapped,
-    and only then BYE is sent, on a new connection where the old one has broken. `link_lost` is called last, and not for
-    an end that `close` began.
+    and only then BYE is sent, on a new connection if the old one broke. `link_lost` is called last, and not for an end
+    that `close` began.
     """
 
     transport: ClassVar[TransportName] = TransportName.SHM
@@ -289,54 +276,36 @@ class ShmWriterLink(BaseWriterLink):
 
     def __init__(
         self,
-        *,
-        sock: socket.socket,
+        channel: ShmChannel,
         mapping: OpenRegion,
         region_nbytes: int,
-        nonce: bytes,
+        source_region_U8: Any,
+        *,
         endpoint: DataEndpoint,
         pair: Pair,
-        source_region_U8: Any,
         events: WriterEvents,
         loop: asyncio.AbstractEventLoop,
         config: ShmConfig,
         limits: ShmLinkLimits,
         turns: AbstractContextManager[object],
     ) -> None:
-        """Takes ownership of socket and mapping. Use `connect`."""
-        super().__init__(endpoint=endpoint, pair=pair, events=events, loop=loop, limits=limits)
-        self._sock = sock
+        """Takes ownership of the channel's socket and the mapping. Use `connect`."""
+        super().__init__(channel, endpoint=endpoint, pair=pair, events=events, loop=loop, limits=limits)
         self._mapping: OpenRegion | None = mapping
-        self._nonce = nonce
+        self._nonce = channel.nonce
         self._config = config
-        self._outbox: deque[bytes] = deque()
         self._bye_timer: asyncio.TimerHandle | None = None
         self._bye_sent = False
         self._pages_ready_bytes = 0
-        self._lanes = self._make_lanes(
-            mapping,
-            region_nbytes,
-            source_region_U8,
-            pair=pair,
-            events=events,
-            loop=loop,
-            config=config,
-            limits=limits,
-            turns=turns,
-        )
+        self._lanes = self._make_lanes(mapping, region_nbytes, source_region_U8, limits, turns)
         self._queue = self._lanes.queue
-        loop.add_reader(sock, self._read)
+        loop.add_reader(self._sock, self._read)
 
     def _make_lanes(
         self,
         mapping: Any,
         region_nbytes: int,
         source: Any,
-        *,
-        pair: Pair,
-        events: WriterEvents,
-        loop: asyncio.AbstractEventLoop,
-        config: ShmConfig,
         limits: ShmLinkLimits,
         turns: AbstractContextManager[object],
     ) -> CopyingLanes:
@@ -345,17 +314,13 @@ class ShmWriterLink(BaseWriterLink):
         return CopyLanes(
             dst_U8=np.frombuffer(mapping, dtype=np.uint8, count=region_nbytes),
             src_U8=source,
-            loop=loop,
-            completed=events.writes_completed,
+            loop=self._loop,
+            completed=self._events.writes_completed,
             drained=self._drained,
-            limits=CopyLimits(
-                threads=config.copy_threads,
-                chunk_ops_max=limits.copy_chunk_ops_max,
-                chunk_bytes_max=limits.copy_chunk_bytes_max,
-                abandoned_grants_max=limits.abandoned_grants_max,
-            ),
+            threads=self._config.copy_threads,
+            limits=limits,
             turns=turns,
-            name=f"shm-copy-{pair.receiver:x}",
+            name=f"shm-copy-{self._pair.receiver:x}",
             idle_work=self._enter_pages(mapping),
         )
 
@@ -371,7 +336,7 @@ class ShmWriterLink(BaseWriterLink):
         limits: ShmLinkLimits = SHM_LINK_LIMITS,
         turns: AbstractContextManager[object] | None = None,
         open_region: OpenByDescriptor | None = None,
-    ) -> ShmWriterLink:
+    ) -> Self:
         """Connect, prove the pair's secret and map the receiver's region.
 
         `source_region_U8` is the caller's: a uint8 array, unless `open_region` opens something else than host memory.
@@ -384,25 +349,22 @@ class ShmWriterLink(BaseWriterLink):
         config = config or ShmConfig()
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         channel = ShmChannel(sock, loop, cls.codec, address=endpoint.address)
-        try:
-            async with asyncio.timeout(limits.connect_ms_max / 1000):
-                await connect_socket(sock, endpoint)
-                mapping, region_nbytes = await channel.connect(endpoint, pair, open_region or map_region)
-        except BaseException as error:
-            give_up(channel, endpoint)
-            failed = wire.connect_error(error, address=endpoint.address, connect_ms_max=limits.connect_ms_max)
-            if failed is not None:
-                raise failed from error
-            raise
+        with connect_errors(endpoint.address, limits.connect_ms_max):
+            try:
+                async with asyncio.timeout(limits.connect_ms_max / 1000):
+                    await connect_socket(sock, endpoint)
+                    mapping, region_nbytes = await channel.connect(endpoint, pair, open_region or map_region)
+            except BaseException:
+                give_up(channel, endpoint)
+                raise
         try:
             return cls(
-                sock=sock,
-                mapping=mapping,
-                region_nbytes=region_nbytes,
-                nonce=channel.nonce,
+                channel,
+                mapping,
+                region_nbytes,
+                source_region_U8,
                 endpoint=endpoint,
                 pair=pair,
-                source_region_U8=source_region_U8,
                 events=events,
                 loop=loop,
                 config=config,
@@ -410,7 +372,7 @@ class ShmWriterLink(BaseWriterLink):
                 turns=turns or copy_turns(config),
             )
         except BaseException as error:
-            # No thread could be started. What still sees the region are the frames that the error has come through.
+            # No thread could be started. Only the frames that the error came through still see the region.
             traceback.clear_frames(error.__traceback__)
             try:
                 mapping.close()
@@ -437,41 +399,15 @@ class ShmWriterLink(BaseWriterLink):
         for self._pages_ready_bytes in populate(mapping, in_use=True):
             yield None
 
-    def _read(self) -> None:
-        try:
-            packet = self._sock.recv(MESSAGE_BYTES_MAX + 1)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._end(f"connection lost: {error}")
-            return
-        if not packet:
-            self._end("the receiver closed the connection or died")
-            return
-        try:
-            message = self.codec.decode(packet)
-        except wire.MalformedMessage as error:
-            self._end(f"the receiver sent no message of ours: {error}")
-            return
-        match message:
-            case wire.Fence(epoch=epoch) if epoch >= self._epoch:
-                self._fenced_by_receiver(epoch)
-            case wire.Fence():
-                return
-            case wire.Refused(reason=reason):
-                self._end(f"refused by the receiver: {reason.name}")
-            case _:
-                self._end(f"the receiver sent {type(message).__name__} out of order")
-
     def _send_seal(self, seal: Seal) -> None:
         self._queue.lanes_to_seal(seal.grant)
-        self._send(wire.SealSent(number=self._seals, seal=seal))
+        self._send_message(wire.SealSent(number=self._seals, seal=seal))
 
     def _seals_waiting(self) -> int:
         return len(self._outbox)
 
     def _stopped(self) -> None:
-        """On their way are copies of ours alone, which end by themselves: it goes on in `_drained`."""
+        """Only our own copies are on their way, and they end by themselves: it goes on in `_drained`."""
         self._loop.remove_reader(self._sock)
 
     def _cut_off(self) -> None:
@@ -491,42 +427,26 @@ class ShmWriterLink(BaseWriterLink):
             raise
         self._mapping = None
         self._bye_timer = self._loop.call_later(self._limits.bye_ms_max / 1000, self._finish)
-        self._send(wire.Bye(epoch=self._epoch))
+        self._send_message(wire.Bye(epoch=self._epoch))
 
-    def _send(self, message: wire.Message) -> None:
-        self._outbox.append(self.codec.encode(message))
-        if len(self._outbox) == 1:
-            self._flush()
-
-    def _flush(self) -> None:
-        """Send what the socket takes, in order; come back when it takes more."""
-        while self._outbox:
-            try:
-                self._sock.send(self._outbox[0])
-            except BlockingIOError:
-                self._loop.add_writer(self._sock, self._flush)
-                return
-            except OSError as error:
-                self._outbox.clear()
-                self._end(f"connection lost: {error}")
-                self._loop.remove_writer(self._sock)
-                if self._bye_timer is not None:
-                    self._say_late_bye()
-                return
-            self._outbox.popleft()
-        self._loop.remove_writer(self._sock)
+    def _all_sent(self) -> None:
         if self._bye_timer is not None:
             self._bye_sent = True
             self._finish()
 
-    def _say_late_bye(self) -> None:
+    def _connection_lost(self, reason: str) -> None:
+        super()._connection_lost(reason)
+        if self._bye_timer is not None:
+            self._send_late_bye()
+
+    def _send_late_bye(self) -> None:
         """The socket broke before the BYE, and the receiver may live. Tried until `bye_ms_max`: see `_drained`."""
         if self._over.done():
             return
         try:
-            self._bye_sent = say_late_bye(self._address, self._nonce, self.codec)
+            self._bye_sent = send_late_bye(self._address, self._nonce, self.codec)
         except BlockingIOError:
-            self._loop.call_later(CONNECT_RETRY_MS / 1000, self._say_late_bye)
+            self._loop.call_later(CONNECT_RETRY_MS / 1000, self._send_late_bye)
             return
         self._finish()
 
@@ -535,6 +455,6 @@ class ShmWriterLink(BaseWriterLink):
             return
         if self._bye_timer is not None:
             self._bye_timer.cancel()
-        self._loop.remove_writer(self._sock)
+        self._outbox.close()
         self._sock.close()
         super()._finish()

@@ -93,21 +93,16 @@ class Ack(wire.Message):
 CODEC: Final = wire.Codec(TransportName.TCP, Data, Ack, payload_bytes_max=_WELCOME.size, message_bytes=MESSAGE_BYTES)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TcpHello:
-    """`stream` counts the streams of a link from 0."""
+def hello_payload(stream: int) -> bytes:
+    """What a HELLO of tcp carries: the number of its stream in the link, from 0."""
+    return _HELLO.pack(stream)
 
-    stream: int
 
-    def encode(self) -> bytes:
-        return _HELLO.pack(self.stream)
-
-    @classmethod
-    def decode(cls, payload: bytes) -> TcpHello:
-        """Raises MalformedMessage."""
-        if len(payload) != _HELLO.size:
-            raise MalformedMessage(f"a payload of {len(payload)} bytes in a HELLO")
-        return cls(stream=at_most(_HELLO.unpack(payload)[0], STREAMS_MAX - 1))
+def stream_of(payload: bytes) -> int:
+    """Raises MalformedMessage."""
+    if len(payload) != _HELLO.size:
+        raise MalformedMessage(f"a payload of {len(payload)} bytes in a HELLO")
+    return at_most(_HELLO.unpack(payload)[0], STREAMS_MAX - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,8 +31,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import ClassVar, Final
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -48,20 +48,19 @@ from kvtransfer.region import Region
 from kvtransfer.transport import ReceiverEvents, WriteRanges
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import Refusal, RefusalReason, close_politely
-from kvtransfer.transports.limits import PortLimits, check_limits
+from kvtransfer.transports.limits import PortLimits
 from kvtransfer.transports.receiver_port import Connection, Evidence, ListeningPort
 from kvtransfer.transports.tcp import (
     CALL_SEGMENTS_MAX,
     CODEC,
     FRAME_BYTES_MAX,
-    FRAME_SEGMENTS_MAX,
     MESSAGE_BYTES,
     SEGMENT_BYTES,
     Ack,
     Data,
-    TcpHello,
     TcpWelcome,
     of_one_call,
+    stream_of,
 )
 
 log = get_log("tcp")
@@ -78,28 +77,17 @@ WAKE_BYTES_MAX = 1 << 18
 """In the middle of a payload the thread is woken for so many bytes, not for each segment that the network delivers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamLimits:
-    """Limits of one data connection."""
-
-    frame_bytes_max: int = FRAME_BYTES_MAX
-    """Bytes of one frame."""
-    frame_segments_max: int = 1024
-    """Pieces of the region that one frame may be scattered to."""
-    ack_frames_max: int = 16
-    """Frames received before an acknowledgement is sent even though more are waiting."""
-    outbox_bytes_max: int = 1 << 16
-    """Bytes of acknowledgements that a writer may leave unread."""
-
-    def __post_init__(self) -> None:
-        check_limits(self)
-        if self.frame_bytes_max > FRAME_BYTES_MAX:
-            raise ValueError(f"frame_bytes_max must not exceed {FRAME_BYTES_MAX}")
-        if self.frame_segments_max > FRAME_SEGMENTS_MAX:
-            raise ValueError(f"frame_segments_max must not exceed {FRAME_SEGMENTS_MAX}")
-
-
-STREAM_LIMITS: Final = StreamLimits()
+SEGMENTS_MAX: Final = 1024
+"""Pieces of the region that one frame may be scattered to. A writer makes no frame of more than is stated here."""
+ACK_FRAMES_MAX: Final = 16
+"""Frames received before an acknowledgement is sent even though more are waiting."""
+OUTBOX_BYTES_MAX: Final = 1 << 16
+"""Bytes of acknowledgements that a writer may leave unread."""
+PROVE_RETRY_MS = 1000
+"""Between two looks whether a device that failed has finished its copies."""
+TCP_PORT_LIMITS: Final = PortLimits(handshake_ms_max=2000)
+SEALS_PARTIAL_MAX: Final = 4096
+"""Seals that have come on some of their streams and not yet on all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +194,7 @@ class ReceiveStream:
         index: int,
         memory_U8: np.ndarray,
         region_nbytes: int,
-        limits: StreamLimits,
+        frame_bytes_max: int,
         loop: asyncio.AbstractEventLoop,
         sealed: Callable[[ReceiveStream, wire.SealSent], None],
         ended: Callable[[ReceiveStream], None],
@@ -225,7 +213,7 @@ class ReceiveStream:
         self._memory_U8: np.ndarray | None = memory_U8
         self._region_nbytes = region_nbytes
         self._share = share
-        self._limits = limits
+        self._frame_bytes_max = frame_bytes_max
         self._loop = loop
         self._sealed = sealed
         self._ended = ended
@@ -238,7 +226,7 @@ class ReceiveStream:
         # A head is read together with the first entry of its table, if it has one: one system call less.
         self._head = bytearray(MESSAGE_BYTES + SEGMENT_BYTES)
         self._head_have = 0
-        self._table = bytearray(limits.frame_segments_max * SEGMENT_BYTES)
+        self._table = bytearray(SEGMENTS_MAX * SEGMENT_BYTES)
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._next_sequence = 0
         self._ack: Ack | None = None
@@ -419,8 +407,7 @@ class ReceiveStream:
 
     def _take_table(self, frame: Data) -> np.ndarray:
         """Destination and length of each segment, int64, found to agree with the head and the region."""
-        limits = self._limits
-        if not (0 < frame.segments <= limits.frame_segments_max and 0 < frame.payload_nbytes <= limits.frame_bytes_max):
+        if not (0 < frame.segments <= SEGMENTS_MAX and 0 < frame.payload_nbytes <= self._frame_bytes_max):
             text = f"a frame of {frame.segments} segments and {frame.payload_nbytes} bytes"
             raise StreamEnded(text, RefusalReason.OVERSIZED)
         table = memoryview(self._table)[: frame.segments * SEGMENT_BYTES]
@@ -558,7 +545,7 @@ class ReceiveStream:
             self._outbox += CODEC.encode(self._ack)
         self._ack = ack
         self._frames_unacked += 1
-        if self._frames_unacked >= self._limits.ack_frames_max:
+        if self._frames_unacked >= ACK_FRAMES_MAX:
             self._flush()
 
     def _flush(self) -> None:
@@ -574,7 +561,7 @@ class ReceiveStream:
         except BlockingIOError:
             sent = 0
         del self._outbox[:sent]
-        if len(self._outbox) > self._limits.outbox_bytes_max:
+        if len(self._outbox) > OUTBOX_BYTES_MAX:
             raise StreamEnded("the writer does not read its acknowledgements", RefusalReason.ACKS_UNREAD)
 
     def _say_why(self) -> None:
@@ -593,13 +580,6 @@ class ReceiveStream:
             return
 
 
-PROVE_RETRY_MS = 1000
-"""Between two looks whether a device that failed has finished its copies."""
-TCP_PORT_LIMITS: Final = PortLimits(handshake_ms_max=2000)
-SEALS_PARTIAL_MAX: Final = 4096
-"""Seals that have come on some of their streams and not yet on all."""
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class TcpConnection(Connection):
     """`sock` is None once a stream owns it, and at the end."""
@@ -612,13 +592,6 @@ class TcpConnection(Connection):
     prove_timer: asyncio.TimerHandle | None = None
     unproved: bool = False
     """The device failed with copies of this connection queued."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Allowed:
-    pair: Pair
-    epoch: Epoch
-    ranges: WriteRanges
 
 
 class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
@@ -634,7 +607,6 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
         listen: str = "127.0.0.1:0",
         advertise_host: str | None = None,
         limits: PortLimits = TCP_PORT_LIMITS,
-        stream: StreamLimits = STREAM_LIMITS,
     ) -> None:
         """Listens at once. `region` is the caller's and outlives the port.
 
@@ -646,11 +618,10 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
         """
         super().__init__(TcpConnection, listen=listen, advertise_host=advertise_host, events=events, limits=limits)
         self._region = region
-        self._stream_limits = stream
+        self._frame_bytes_max = FRAME_BYTES_MAX
         if isinstance(region, StagedRegion):
-            frame_bytes_max = min(self._stream_limits.frame_bytes_max, region.limits.chunk_bytes)
-            self._stream_limits = replace(self._stream_limits, frame_bytes_max=frame_bytes_max)
-        self._allowed: dict[GrantId, _Allowed] = {}
+            self._frame_bytes_max = min(FRAME_BYTES_MAX, region.limits.chunk_bytes)
+        self._allowed: dict[GrantId, tuple[Pair, Epoch, WriteRanges]] = {}
         self._unproved: dict[GrantId, Pair] = {}
         """Forbidden grants of which copies may still run on a device that has failed."""
         self._seals_partial: dict[tuple[Pair, int, GrantId], int] = {}
@@ -658,7 +629,7 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
 
     def allow(self, pair: Pair, epoch: Epoch, grant: GrantId, ranges: WriteRanges) -> None:
         """See `ReceiverPort.allow`."""
-        self._allowed[grant] = _Allowed(pair=pair, epoch=epoch, ranges=ranges)
+        self._allowed[grant] = (pair, epoch, ranges)
         for stream in self._streams(pair):
             if stream.hello.epoch == epoch:
                 stream.allow(grant, ranges)
@@ -667,7 +638,7 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
         """See `ReceiverPort.forbid`. Waits at most for one system call of each stream of the pair, and for those of the
         grant's copies that are queued on a device."""
         allowed = self._allowed.pop(grant, None)
-        pair = allowed.pair if allowed is not None else self._unproved.pop(grant, None)
+        pair = allowed[0] if allowed is not None else self._unproved.pop(grant, None)
         for stream in self._streams(pair) if pair is not None else ():
             try:
                 stream.forbid(grant)
@@ -676,29 +647,16 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
                 self._unproved[grant] = stream.hello.pair
         return grant not in self._unproved
 
-    def fence(self, pair: Pair, epoch: Epoch) -> None:
-        """See `ReceiverPort.fence`. No byte is taken any more when this returns; the threads are joined soon after,
-        once a device is through with what they had queued there."""
-        for number in self._begin_fence(pair, epoch):
-            stream = self._connections[number].stream
-            assert stream is not None
-            stream.stop(epoch)
-
     async def close(self) -> None:
         """Stop listening and receiving; no event is delivered any more. Writers see EOF. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        self._acceptor.close()
-        for connection in self._connections.values():
-            if connection.stream is not None:
-                connection.stream.stop(None)
-        for connection in list(self._connections.values()):
-            if connection.stream is not None:
-                connection.stream.join()
-                connection.stream.release_or_leave()
-            self._drop(connection)
-        self._pairs.clear()
+        if not self._closed:
+            streams = [c.stream for c in self._connections.values() if c.stream is not None]
+            for stream in streams:
+                stream.stop(None)
+            for stream in streams:
+                stream.join()
+                stream.release_or_leave()
+        await super().close()
         self._allowed.clear()
         self._repeats.close()
 
@@ -724,7 +682,7 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
         return connection.stream is not None
 
     def _identify(self, connection: TcpConnection) -> None:
-        connection.index = TcpHello.decode(connection.hello.payload).stream
+        connection.index = stream_of(connection.hello.payload)
 
     def _prepare(self, connection: TcpConnection) -> None:
         region = self._region
@@ -735,8 +693,8 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
                 raise Refusal(RefusalReason.CONNECTIONS_MAX) from error
         welcome = TcpWelcome(
             region_nbytes=region.nbytes,
-            frame_bytes_max=self._stream_limits.frame_bytes_max,
-            frame_segments_max=self._stream_limits.frame_segments_max,
+            frame_bytes_max=self._frame_bytes_max,
+            frame_segments_max=SEGMENTS_MAX,
         )
         self._handle(connection, wire.Prepared(payload=welcome.encode()))
 
@@ -754,14 +712,14 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
                 memory_U8=region.host_U8 if isinstance(region, StagedRegion) else region.array_U8,
                 region_nbytes=region.nbytes,
                 share=share,
-                limits=self._stream_limits,
+                frame_bytes_max=self._frame_bytes_max,
                 loop=self._loop,
                 sealed=self._seal,
                 ended=lambda _: self._ended(connection),
             )
-            for grant, allowed in self._allowed.items():
-                if (allowed.pair, allowed.epoch) == (connection.pair, connection.epoch):
-                    stream.allow(grant, allowed.ranges)
+            for grant, (pair, epoch, ranges) in self._allowed.items():
+                if (pair, epoch) == (connection.pair, connection.epoch):
+                    stream.allow(grant, ranges)
             stream.start()
         except BaseException:
             # Nothing was received, so nothing is on a device.
@@ -774,17 +732,16 @@ class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
 
     # After the WELCOME a connection's messages go to its stream, and none to the port.
 
-    def _deliver(self, connection: TcpConnection, message: wire.SealSent | wire.LateBye) -> None:
-        raise AssertionError((connection, message))
+    def _unexpected(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError((args, kwargs))
 
-    def _left(self, connection: TcpConnection, *, drained: bool) -> None:
-        raise AssertionError((connection, drained))
+    _left = _lost = _broken = _unexpected
 
-    def _lost(self, connection: TcpConnection) -> None:
-        raise AssertionError(connection)
-
-    def _broken(self, connection: TcpConnection, reason: RefusalReason) -> None:
-        raise AssertionError((connection, reason))
+    def _fenced(self, connection: TcpConnection) -> None:
+        """No byte is taken any more when this returns; the threads are joined soon after, once a device is through with
+        what they had queued there."""
+        assert connection.stream is not None
+        connection.stream.stop(connection.epoch)
 
     # What streams report.
 

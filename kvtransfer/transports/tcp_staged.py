@@ -5,8 +5,7 @@ thread's stream had queued; a thread polls for the end of that copy and only the
 compute stream waits for nothing. A chunk is used again when its piece has completed there. Until then what was
 posted waits on the device, without a limit here: whoever posts bounds what is not completed.
 
-A batch completes with its last piece, so when the receiver has acknowledged all of it. The device is through with its
-sources earlier; but a completion also means that the bytes have landed, on which the seal relies.
+A batch completes with its last piece, so when the receiver has acknowledged all of it, on which the seal relies.
 """
 
 from __future__ import annotations
@@ -27,22 +26,18 @@ from kvtransfer.device.staging import StagedRegion, StagingFull, StagingShare, p
 from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent
 from kvtransfer.transport import ConnectError, DataEndpoint, Seal, WriteOps, WriterEvents
 from kvtransfer.transports.limits import LINK_LIMITS, LinkLimits
-from kvtransfer.transports.post_queue import Batch, Completed, PostQueue, Taken, TooManyAbandonedGrants
+from kvtransfer.transports.post_queue import Batch, Completed, Part, PostQueue, Taken, TooManyAbandonedGrants
 from kvtransfer.transports.settings import TcpConfig
 from kvtransfer.transports.tcp import leave_stream
 from kvtransfer.transports.tcp_writer import Frame, TcpWriterLink, connect_streams, cut_frames
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class StagedPart:
+class StagedPart(Part):
     """A frame that fits a chunk. `computed`: its sources have been."""
 
     frame: Frame
     computed: DeviceEvent
-
-    @property
-    def nbytes(self) -> int:
-        return self.frame.nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -114,7 +109,10 @@ class Stager:
     def _cut(self, ops: WriteOps) -> Iterator[StagedPart]:
         """By whoever posts: it is behind what their stream has queued so far."""
         computed, chunk_bytes = self._source.here(), self._source.limits.chunk_bytes
-        return (StagedPart(frame=frame, computed=computed) for frame in cut_frames(ops, chunk_bytes, chunk_bytes))
+        return (
+            StagedPart(frame=frame, nbytes=frame.nbytes, computed=computed)
+            for frame in cut_frames(ops, chunk_bytes, chunk_bytes)
+        )
 
     # The thread.
 

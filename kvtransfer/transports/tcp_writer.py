@@ -1,13 +1,12 @@
 """The writing side of tcp: sends straight from the source region over one or several connections.
 
-A batch is cut into frames. Each stream has a sending thread; acknowledgements are read on the control thread. A frame
-goes from the region to the kernel by one native call. What is small is sent by whoever posts it, without waiting, while
-no thread sends on that stream; what the socket does not take then is left to the stream's thread. A batch is complete
-when all its frames are acknowledged, or when the link is over: then every socket is closed and every thread joined, so
-nothing reads the source any more (I1).
+A batch is cut into frames. Each stream has a sending thread; acknowledgements are read on the control thread. What is
+small is sent by whoever posts it, without waiting, while no thread sends on that stream; what the socket does not take
+then is left to the stream's thread. A batch is complete when all its frames are acknowledged, or when the link is over:
+then every socket is closed and every thread joined, so nothing reads the source any more (I1).
 
-Nothing is ever `writes_in_doubt` here, though the kernels and the network may still hold frames of a link that broke:
-the receiver takes no byte of one before it has found the grant among those that it allows, which a Release ends.
+Nothing is ever `writes_in_doubt` here, though the network may still hold frames of a link that broke: the receiver
+takes no byte of one before it has found the grant among those that it allows, which a Release ends.
 
 Shape suffixes: W = write operations of a batch; S = segments of its frames; S2 = (destination, length) of each; F =
 frames.
@@ -35,17 +34,17 @@ from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import RECV_BYTES, close_politely
 from kvtransfer.transports.limits import LINK_LIMITS, LinkLimits
-from kvtransfer.transports.post_queue import Batch, Completed, PostQueue, Taken
+from kvtransfer.transports.post_queue import Batch, Completed, Part, PostQueue, Taken
 from kvtransfer.transports.settings import TcpConfig
 from kvtransfer.transports.tcp import (
     CODEC,
     MESSAGE_BYTES,
     Ack,
     Data,
-    TcpHello,
     TcpWelcome,
     acknowledged_bytes,
     connect_stream,
+    hello_payload,
     leave_stream,
     moved_by,
     of_one_call,
@@ -63,14 +62,13 @@ SHARES_OF_A_STREAM = 1.25
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Frame:
+class Frame(Part):
     """`nbytes` of payload. `table_S2` has (destination, length) of each segment, as it travels; all arrays are
     contiguous."""
 
     src_S: np.ndarray
     nbytes_S: np.ndarray
     table_S2: np.ndarray
-    nbytes: int
 
 
 def merge_runs(ops: WriteOps) -> WriteOps:
@@ -235,7 +233,7 @@ async def connect_streams(
     try:
         async with asyncio.timeout(limits.connect_ms_max / 1000):
             for index in range(config.streams):
-                own = TcpHello(stream=index).encode()
+                own = hello_payload(index)
                 hello = wire.Hello(pair=pair, epoch=endpoint.epoch, link=link, payload=own)
                 sock, welcome = await connect_stream(endpoint, hello, loop)
                 socks.append(sock)
@@ -471,12 +469,13 @@ class TcpWriterLink(BaseWriterLink):
 
     # Control thread.
 
-    def _read(self, stream: _Stream) -> None:
+    def _read(self, stream: _Stream) -> bool:
+        """Handle what has come. False: nothing has."""
         try:
             data = stream.sock.recv(RECV_BYTES, socket.MSG_DONTWAIT)
             reason = "the receiver closed the connection or died"
         except BlockingIOError:
-            return
+            return False
         except OSError as error:
             data, reason = b"", f"connection lost: {error}"
         if not data:
@@ -484,7 +483,7 @@ class TcpWriterLink(BaseWriterLink):
             # At an orderly end EOF is the receiver's answer to BYE; a closing one that is cut off ends here too.
             self._end(reason)
             self._finish_if_over()
-            return
+            return True
         if stream.received:
             data = stream.received + data
         whole = len(data) // MESSAGE_BYTES * MESSAGE_BYTES
@@ -492,6 +491,7 @@ class TcpWriterLink(BaseWriterLink):
         with contextlib.ExitStack() as every:  # an error in one message, or in what it completes, loses none behind it
             for start in reversed(range(0, whole, MESSAGE_BYTES)):
                 every.callback(self._handle, stream, data[start : start + MESSAGE_BYTES])
+        return True
 
     def _handle(self, stream: _Stream, packet: bytes) -> None:
         try:
@@ -568,21 +568,12 @@ class TcpWriterLink(BaseWriterLink):
         stream.sending = False
         if failure:
             # The receiver's last message, if there is one, explains more than the error of a send.
-            while stream.reading and not self._ending and self._has_input(stream):
-                self._read(stream)
+            while stream.reading and not self._ending and self._read(stream):
+                pass
             self._end(failure)
             if not self._cut:
                 self._cut_off()
         self._finish_if_over()
-
-    def _has_input(self, stream: _Stream) -> bool:
-        try:
-            stream.sock.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True  # `_read` meets it too, and deals with it
-        return True
 
     def _stop_reading(self, stream: _Stream) -> None:
         if stream.reading:

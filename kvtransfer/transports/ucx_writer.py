@@ -1,31 +1,35 @@
-"""The writing side of ucx: writes handed to NIXL by a thread of the link's own, which looks for their completion.
+"""The writing side of ucx: a thread of the link's own hands writes to NIXL and looks for their completion.
 
 A batch is complete when UCX has flushed all its writes, or when the link is over and its agent is destroyed: then
-nothing reads the source any more (I1). NIXL offers nothing to sleep on, hence the looking, with longer and
-longer pauses.
+nothing reads the source any more (I1). NIXL offers nothing to sleep on, so the thread looks again after ever longer
+pauses.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
-from typing import ClassVar, Final
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
 from baton.ids import Pair
 from baton.log import get_log
-from baton.tasks import call_loop
-from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName, WriterEvents
+from kvtransfer.link import host_identity
+from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriterEvents
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.chain_link import ChainLink, QueueLimits, SealPart
+from kvtransfer.transports.control_channel import WriterChannel, connect_errors
 from kvtransfer.transports.limits import LinkLimits
 from kvtransfer.transports.settings import UcxConfig
-from kvtransfer.transports.ucx import CODEC, UCX_LINK_LIMITS, Connected, connect
-from kvtransfer.transports.ucx_nixl import UcxFailed, ucx_transports
+from kvtransfer.transports.ucx import CODEC, UcxHello, UcxWelcome
+from kvtransfer.transports.ucx_nixl import UcxAgent, UcxFailed, UcxUnavailable, ucx_transports
 
 log = get_log("ucx")
 
+UCX_LINK_LIMITS: Final = LinkLimits(connect_ms_max=10_000)
 TRANSFER_WRITES_MAX: Final = 4096
 """Writes handed to NIXL at once."""
 TRANSFER_BYTES_MAX: Final = 16 << 20
@@ -42,20 +46,86 @@ SLEEP_MS_MAX = 1000
 """The posting thread looks about at least this often."""
 
 
+@dataclass(slots=True, kw_only=True)
+class Connected:
+    """A welcomed link; both are the caller's."""
+
+    channel: WriterChannel
+    agent: UcxAgent
+    region_nbytes: int
+
+
+async def connect(
+    endpoint: DataEndpoint,
+    pair: Pair,
+    source_U8: np.ndarray,
+    loop: asyncio.AbstractEventLoop,
+    *,
+    config: UcxConfig,
+    limits: LinkLimits,
+) -> Connected:
+    """Connect, prove the pair's secret, and have an agent that may write to the receiver's.
+
+    Raises:
+        ConnectError: refused, unreachable, whoever answers does not know the secret, no UCX, or too late.
+    """
+    link = int.from_bytes(os.urandom(8))
+    own = UcxHello(host=host_identity(), pid=os.getpid())
+    hello = wire.Hello(pair=pair, epoch=endpoint.epoch, link=link, payload=own.encode())
+    making = loop.run_in_executor(None, UcxAgent, source_U8, f"writer-{link:x}", config.tls)
+    channel: WriterChannel | None = None
+    with connect_errors(endpoint.address, limits.connect_ms_max, UcxFailed, UcxUnavailable):
+        try:
+            async with asyncio.timeout(limits.connect_ms_max / 1000):
+                channel = await WriterChannel.open(endpoint.address, loop, CODEC, address=endpoint.address)
+                welcome = UcxWelcome.decode((await channel.shake_hands(endpoint.secret, hello)).payload)
+                agent = await asyncio.shield(making)
+            loading = loop.run_in_executor(
+                None, agent.load_peer, welcome.metadata, welcome.region_base, welcome.region_nbytes
+            )
+            if cancelled := await _until_over(loading):
+                raise cancelled
+            loading.result()
+            return Connected(channel=channel, agent=agent, region_nbytes=welcome.region_nbytes)
+        except BaseException as error:
+            cancelled = await _until_over(making)
+            if making.exception() is None:
+                cancelled = await _until_over(loop.run_in_executor(None, making.result().destroy)) or cancelled
+            if channel is not None:
+                channel.leave(wire.Bye(epoch=endpoint.epoch))
+            if cancelled is not None:
+                raise cancelled from error
+            raise
+
+
+async def _until_over(work: asyncio.Future[Any]) -> asyncio.CancelledError | None:
+    """Wait even where the caller is cancelled, since a thread cannot be stopped in a call. Returns the cancellation."""
+    cancelled: asyncio.CancelledError | None = None
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    return cancelled
+
+
 class UcxWriterLink(ChainLink):
     """One writer's link to one receiver in one epoch (see `kvtransfer.transport.WriterLink`). Made by `connect`.
 
-    The end comes once: from `close` or a FENCE, which let what is on its way arrive, or from EOF, a failed write or a
-    deadline, which destroy the agent at once. `link_lost` is called last, after every completion, and not for an end
-    that `close` began.
+    The end comes once: from `close`, FENCE or REFUSED, which let what is on its way arrive, or from EOF, a failed write
+    or a deadline, which destroy the agent at once. `link_lost` is called last, after every completion, and not for an
+    end that `close` began.
     """
 
     transport: ClassVar[TransportName] = TransportName.UCX
+    codec: ClassVar[wire.Codec] = CODEC
+    ends_in_order = True
+    failed = UcxFailed
 
     def __init__(
         self,
-        *,
         connected: Connected,
+        *,
         endpoint: DataEndpoint,
         pair: Pair,
         events: WriterEvents,
@@ -65,10 +135,10 @@ class UcxWriterLink(ChainLink):
     ) -> None:
         """Takes over what is connected. Use `connect`."""
         self._agent, self._config = connected.agent, config
+        self._destroyed = False
         self._awake = threading.Event()
         super().__init__(
-            sock=connected.sock,
-            codec=CODEC,
+            connected.channel,
             src_nbytes=self._agent.nbytes,
             dst_nbytes=connected.region_nbytes,
             endpoint=endpoint,
@@ -83,14 +153,9 @@ class UcxWriterLink(ChainLink):
                 chain_bytes_max=TRANSFER_BYTES_MAX,
                 wr_bytes_max=1 << 30,
                 on_the_way_bytes_max=ON_THE_WAY_BYTES_MAX,
-                abandoned_grants_max=limits.abandoned_grants_max,
             ),
             seals_max=SEALS_MAX,
-            wake=self._awake.set,
         )
-        self._thread = threading.Thread(target=self._post_all, name=f"ucx-post-{pair.receiver:x}", daemon=True)
-        self._thread.start()
-        loop.add_reader(self._sock, self._read)
 
     @classmethod
     async def connect(
@@ -111,28 +176,22 @@ class UcxWriterLink(ChainLink):
         config = config or UcxConfig()
         connected = await connect(endpoint, pair, source_region_U8, loop, config=config, limits=limits)
         try:
-            return cls(
-                connected=connected,
-                endpoint=endpoint,
-                pair=pair,
-                events=events,
-                loop=loop,
-                config=config,
-                limits=limits,
-            )
+            return cls(connected, endpoint=endpoint, pair=pair, events=events, loop=loop, config=config, limits=limits)
         except RuntimeError as error:
             connected.agent.destroy()
-            wire.take_leave(connected.sock, CODEC.encode(wire.Bye(epoch=endpoint.epoch)))
+            connected.channel.leave(wire.Bye(epoch=endpoint.epoch))
             raise ConnectError(f"{endpoint.address}: no thread to post with: {error}") from error
 
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""
         return {**super().describe(), "ucx_transports": ucx_transports(self._config.tls)}
 
+    def _wake(self) -> None:
+        self._awake.set()
+
     # Posting thread.
 
     def _post_all(self) -> None:
-        failure, destroyed = "the posting thread failed", False
         pause_us = POLL_US_MIN
         try:
             while not self._cut and not (self._ending and self._lanes.drained and not self._seals_out):
@@ -143,15 +202,9 @@ class UcxWriterLink(ChainLink):
                     moved = True
                 pause_us = POLL_US_MIN if moved else min(2 * pause_us, POLL_US_MAX)
                 self._awake.wait(pause_us / 1e6 if self._lanes.on_the_way else SLEEP_MS_MAX / 1000)
-            failure = ""
-        except UcxFailed as error:
-            failure = str(error)
         finally:
-            try:
-                self._agent.destroy()
-                destroyed = True
-            finally:
-                call_loop(self._loop, self._thread_left, failure, destroyed)
+            self._agent.destroy()
+            self._destroyed = True
 
     def _post_what_fits(self) -> bool:
         posted = False
@@ -166,33 +219,15 @@ class UcxWriterLink(ChainLink):
 
     # Control thread.
 
-    def _send_numbered(self, number: int, seal: Seal) -> None:
-        self._send_message(wire.SealSent(number=number, seal=seal))
-        self._lanes.seal(number, seal.grant)
-
     def _handle(self, message: wire.Message) -> None:
-        match message:
-            case wire.Sealed(number=number) if number in self._seals_out:
-                self._sealed(number)
-            case wire.Fence(epoch=epoch):
-                # The receiver may need our BYE that all has arrived; otherwise it closes the connection.
-                self._seals_out.clear()
-                if not self._ending:
-                    self._fenced_by_receiver(epoch, orderly=True)
-            case wire.Refused(reason=reason):
-                self._seals_out.clear()
-                self._end(f"refused by the receiver: {reason.name}", orderly=True)
-            case _:
-                self._end(f"the receiver sent {type(message).__name__} out of order")
+        if isinstance(message, (wire.Fence, wire.Refused)):
+            # No seal is confirmed any more. The receiver may need our BYE, which says that all has arrived.
+            self._seals_out.clear()
+        super()._handle(message)
 
-    def _thread_left(self, failure: str, destroyed: bool) -> None:
-        if failure and not self._ending:
-            # The receiver's last message, if there is one, explains more than the error of a write.
-            self._read()
-            self._end(failure)
-        self._thread.join()
-        self._stop_watching()
-        if not destroyed:
+    def _thread_over(self, failure: str) -> None:
+        del failure
+        if not self._destroyed:
             # A bug of ours, raised in the thread. Its worker may still read the source: no completion, and no BYE.
             log.error("ucx link keeps its source blocks", peer=self._address)
             self._hang_up(None)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.device.event_poster import EventPoster
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents
+from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.limits import LinkLimits
 from kvtransfer.transports.post_queue import PostQueue, TooManyAbandonedGrants
 
@@ -234,3 +235,66 @@ class BaseWriterLink(ABC):
         self._over.set_result(None)
         if not self._closed_by_caller:
             self._events.link_lost(self._pair, self._reason)
+
+
+class ChannelLink(BaseWriterLink):
+    """A link with one control channel beside its data: every transport's but tcp's."""
+
+    codec: ClassVar[wire.Codec]
+    ends_in_order: ClassVar[bool] = False
+    """After a FENCE or REFUSED what is on its way may arrive."""
+
+    def __init__(
+        self,
+        channel: wire.WriterChannel,
+        *,
+        endpoint: DataEndpoint,
+        pair: Pair,
+        events: WriterEvents,
+        loop: asyncio.AbstractEventLoop,
+        limits: LinkLimits,
+    ) -> None:
+        """Takes the welcomed connection over. The subclass has the loop call `_read`, once all of it is there."""
+        super().__init__(endpoint=endpoint, pair=pair, events=events, loop=loop, limits=limits)
+        self._sock, self._inbox = channel.sock, wire.Inbox(self.codec)
+        self._outbox = wire.Outbox(channel.sock, loop, self._connection_lost, self._all_sent)
+
+    def _send_message(self, message: wire.Message) -> None:
+        self._outbox.send(self.codec.encode(message))
+
+    def _all_sent(self) -> None:
+        """No message waits for the socket."""
+
+    def _connection_lost(self, reason: str) -> None:
+        """The receiver reads nothing more: nothing is waited for, in an orderly end neither."""
+        self._loop.remove_reader(self._sock)
+        self._end(reason)
+        self._cut_off()
+
+    def _read(self) -> None:
+        try:
+            data = self._sock.recv(wire.RECV_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._connection_lost(f"connection lost: {error}")
+            return
+        if not data:
+            self._connection_lost("the receiver closed the connection or died")
+            return
+        try:
+            for message in self._inbox.feed(data):
+                self._handle(message)
+        except wire.MalformedMessage as error:
+            self._end(f"the receiver sent no message of ours: {error}")
+
+    def _handle(self, message: wire.Message) -> None:
+        """From the receiver."""
+        match message:
+            case wire.Fence(epoch=epoch):
+                if epoch >= self._epoch and not self._ending:
+                    self._fenced_by_receiver(epoch, orderly=self.ends_in_order)
+            case wire.Refused(reason=reason):
+                self._end(f"refused by the receiver: {reason.name}", orderly=self.ends_in_order)
+            case _:
+                self._end(f"the receiver sent {type(message).__name__} out of order")

@@ -196,8 +196,7 @@ def test_a_configured_pin_waits_while_a_later_one_has_its_name() -> None:
             routers.run(first)
 
             async def told() -> bool:
-                problems = [on.problem for on in kept.on_nodes.values()]
-                return len(problems) == 2 and all(p is not None and p.reason is Reason.NAME_IN_USE for p in problems)
+                return [problem.reason for problem in kept.problems.values()] == [Reason.NAME_IN_USE] * 2
 
             await wait_for(told, "both nodes to refuse")
             assert await routers.here() == {name: [("a", 3)] for name in NODES}
@@ -223,7 +222,7 @@ def test_a_node_out_of_reach_does_not_hold_the_others_up() -> None:
                 warm=routers._warm,
             )
             pin = await keeper.pin(prefix("a"), A, warm=False)
-            told = {on.node: (on.blocks, on.problem is not None) for on in pin.on_nodes.values()}
+            told = {on.node: (on.blocks, i in pin.problems) for i, on in pin.on_nodes.items()}
             assert told == {"decode-0": (0, True), "prefill-0": (2, False)}
             assert await keeper.unpin("a")
 
@@ -254,7 +253,7 @@ def test_a_channel_that_is_dropped_during_a_call_ends_that_call_only() -> None:
             nodes.remove(leaving)
             await routers._channels.drop(leaving.endpoint)
             pin = await pinning
-            told = {on.node: on.problem.reason if on.problem is not None else None for on in pin.on_nodes.values()}
+            told = {on.node: pin.problems[i].reason if i in pin.problems else None for i, on in pin.on_nodes.items()}
             assert told == {"decode-0": Reason.PEER_UNREACHABLE, "prefill-0": None}
             await keeper.pin(prefix("b", B), B, warm=False)
             assert (await routers.here())["prefill-0"] == [("a", 2), ("b", 3)]

@@ -15,7 +15,7 @@ import pytest
 
 from cachestore.spill_policy import SpillState
 from decode_node.node import DecodeNode
-from node.copiers import BlockCopy, ThreadCopier
+from node.copiers import BlockCopier, BlockCopy
 from node.spill import Spill
 from tests.support.cancels import ask_or_leave
 from tests.support.cluster_harness import (
@@ -56,15 +56,15 @@ class HeldCopies:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        real = ThreadCopier.start
+        real = BlockCopier.start
 
-        def start(copier: ThreadCopier, copy: BlockCopy, done: Callable[[BaseException | None], None]) -> None:
+        def start(copier: BlockCopier, copy: BlockCopy, done: Callable[[BaseException | None], None]) -> None:
             if copy.out is self.held:
                 self._waiting.append(lambda: real(copier, copy, done))
             else:
                 real(copier, copy, done)
 
-        with patch.object(ThreadCopier, "start", start):
+        with patch.object(BlockCopier, "start", start):
             yield
 
     def let_go(self) -> None:
@@ -127,15 +127,14 @@ async def scenario(state: SpillState, deadline_s: float | None) -> bool:
 
             await wait_for(freed, "the victim to be freed", story=cluster.story)
             if arrived and state in (SpillState.SPILLING, SpillState.RETURNING):
-                assert spill.figures.host_copying > 0, "its blocks are kept until their copy has ended"
+                assert spill.host.copying > 0, "its blocks are kept until their copy has ended"
             node.ledger.check()
             spill.check()
             copies.let_go()
             for prompt, count, answer in zip(others, counts, await asyncio.gather(*asking), strict=True):
                 assert answer.ids == mock_tokens([1, *prompt], count)
             await assert_conserved(cluster)
-            figures = spill.figures
-            assert (figures.swapped_out, figures.host_copying, figures.host_filled) == (0, 0, 0)
+            assert (spill.busy, spill.host.copying, spill.host.filled) == (False, 0, 0)
     return arrived
 
 
@@ -184,8 +183,7 @@ def test_many_clients_leave_at_random_moments() -> None:
 
             await asyncio.gather(*(ask(index) for index in range(50)))
             await assert_conserved(cluster)
-            figures = spill.figures
-            assert figures.swapped_out_total > 0
-            assert (figures.swapped_out, figures.host_copying, figures.host_filled) == (0, 0, 0)
+            assert spill.counters.swapped_out > 0
+            assert (spill.busy, spill.host.copying, spill.host.filled) == (False, 0, 0)
 
     asyncio.run(scenario())

@@ -162,8 +162,8 @@ def test_padding_touches_its_own_block_only() -> None:
     seqs = sequences([5, 7, 4], GREEDY, seed=4)
     step(runner, seqs, [None] * 3)
     step(runner, seqs, [None] * 3)
-    pool = runner._pool
-    assert pool is not None
+    assert runner._bound is not None
+    pool = runner._bound.pool
     before = pool.kv_LN2KSD.clone()
     step(runner, seqs, [None] * 3)
     bits, was = pool.kv_LN2KSD.view(torch.int32), before.view(torch.int32)
@@ -189,8 +189,8 @@ def test_the_last_layer_is_for_rows_that_draw(monkeypatch: pytest.MonkeyPatch) -
     """In a prompt's chunk no row goes on behind the last layer's K and V, beside a running sequence that one's row; the
     attention of single tokens keeps one plan at a time."""
     runner, _ = gpu_runner(GraphConfig(graph_rows_max=0))
-    assert runner._attention is not None
-    runner._attention.decode = OnePlan(runner._attention.decode)
+    assert runner._bound is not None
+    runner._bound.attention.decode = OnePlan(runner._bound.attention.decode)
     rows_seen: list[int] = []
     original = decoder.swiglu
 
@@ -300,7 +300,8 @@ def test_graph_limits_are_checked() -> None:
 def test_unbound_it_keeps_nothing_of_the_region() -> None:
     """After `unbind` the region's owner may close it: no view is left."""
     runner, _ = gpu_runner()
-    pool = weakref.ref(runner._pool)
+    assert runner._bound is not None
+    pool = weakref.ref(runner._bound.pool)
     runner.unbind()
     gc.collect()
     assert pool() is None

@@ -19,7 +19,7 @@ from engine.model_config import ComputeDtype
 from engine.types import SamplingParams
 from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.host_driver import HostDriver
-from node.copiers import BlockCopy, StreamCopier
+from node.copiers import BlockCopier, BlockCopy
 from node.pool import DevicePool, open_device_pool
 from node.spill import SpillConfig
 from tests.support.gpu_node import BLOCK_SIZE, random_prompts, write_model
@@ -93,13 +93,13 @@ def test_answers_are_those_of_a_region_with_room(config: EngineConfig, wanted: l
     async def tight(pool: DevicePool) -> list[list[int]]:
         host = pool.host
         assert host is not None
-        assert isinstance(host.copier, StreamCopier)
+        assert host.pinned is not None
         assert pool.describe()["below the region"] == f"{host.region.nbytes:,} bytes of pinned memory"
         found = await answers_of(pool, asked())
-        figures, counters = host.spill.figures, pool.engine.counters
-        assert figures.swapped_out_total > 0
-        assert figures.copied_out == figures.copied_back + figures.merged > 0
-        assert (figures.swapped_out, figures.host_free) == (0, HOST_BLOCKS)
+        spill, counters = host.spill, pool.engine.counters
+        assert spill.counters.swapped_out > 0
+        assert spill.counters.copied_out == spill.counters.copied_back + spill.counters.merged > 0
+        assert (spill.busy, spill.host.free) == (False, HOST_BLOCKS)
         assert counters.tokens_computed == sum(len(prompt) + TOKENS - 1 for prompt, _ in asked())
         assert counters.steps_overlapped > 0
         assert counters.steps_held_back > 0
@@ -117,12 +117,12 @@ def test_bytes_that_come_back_wrong_are_seen(
     config: EngineConfig, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test above is able to fail: of two blocks that come back, both are the first, and tokens differ."""
-    real = StreamCopier._queue
+    real = BlockCopier._queue
 
-    def twice(copier: StreamCopier, copy: BlockCopy, ready: Any) -> Any:
+    def twice(copier: BlockCopier, copy: BlockCopy, ready: Any) -> Any:
         return real(copier, copy if copy.out else replace(copy, host=copy.host[:1] * len(copy.host)), ready)
 
-    monkeypatch.setattr(StreamCopier, "_queue", twice)
+    monkeypatch.setattr(BlockCopier, "_queue", twice)
     assert asyncio.run(with_pool(config, SPILL, lambda pool: answers_of(pool, asked()))) != wanted
 
 
@@ -135,7 +135,7 @@ def test_a_device_that_fails_in_a_copy_ends_the_engine_by_its_name(
         raise DeviceError("an illegal memory access was encountered")
 
     async def scene(pool: DevicePool) -> BatonError:
-        monkeypatch.setattr(StreamCopier, "_queue", refused)
+        monkeypatch.setattr(BlockCopier, "_queue", refused)
         with pytest.raises(BatonError) as caught:
             await answers_of(pool, asked())
         return caught.value
@@ -179,7 +179,7 @@ def test_memory_that_cannot_be_pinned_or_reached_is_told_by_its_field(
     def full(*_: Any) -> Any:
         raise DeviceError("cudaHostRegister: out of memory")
 
-    for owner, name in ((HostDriver, "register"), (StreamCopier, "rehearse")):
+    for owner, name in ((HostDriver, "register"), (BlockCopier, "rehearse")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, full)
             error = problem_of(config, SPILL)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from baton.ids import Epoch
-from cli.transport_checks import check_rdma, works
+from cli.doctor import check_rdma, works
 from kvtransfer.device.gpudirect import DmaBuf, GpuDirect
 from kvtransfer.device.host_driver import HostDriver
 from kvtransfer.device.region import DeviceRegion

@@ -332,7 +332,7 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
     def no_device(*_: Any, **__: Any) -> None:
         """Whatever the machine has that the simulation runs on."""
 
-    def open_port(transport: TransportName, _config: Any, _pool: Any, ports: Any) -> SimPort:
+    def open_port(transport: TransportName, _config: Any, _pool: Any, ports: Any, _memory: None) -> SimPort:
         return SimPort(transport=transport, process=current(), events=ports.port_events(transport))
 
     async def nobody_listens(endpoint: str, *, timeout_s: float) -> bool:

@@ -187,9 +187,7 @@ def make_pool(config: EngineConfig, *, step_s: float, token_s: float, rng: Rando
     ledger = Ledger(config.num_blocks, on_free=poison_block)
     blocks = BlockManager(ledger, config.block_size, b"sim")
     return DevicePool(
-        pins=PinTable(
-            blocks.prefix_cache, num_blocks=config.num_blocks, block_size=config.block_size, limits=config.pins
-        ),
+        pins=PinTable(blocks.prefix_cache, num_blocks=config.num_blocks, limits=config.pins),
         runner=cast("Runner", runner),
         engine=Engine(cast("Runner", runner), blocks, config.scheduler()),
         blocks=blocks,

@@ -26,6 +26,7 @@ from tests.sim.cluster import PACE_S, Kind, Process, SimCluster
 from tests.sim.loop import ProcessState
 from tests.sim.network import Network
 from tests.sim.profiles import PLACEMENT_WAIT_MS_MAX, RESUME_WAIT_MS_MAX
+from tests.support.noticed import noticed_ms_max
 
 ROUTE_S = 3.0
 LOOK_S = 0.05
@@ -116,7 +117,7 @@ class Excuses:
     def spent(self, router: str, began_s: float) -> bool:
         routers = set(self._cluster.names(Kind.ROUTER)) - {router}
         others = routers | set(self._cluster.names(Kind.DIRECTORY))
-        from_s = began_s - self._cluster.profile.liveness.noticed_ms_max / 1000 / CLOCK_SHARE
+        from_s = began_s - noticed_ms_max(self._cluster.profile.liveness) / 1000 / CLOCK_SHARE
         hits = sum(at_s >= from_s and not (names & others) for at_s, names in self._losses)
         return hits >= RetryConfig().deaths_max
 

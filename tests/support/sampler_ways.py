@@ -59,4 +59,4 @@ def token_logprobs(
 ) -> dict[int, TokenLogprobs]:
     """By row, for the rows whose `params.logprobs` is set."""
     scored = sampler.ScoredRows.of(logits_BV, tokens_B, params)
-    return {} if scored is None else scored.told(scored.packed().cpu().numpy())
+    return {} if scored is None else scored.by_row(scored.packed().cpu().numpy())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -13,22 +14,20 @@ from engine.core import TokenEvent
 from engine.mock import MockConfig, MockRunner
 from engine.scheduler import Sequence, SequenceMode
 from engine.types import NullSink, SamplingParams
-from node.copiers import BlockCopy, BlockPlaces, RegionCopier
+from kvtransfer.native.copy import copy_records
+from node.copiers import BlockCopy, BlockPlaces
 from node.pool import layout_of
 from node.spill import Spill, SpillConfig
 from tests.support.engine_bench import POISON, SMALL, Node, key_of
 
 
 @dataclass
-class Bytes:
-    array_U8: np.ndarray
-
-
-@dataclass
 class HandCopier:
     """Copies nothing until `finish`, in any order."""
 
-    copier: RegionCopier
+    places: BlockPlaces
+    device_U8: np.ndarray
+    host_U8: np.ndarray
     waiting: list[tuple[BlockCopy, Callable[[BaseException | None], None]]] = field(default_factory=list)
 
     def start(self, copy: BlockCopy, done: Callable[[BaseException | None], None]) -> None:
@@ -36,7 +35,8 @@ class HandCopier:
 
     def finish(self, which: int = 0) -> None:
         copy, done = self.waiting.pop(which)
-        self.copier.run(copy)
+        src_U8, dst_U8 = (self.device_U8, self.host_U8) if copy.out else (self.host_U8, self.device_U8)
+        copy_records(dst_U8, src_U8, self.places.ops(copy))
         done(None)
 
     def finish_all(self) -> None:
@@ -65,15 +65,15 @@ class SpillNode(Node):
         layout = layout_of(self.runner.kv_spec)
         self.places = BlockPlaces(layout=layout, device_blocks=num_blocks, host_blocks=host_blocks)
         self.host_memory = np.full(layout.region_bytes(host_blocks), POISON, np.uint8)
-        self.copier = HandCopier(RegionCopier(self.places, device=Bytes(self.region), host=Bytes(self.host_memory)))
+        self.copier = HandCopier(self.places, self.region, self.host_memory)
+        copier: Any = self.copier
         self.spill = Spill(
             config=SpillConfig(
                 host_blocks=host_blocks, headroom_blocks=headroom_blocks, copy_blocks_max=copy_blocks_max
             ),
             engine=self.engine,
             blocks=self.blocks,
-            ledger=self.ledger,
-            copier=self.copier,
+            copier=copier,
         )
         self.entered: dict[str, Sequence] = {}
         self.footprints: dict[str, int] = {}
@@ -167,8 +167,8 @@ class SpillNode(Node):
         raise AssertionError(f"not over after {steps_max} steps")
 
     def assert_nothing_held(self) -> None:
-        figures = self.spill.figures
-        assert (figures.swapped_out, figures.host_copying, figures.host_filled) == (0, 0, 0)
+        spill = self.spill
+        assert (spill.busy, spill.host.copying, spill.host.filled) == (False, 0, 0)
         assert not self.copier.waiting
         self.spill.check()
         super().assert_nothing_held()

@@ -14,8 +14,8 @@ from kvtransfer.region import Region
 from kvtransfer.transport import WriteRanges
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.limits import PortLimits
-from kvtransfer.transports.tcp import CODEC, MESSAGE_BYTES, Data, TcpHello, connect_stream
-from kvtransfer.transports.tcp_receiver import STREAM_LIMITS, TCP_PORT_LIMITS, StreamLimits, TcpReceiverPort
+from kvtransfer.transports.tcp import CODEC, MESSAGE_BYTES, Data, connect_stream, hello_payload
+from kvtransfer.transports.tcp_receiver import TCP_PORT_LIMITS, TcpReceiverPort
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, pair_of
 
 EPOCH = Epoch(3)
@@ -35,14 +35,13 @@ class First(WriteRanges):
 
 
 class Receiving:
-    def __init__(self, limits: PortLimits, stream: StreamLimits) -> None:
+    def __init__(self, limits: PortLimits) -> None:
         self.events = Recorder()
         self.region = Region.create(REGION_NBYTES, "test-region")
         self.port = TcpReceiverPort(
             region=self.region,
             events=self.events,
             limits=limits,
-            stream=stream,
         )
         self.endpoint = self.port.expect(PAIR, EPOCH)
 
@@ -59,10 +58,8 @@ async def wait_until(holds: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def receiving(
-    limits: PortLimits = TCP_PORT_LIMITS, stream: StreamLimits = STREAM_LIMITS
-) -> AsyncIterator[Receiving]:
-    it = Receiving(limits, stream)
+async def receiving(limits: PortLimits = TCP_PORT_LIMITS) -> AsyncIterator[Receiving]:
+    it = Receiving(limits)
     try:
         yield it
     finally:
@@ -95,7 +92,7 @@ class Raw:
 
 @asynccontextmanager
 async def raw(r: Receiving, stream: int = 0, link: int = 1) -> AsyncIterator[Raw]:
-    hello = wire.Hello(pair=PAIR, epoch=EPOCH, link=link, payload=TcpHello(stream=stream).encode())
+    hello = wire.Hello(pair=PAIR, epoch=EPOCH, link=link, payload=hello_payload(stream))
     loop = asyncio.get_running_loop()
     sock, _ = await connect_stream(r.endpoint, hello, loop)
     sock.setblocking(False)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.transport import WriteOps
-from kvtransfer.transports import ucx, ucx_receiver
+from kvtransfer.transports import ucx, ucx_receiver, ucx_writer
 from kvtransfer.transports.ucx_nixl import UcxFailed, UcxUnavailable
 
 
@@ -86,7 +86,7 @@ def agents(monkeypatch: pytest.MonkeyPatch) -> type[AgentDouble]:
         monkeypatch.setattr(AgentDouble, name, False)
     monkeypatch.setattr(AgentDouble, "unavailable", "nobody")
     monkeypatch.setattr(AgentDouble, "alive", {})
-    monkeypatch.setattr(ucx, "UcxAgent", AgentDouble)
-    monkeypatch.setattr(ucx_receiver, "UcxAgent", AgentDouble)
+    for module in (ucx, ucx_receiver, ucx_writer):
+        monkeypatch.setattr(module, "UcxAgent", AgentDouble)
     monkeypatch.delenv("UCX_TLS", raising=False)
     return AgentDouble

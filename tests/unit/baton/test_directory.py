@@ -219,7 +219,7 @@ def test_every_watcher_ends_up_with_what_is_there(
 
     def read(watcher: int) -> None:
         changes = state.changes_since(versions[watcher], now_s=now_s)
-        versions[watcher] = changes.version
+        versions[watcher] = state.version
         if changes.snapshot:
             views[watcher].clear()
         for removal in changes.removals:

@@ -375,7 +375,7 @@ def test_the_script_keeps_the_pure_rules(
             elif action == "look":
                 looked = await directory._changes_since(looked)
                 changes = state.changes_since(version, now_s=0.0)
-                version = changes.version
+                version = state.version
                 assert {each.name for each in looked.event.removals} == {each.name for each in changes.removals}
                 assert looked.event.snapshot == changes.snapshot
                 assert {each.name: each for each in looked.event.upserts} == {

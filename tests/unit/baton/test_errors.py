@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 from baton.endpoint import check_reachable, join_endpoint, split_endpoint
 from baton.errors import BatonError, Code, Reason
 from baton.ids import RequestId
-from baton.log import LogFormat, LogLevel, get_log, set_up_logging, tear_down_logging
+from baton.log import LogFormat, LogLevel, get_log, set_up_logging
 from baton.status import from_rpc_error, to_status
 from baton.tracing import Traceparent, call_metadata, new_request_id, read_metadata
+from tests.support.logs import tear_down_logging
 
 HEADER_BYTES_MAX = 8192
 

@@ -17,8 +17,9 @@ from batonpb import (
 )
 
 from baton.errors import BatonError, Code, Reason
-from baton.log import LogLevel, set_up_logging, tear_down_logging
+from baton.log import LogLevel, set_up_logging
 from baton.rpc import RpcLimits, rpc_errors, time_left_s
+from tests.support.logs import tear_down_logging
 from tests.support.rpc_harness import HANG_S, SERVING, Behavior, answer, run, serving
 
 

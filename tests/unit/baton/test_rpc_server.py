@@ -21,8 +21,9 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from baton.endpoint import join_endpoint
 from baton.errors import BatonError, Code, Reason
-from baton.log import LogLevel, set_up_logging, tear_down_logging
+from baton.log import LogLevel, set_up_logging
 from baton.rpc import ChannelLimits, Channels, RpcLimits
+from tests.support.logs import tear_down_logging
 from tests.support.rpc_harness import HANG_S, SERVING, Served, answer, make_server, run, serving
 
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

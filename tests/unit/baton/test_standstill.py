@@ -279,9 +279,9 @@ def test_an_embedded_directory_is_stopped_and_goes_on(tmp_path: Path) -> None:
     endpoint = free_endpoint()
     with Foreground("directory", "--listen", endpoint, folder=tmp_path) as process:
         run(scene(process, endpoint))
-        before, _, after = process.err.partition("stood still and heard of nobody")
-        assert "not heard of any more" not in before
-        assert after.count("not heard of any more") == len(NAMES)
+        before, _, after = process.err.partition("stood still and heard from no node")
+        assert "node expired" not in before
+        assert after.count("node expired") == len(NAMES)
 
 
 def test_a_redis_that_is_stopped_and_goes_on() -> None:

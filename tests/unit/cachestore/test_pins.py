@@ -226,7 +226,7 @@ def test_no_block_is_pinned_behind_one_that_is_not() -> None:
 def table_of(count_max: int = 3, share: float = 0.5) -> tuple[Ledger, PrefixCache, PinTable]:
     ledger, cache = make(20)
     limits = PinLimits(count_max=count_max, region_share_max=share, lease_ms_max=10_000)
-    return ledger, cache, PinTable(cache, num_blocks=20, block_size=SIZE, limits=limits)
+    return ledger, cache, PinTable(cache, num_blocks=20, limits=limits)
 
 
 def hold(table: PinTable, name: str, tokens: list[int], **more: float) -> int | None:

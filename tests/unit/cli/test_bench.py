@@ -110,9 +110,11 @@ def test_ctrl_c_prints_what_there_is(tmp_path: Path) -> None:
     [
         (["--concurrency", "2", "--rate", "1"], 2, "Error: --concurrency and --rate exclude each other.\n"),
         (["--prefill", "1"], 2, "give --model or --mock too.\n"),
-        (["--prompt-tokens", "0"], 2, "Invalid value for '--prompt-tokens': '0' is no number from 1 to 1048576\n"),
-        (["--rate", "0"], 2, "Error: Invalid value for '--rate': '0' is not above 0 (and at most 1e12)\n"),
-        (["--token-ids", "9", "9"], 2, "error: ids_from must be from 0 to below 9, not 9.\n"),
+        (["--prompt-tokens", "0"], 2, "'0' is no distribution of lengths: 0 is not from 1 to 1048576\n"),
+        (["--rate", "0"], 2, "Error: Invalid value for '--rate': '0' is not from 1e-09 to 1e+12\n"),
+        (["--concurrency", "0"], 2, "Invalid value for '--concurrency': 0 is not in the range 1<=x<="),
+        (["--in-flight-max", "0"], 2, "Invalid value for '--in-flight-max': 0 is not in the range x>=1.\n"),
+        (["--token-ids", "9", "9"], 2, "error: token_ids must be from 0 to below 9, not 9.\n"),
         (["--warm-up", "64"], 2, "error: warm_up must be below the number of requests (64), not 64.\n"),
         (["--trace", "/nonexistent"], 2, "error: /nonexistent cannot be read: No such file or directory.\n"),
         (["--json", "/nonexistent/a.json"], 2, "/nonexistent/a.json cannot be written: /nonexistent is no folder.\n"),
@@ -176,7 +178,7 @@ def test_a_plot(tmp_path: Path) -> None:
         assert path.stat().st_size > 1000
         measured.ttft.add(5)
         measured.itl.add(5)
-        measured.timeline.tokens(1, 3, 5)
+        measured.timeline.add(1, tokens=3, gap_ms_max=5)
         measured.error("QUEUE_FULL", "Full.", at_s=2, counts=True)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from baton.errors import InvalidField
 from cli.bench_load import IN_FLIGHT_FULL, NO_TOKENS, LoadConfig, Loader, Message, Messages, TargetError, _message
-from cli.bench_plan import Caps, Fixed, Planned, at_times, drawn_requests
+from cli.bench_plan import Planned, at_times, drawn_requests, parse_lengths
 from cli.bench_stats import Slo, report_data, report_text
 
 _T = TypeVar("_T")
@@ -82,26 +82,16 @@ class Server:
 
 
 def plan(times_s: Sequence[float] | None = None, *, output: int = 3) -> Iterator[Planned]:
-    requests = drawn_requests(prompt=Fixed(5), output=Fixed(output), shared_prefix_tokens=0, caps=Caps(), seed=0)
+    requests = drawn_requests(prompt=parse_lengths("5"), output=parse_lengths(str(output)), seed=0)
     return requests if times_s is None else at_times(requests, times_s)
 
 
 def config(**given: Any) -> LoadConfig:
-    default: dict[str, Any] = {
-        "concurrency": None,
-        "requests_max": None,
-        "duration_s_max": None,
-        "warm_up": 0,
-        "in_flight_max": 100,
-        "ids_from": 2,
-        "ids_to": 9,
-        "seed": 0,
-    }
-    return LoadConfig(**{**default, **given})
+    return LoadConfig(**{"in_flight_max": 100, "token_ids": (2, 9), **given})
 
 
-async def load(server: Server, requests: Iterator[Planned], slo: Slo | None = None, **given: Any) -> Loader:
-    loader = Loader(config(**given), requests, server, slo=slo or Slo(), now_s=asyncio.get_running_loop().time)
+async def load(server: Server, planned: Iterator[Planned], slo: Slo | None = None, **given: Any) -> Loader:
+    loader = Loader(config(**given), planned, server, slo=slo or Slo(), now_s=asyncio.get_running_loop().time)
     await loader.run()
     return loader
 
@@ -152,7 +142,7 @@ def test_a_closed_loop_keeps_so_many_under_way() -> None:
 
     async def scene() -> None:
         server = Server()
-        measured = (await load(server, plan(), concurrency=2, requests_max=6)).measured
+        measured = (await load(server, plan(), concurrency=2, requests=6)).measured
         assert server.sent_s == pytest.approx([0, 0, 1.2, 1.2, 2.4, 2.4])
         assert (measured.ttft.most, measured.e2e.most) == pytest.approx((1000, 1200))
         assert measured.throughput()["output_tokens_per_s"] == pytest.approx(18 / 3.6)
@@ -163,11 +153,11 @@ def test_a_closed_loop_keeps_so_many_under_way() -> None:
 
 @pytest.mark.parametrize(("concurrency", "times"), [(None, [0.0, 1.0, 2.0, 3.0]), (1, None)])
 def test_the_end_of_the_time(concurrency: int | None, times: list[float] | None) -> None:
-    """After `duration_s_max` nothing is sent, and what is under way is waited for."""
+    """After `duration` nothing is sent, and what is under way is waited for."""
 
     async def scene() -> None:
         server = Server()
-        loader = await load(server, plan(times), concurrency=concurrency, duration_s_max=2.0)
+        loader = await load(server, plan(times), concurrency=concurrency, duration=2.0)
         assert len(server.sent_s) == 2
         assert loader.measured.answered == 2
         assert loader.elapsed_s > 2.0
@@ -192,7 +182,7 @@ def test_nothing_is_due() -> None:
     """A rate so low that no request comes within the run's time: it is said, in place of a report of nothing."""
 
     async def scene() -> None:
-        measured = (await load(Server(), plan([1e7]), duration_s_max=2.0)).measured
+        measured = (await load(Server(), plan([1e7]), duration=2.0)).measured
         assert "\nNothing was sent: no request was due" in report_text(measured, what="this", complete=True)
         assert "Nothing" not in report_text(measured, what="this", complete=False)
 
@@ -203,7 +193,7 @@ def test_tokens_in_one_message() -> None:
     """Two tokens a message: half the gaps, all the tokens."""
 
     async def scene() -> None:
-        measured = (await load(Server(together=2), plan(output=9), concurrency=1, requests_max=1)).measured
+        measured = (await load(Server(together=2), plan(output=9), concurrency=1, requests=1)).measured
         assert (measured.itl.count, measured.output_tokens) == (4, 9)
         assert measured.tpot.most == pytest.approx(50)
 
@@ -294,7 +284,7 @@ def test_a_bug_ends_the_run() -> None:
 
     async def scene() -> None:
         with pytest.raises(ZeroDivisionError):
-            await load(Broken(), plan(), concurrency=2, requests_max=4)
+            await load(Broken(), plan(), concurrency=2, requests=4)
 
     jump(scene())
 
@@ -312,9 +302,8 @@ def test_the_same_seed_sends_the_same() -> None:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"concurrency": 0}, "concurrency must be positive, not 0"),
-        ({"ids_from": 9}, "ids_from must be from 0 to below 9, not 9"),
-        ({"in_flight_max": 0}, "in_flight_max must be positive"),
+        ({"token_ids": (9, 9)}, "token_ids must be from 0 to below 9, not 9"),
+        ({"requests": 4, "warm_up": 4}, r"warm_up must be below the number of requests \(4\), not 4"),
     ],
 )
 def test_a_wrong_configuration(given: dict[str, Any], problem: str) -> None:

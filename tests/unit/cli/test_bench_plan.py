@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from itertools import islice, pairwise
+from itertools import islice, pairwise, repeat
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,9 @@ from hypothesis import strategies as st
 from cli.bench_plan import (
     LENGTH_MAX,
     Arrivals,
-    Caps,
-    Exponential,
-    Fixed,
     Lengths,
-    Lognormal,
     Planned,
     TraceError,
-    TraceScale,
-    Uniform,
     arrival_times,
     at_times,
     check_trace,
@@ -31,15 +25,14 @@ from cli.bench_plan import (
     parse_lengths,
     prompt_ids,
     trace_requests,
-    without_times,
 )
 
 numbers = st.integers(1, LENGTH_MAX)
 distributions: st.SearchStrategy[Lengths] = st.one_of(
-    st.builds(Fixed, numbers),
-    st.tuples(numbers, numbers).map(lambda pair: Uniform(min(pair), max(pair))),
-    st.builds(Lognormal, st.floats(1, LENGTH_MAX), st.floats(0, 10)),
-    st.builds(Exponential, st.floats(1, LENGTH_MAX)),
+    st.tuples(numbers).map(lambda of: Lengths("fixed", of)),
+    st.tuples(numbers, numbers).map(lambda pair: Lengths("uniform", (min(pair), max(pair)))),
+    st.tuples(st.floats(1, LENGTH_MAX), st.floats(0, 10)).map(lambda of: Lengths("lognormal", of)),
+    st.tuples(st.floats(1, LENGTH_MAX)).map(lambda of: Lengths("exponential", of)),
 )
 
 
@@ -49,31 +42,32 @@ def test_lengths_are_usable_and_repeatable(lengths: Lengths, seed: int) -> None:
     drawn = [lengths.draw(rng) for rng in [random.Random(seed)] for _ in range(20)]
     assert all(isinstance(length, int) and 1 <= length <= LENGTH_MAX for length in drawn)
     assert drawn == [lengths.draw(rng) for rng in [random.Random(seed)] for _ in range(20)]
-    if isinstance(lengths, Uniform):
-        assert all(lengths.low <= length <= lengths.high for length in drawn)
+    if lengths.kind == "uniform":
+        assert all(lengths.numbers[0] <= length <= lengths.numbers[1] for length in drawn)
 
 
 @pytest.mark.parametrize(
     ("text", "lengths"),
     [
-        ("512", Fixed(512)),
-        ("uniform:64:64", Uniform(64, 64)),
-        ("lognormal:512:0.6", Lognormal(512.0, 0.6)),
-        ("exponential:100", Exponential(100.0)),
+        ("512", Lengths("fixed", (512,))),
+        ("uniform:64:64", Lengths("uniform", (64, 64))),
+        ("lognormal:512:0.6", Lengths("lognormal", (512.0, 0.6))),
+        ("exponential:100", Lengths("exponential", (100.0,))),
     ],
 )
 def test_lengths_are_read(text: str, lengths: Lengths) -> None:
     assert parse_lengths(text) == lengths
+    assert str(lengths) == text
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "'' is no number from 1 to 1048576"),
-        ("0", "'0' is no number from 1"),
-        ("-3", "'-3' is no number"),
+        ("", "'' is no distribution of lengths: '' is no number"),
+        ("0", "'0' is no distribution of lengths: 0 is not from 1 to 1048576"),
+        ("-3", "-3 is not from 1 to"),
         ("1e3", "'1e3' is no number"),
-        ("99999999999", "is no number from 1"),
+        ("99999999999", "is not from 1 to"),
         ("uniform:9:3", "'uniform:9:3' is no distribution of lengths: 9 is above 3"),
         ("uniform:9", "write it as N, uniform:LOW:HIGH"),
         ("lognormal:0:1", "0 is not from 1 to"),
@@ -84,7 +78,7 @@ def test_lengths_are_read(text: str, lengths: Lengths) -> None:
     ],
 )
 def test_what_is_no_distribution_is_refused(text: str, problem: str) -> None:
-    with pytest.raises(ValueError, match=r"no number|no distribution") as caught:
+    with pytest.raises(ValueError, match="no distribution") as caught:
         parse_lengths(text)
     assert problem in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -93,9 +87,9 @@ def test_what_is_no_distribution_is_refused(text: str, problem: str) -> None:
 def test_the_middle_of_a_distribution() -> None:
     """Of 4,000 lengths half are under a lognormal's median, and the mean of an exponential's is its own; both to 5%."""
     rng = random.Random(1)
-    lognormal = sorted(Lognormal(500, 0.7).draw(rng) for _ in range(4000))
+    lognormal = sorted(Lengths("lognormal", (500, 0.7)).draw(rng) for _ in range(4000))
     assert 475 <= lognormal[2000] <= 525
-    assert 475 <= sum(Exponential(500).draw(rng) for _ in range(4000)) / 4000 <= 525
+    assert 475 <= sum(Lengths("exponential", (500,)).draw(rng) for _ in range(4000)) / 4000 <= 525
 
 
 @given(st.sampled_from(Arrivals), st.floats(1e-3, 1e6), st.integers())
@@ -127,10 +121,15 @@ def ids_of(planned: Planned, seed: int = 7) -> list[int]:
 def test_drawn_prompts(prompt: Lengths, shared: int, seed: int, cap: int) -> None:
     """As long as planned and no longer than the cap; the shared beginning is the same in all, the last token never
     belongs to it, and another seed's prompts are others."""
-    caps = Caps(prompt_tokens_max=cap, output_tokens_max=9)
-    plan = list(
-        islice(drawn_requests(prompt=prompt, output=Fixed(10), shared_prefix_tokens=shared, caps=caps, seed=seed), 4)
+    drawn = drawn_requests(
+        prompt=prompt,
+        output=Lengths("fixed", (10,)),
+        shared_prefix_tokens=shared,
+        prompt_tokens_max=cap,
+        output_tokens_max=9,
+        seed=seed,
     )
+    plan = list(islice(drawn, 4))
     assert [planned.index for planned in plan] == [0, 1, 2, 3]
     prompts = [ids_of(planned) for planned in plan]
     for planned, ids in zip(plan, prompts, strict=True):
@@ -147,10 +146,10 @@ def test_drawn_prompts(prompt: Lengths, shared: int, seed: int, cap: int) -> Non
 
 
 def test_other_times() -> None:
-    plan = drawn_requests(prompt=Fixed(4), output=Fixed(1), shared_prefix_tokens=0, caps=Caps(), seed=0)
+    plan = drawn_requests(prompt=parse_lengths("4"), output=parse_lengths("1"), seed=0)
     timed = list(at_times(plan, [0.5, 1.5]))
     assert [planned.due_s for planned in timed] == [0.5, 1.5]
-    assert [planned.due_s for planned in without_times(timed)] == [None, None]
+    assert [planned.due_s for planned in at_times(timed, repeat(None))] == [None, None]
 
 
 def line(timestamp: Any = 0, input_length: Any = 10, output_length: Any = 5, hash_ids: Any = ()) -> str:
@@ -177,9 +176,7 @@ def test_a_trace(tmp_path: Path) -> None:
         line(5000, 600, 7, None),
     )
     assert check_trace(path) == 5
-    scale = TraceScale(speed=2.0, length=0.25)
-    caps = Caps(output_tokens_max=100)
-    plan = list(trace_requests(path, scale=scale, caps=caps))
+    plan = list(trace_requests(path, speed=2.0, length_scale=0.25, output_tokens_max=100))
     assert [planned.due_s for planned in plan] == [0.0, 0.0, 1.5, 2.0, 2.0]
     assert [planned.prompt_tokens for planned in plan] == [275, 256, 275, 150, 150]
     assert [planned.output_tokens for planned in plan] == [12, 1, 100, 2, 2]
@@ -188,23 +185,23 @@ def test_a_trace(tmp_path: Path) -> None:
     assert first[128:256] != first[:128]
     assert first[256:] != third[256:]
     assert fourth != fifth
-    cut = next(trace_requests(path, scale=scale, caps=Caps(prompt_tokens_max=200)))
+    cut = next(trace_requests(path, speed=2.0, length_scale=0.25, prompt_tokens_max=200))
     assert ids_of(cut) == first[:200]
 
 
 @pytest.mark.parametrize(
     ("bad", "problem"),
     [
-        ("[1]", ":2: no JSON object"),
-        ("{", ":2: no JSON object on one line"),
-        (line(timestamp=None), ":2: timestamp must be milliseconds, not null"),
-        (line(timestamp=True), ":2: timestamp must be milliseconds, not true"),
-        (line(timestamp=-1), ":2: timestamp must be milliseconds, not -1"),
+        ("[1]", ":2: input should be an object"),
+        ("{", ":2: invalid json"),
+        (line(timestamp=None), ":2: timestamp input should be a valid number"),
+        (line(timestamp=True), ":2: timestamp input should be a valid number"),
+        (line(timestamp=-1), ":2: timestamp input should be greater than or equal to 0"),
         (line(timestamp=4), ":2: timestamp 4 is before the line above's"),
-        (line(6, input_length=0), ":2: input_length must be a whole number from 1 to 1048576, not 0"),
-        (line(6, output_length=1.5), ":2: output_length must be a whole number from 1 to 1048576, not 1.5"),
-        (line(6, hash_ids=[-1]), ":2: hash_ids must be a list of whole numbers"),
-        (line(6, hash_ids=["a"]), ":2: hash_ids must be a list of whole numbers"),
+        (line(6, input_length=0), ":2: input_length input should be greater than or equal to 1"),
+        (line(6, output_length=1.5), ":2: output_length input should be a valid integer"),
+        (line(6, hash_ids=[-1]), ":2: hash_ids input should be greater than or equal to 0"),
+        (line(6, hash_ids=["a"]), ":2: hash_ids input should be a valid integer"),
     ],
 )
 def test_what_is_no_trace_is_refused(tmp_path: Path, bad: str, problem: str) -> None:

@@ -17,25 +17,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import BatonError, Reason
-from cli.chat import ChatSession, Conversation, Line, Order, Screen, UnknownOrder, parse_line
-from cli.client import Answer, answer_data, logprobs_text
-from cli.sampling import SamplingChoice, sampling_choice, sampling_options
+from cli.chat import ChatSession, Conversation, Lines, UnknownOrder, parse_line
+from cli.client import Answer, InferenceClient, answer_data, logprobs_text
+from cli.sampling import sampling_message, sampling_options
 
 
 @pytest.mark.parametrize(
     ("line", "meant"),
     [
-        ("", None),
-        ("  \t", None),
-        (" Where to? ", Line(order=None, text="Where to?")),
-        ("//usr/bin is what?", Line(order=None, text="/usr/bin is what?")),
-        ("/reset", Line(order=Order.RESET, text="")),
-        ("/system  Be brief. ", Line(order=Order.SYSTEM, text="Be brief.")),
-        ("/system", Line(order=Order.SYSTEM, text="")),
-        ("/exit", Line(order=Order.EXIT, text="")),
+        ("", ("", "")),
+        ("  \t", ("", "")),
+        (" Where to? ", ("", "Where to?")),
+        ("//usr/bin is what?", ("", "/usr/bin is what?")),
+        ("/reset", ("reset", "")),
+        ("/system  Be brief. ", ("system", "Be brief.")),
+        ("/system", ("system", "")),
+        ("/exit", ("exit", "")),
     ],
 )
-def test_what_a_line_means(line: str, meant: Line | None) -> None:
+def test_what_a_line_means(line: str, meant: tuple[str, str]) -> None:
+    """An order and its text; "" and a message."""
     assert parse_line(line) == meant
 
 
@@ -51,9 +52,9 @@ def test_no_line_is_lost_or_changed(line: str) -> None:
     """What is no order comes through, but for the space around it; any message can be written with a second slash."""
     text = line.strip()
     if text and not text.startswith("/"):
-        assert parse_line(line) == Line(order=None, text=text)
+        assert parse_line(line) == ("", text)
     elif text and not text.startswith("//"):
-        assert parse_line("/" + text) == Line(order=None, text=text)
+        assert parse_line("/" + text) == ("", text)
 
 
 def roles(chat: inference_pb2.Chat) -> list[tuple[str, str]]:
@@ -68,16 +69,13 @@ def test_a_conversation_grows_by_what_was_answered() -> None:
     assert roles(conversation.messages("two")) == [
         ("system", "Be brief."), ("user", "one"), ("assistant", "uno"), ("user", "two"),
     ]  # fmt: skip
-    conversation.reset()
-    assert (len(conversation), roles(conversation.messages("three"))) == (
-        0,
-        [("system", "Be brief."), ("user", "three")],
-    )
+    conversation.turns.Clear()
+    assert roles(conversation.messages("three")) == [("system", "Be brief."), ("user", "three")]
     conversation.system = ""
     assert roles(conversation.messages("four")) == [("user", "four")]
 
 
-class ScriptedClient:
+class ScriptedClient(InferenceClient):
     """Answers the first message up to half, then Ctrl-C comes; breaks the second off; answers the third."""
 
     def __init__(self) -> None:
@@ -95,10 +93,9 @@ class ScriptedClient:
         yield inference_pb2.GenerateEvent(finished=inference_pb2.Finished(reason=common_pb2.FINISH_REASON_STOP))
 
 
-class Lines:
-    interactive = True
-
+class ScriptedLines(Lines):
     def __init__(self, *lines: str) -> None:
+        self.interactive = True
         self._lines = iter(lines)
 
     def next(self) -> str | None:
@@ -110,15 +107,8 @@ def test_what_was_stopped_stays_and_what_broke_off_does_not(capsys: pytest.Captu
     not, nor its message."""
     client = ScriptedClient()
     with asyncio.Runner() as runner:
-        session = ChatSession(
-            runner,
-            client,  # type: ignore[arg-type]
-            Conversation(),
-            Screen(as_json=False, stats=False),
-            template=inference_pb2.GenerateRequest(model="m"),
-            router="nowhere",
-        )
-        assert session.run(Lines("one", "two", "three", "four")) == 0
+        session = ChatSession(runner, client, inference_pb2.GenerateRequest(model="m"), router="nowhere")
+        assert session.run(ScriptedLines("one", "two", "three", "four")) == 0
     stopped = [("user", "one"), ("assistant", "half")]
     assert client.seen == [
         [("user", "one")],
@@ -135,14 +125,14 @@ def test_what_was_stopped_stays_and_what_broke_off_does_not(capsys: pytest.Captu
     )
 
 
-def parsed(*arguments: str) -> SamplingChoice | str:
+def parsed(*arguments: str) -> inference_pb2.Sampling | str:
     """What a command with all sampling options gets, or the message that refuses them."""
-    got: list[SamplingChoice] = []
+    got: list[inference_pb2.Sampling] = []
 
     @click.command()
     @sampling_options
     def command(**options: object) -> None:
-        got.append(sampling_choice(options))
+        got.append(sampling_message(options))
 
     result = CliRunner().invoke(command, list(arguments))
     return got[0] if got else result.output.splitlines()[-1]
@@ -150,14 +140,13 @@ def parsed(*arguments: str) -> SamplingChoice | str:
 
 def test_every_sampling_flag_arrives() -> None:
     """Each field of baton.v1.Sampling but `choice`, which is `--answers`, has its flag."""
-    choice = parsed(
+    message = parsed(
         "--temperature", "0.5", "--top-k", "7", "--top-p", "0.9", "--min-p", "0.1", "--repetition-penalty", "1.1",
         "--presence-penalty", "-0.5", "--frequency-penalty", "0.25", "--logit-bias", "7=-1.5", "--logit-bias", "8=2",
         "--seed", str((1 << 64) - 1), "--max-tokens", "9", "--min-tokens", "2", "--stop", "end", "--stop", "\n",
         "--stop-token-id", "3", "--include-stop", "--ignore-eos", "--logprobs", "2",
     )  # fmt: skip
-    assert isinstance(choice, SamplingChoice)
-    message = choice.to_proto()
+    assert isinstance(message, inference_pb2.Sampling)
     assert {field.name for field, _ in message.ListFields()} == {
         field.name for field in inference_pb2.Sampling.DESCRIPTOR.fields
     } - {"choice"}
@@ -169,9 +158,8 @@ def test_every_sampling_flag_arrives() -> None:
 
 def test_without_flags_all_is_left_to_the_router() -> None:
     """Not set is another thing than 0 for a temperature or a seed."""
-    choice = parsed()
-    assert isinstance(choice, SamplingChoice)
-    message = choice.to_proto()
+    message = parsed()
+    assert isinstance(message, inference_pb2.Sampling)
     unset = ("temperature", "top_k", "top_p", "seed", "max_tokens", "min_tokens", "logprobs", "repetition_penalty")
     assert [name for name in unset if message.HasField(name)] == []
     assert (list(message.stop), dict(message.logit_bias)) == ([], {})
@@ -183,14 +171,14 @@ def test_without_flags_all_is_left_to_the_router() -> None:
         (["--temperature", "nan"], "'nan' is no finite number"),
         (["--top-p", "-inf"], "'-inf' is no finite number"),
         (["--min-p", "x"], "'x' is not a valid float."),
-        (["--top-k", "-1"], "-1 is out of range: 0 to 4294967295"),
-        (["--seed", "18446744073709551616"], "18446744073709551616 is out of range: 0 to 18446744073709551615"),
-        (["--stop-token-id", "4294967296"], "4294967296 is out of range: 0 to 4294967295"),
-        (["--logit-bias", "7"], "'7' does not end in a number; write it like 17=-2.5"),
-        (["--logit-bias", "=1"], "'=1' does not begin with a token id; write it like 17=-2.5"),
-        (["--logit-bias", "-3=1"], "'-3=1' does not begin with a token id; write it like 17=-2.5"),
-        (["--logit-bias", "4294967296=1"], "4294967296 is no token id (0 to 4294967295)"),
-        (["--logit-bias", "3=inf"], "'3=inf' does not end in a finite number"),
+        (["--top-k", "-1"], "-1 is not from 0 to 4294967295"),
+        (["--seed", "18446744073709551616"], "18446744073709551616 is not from 0 to 18446744073709551615"),
+        (["--stop-token-id", "4294967296"], "4294967296 is not from 0 to 4294967295"),
+        (["--logit-bias", "7"], "'7' is no bias of a token id; write it like 17=-2.5"),
+        (["--logit-bias", "=1"], "'=1' is no bias of a token id; write it like 17=-2.5"),
+        (["--logit-bias", "-3=1"], "-3 is not from 0 to 4294967295"),
+        (["--logit-bias", "4294967296=1"], "4294967296 is not from 0 to 4294967295"),
+        (["--logit-bias", "3=inf"], "'inf' is no finite number"),
         (["--logit-bias", "3=1", "--logit-bias", "3=2"], "--logit-bias names token 3 more than once."),
         (["--stop", "\udcff"], "--stop is not UTF-8"),
         (["--logprobs", "21"], "21 is not in the range 0<=x<=20."),
@@ -212,11 +200,11 @@ def test_log_probabilities_are_shown() -> None:
     ]
     answer = Answer(
         request_id="r",
-        ids=(5, 60),
+        ids=[5, 60],
         text="",
         reason=common_pb2.FINISH_REASON_LENGTH,
         stats=inference_pb2.RequestStats(),
-        logprobs=tuple(logprobs),
+        logprobs=logprobs,
     )
     assert logprobs_text(answer) == (
         "TOKEN  ID  LOGPROB   PROB  BEST\n"

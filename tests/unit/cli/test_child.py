@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cli.child import SUPERVISOR_ENV, Child, ChildProgress, describe_exit, stop_children
+from cli.child import SUPERVISOR_ENV, Child, describe_exit, stop_children
 
 WAIT_S_MAX = 60
 ENDLESS_MS = 60_000
@@ -35,7 +35,7 @@ def play(scene: Coroutine[Any, Any, None]) -> None:
     asyncio.run(limited())
 
 
-def make(tmp_path: Path, script: str, on_progress: Callable[[ChildProgress], None] = lambda progress: None) -> Child:
+def make(tmp_path: Path, script: str, on_progress: Callable[..., None] = lambda *news: None) -> Child:
     return Child(
         name="node-0",
         command=[sys.executable, "-c", script],
@@ -49,12 +49,12 @@ def test_a_child_tells_progress_and_readiness(tmp_path: Path) -> None:
     """Lines of progress come first, then the endpoint; the rest of its output is of no interest."""
 
     async def scene() -> None:
-        told: list[ChildProgress] = []
+        told: list[tuple[object, ...]] = []
         progress = """print('progress {"what": "loading", "done": 1, "total": 4}', flush=True)"""
-        child = make(tmp_path, f"{progress}; print('hello'); {SAYS_READY}; {SLEEPS}", told.append)
+        child = make(tmp_path, f"{progress}; print('hello'); {SAYS_READY}; {SLEEPS}", lambda *news: told.append(news))
         assert await child.wait_ready()
         assert child.ready.result() == "127.0.0.1:4242"
-        assert told == [ChildProgress(what="loading", done=1, total=4)]
+        assert told == [("loading", 1, 4)]
         assert await stop_children([child], grace_ms=ENDLESS_MS) == []
         assert child.exited.result() == -signal.SIGINT
 
@@ -137,7 +137,7 @@ def test_a_command_that_cannot_be_started(tmp_path: Path) -> None:
                 command=[str(tmp_path / "nothing")],
                 env=os.environ,
                 log_path=tmp_path / "node-0.log",
-                on_progress=lambda progress: None,
+                on_progress=lambda *news: None,
             )
 
     play(scene())

@@ -10,15 +10,14 @@ import pytest
 from batonpb import common_pb2, inference_pb2
 
 from baton.errors import BatonError, Reason
-from cli.client import Answer, InferenceClient, Show
+from cli.client import Answer, AnswerBuilder, InferenceClient, Show
 from cli.demo import FIRST_WAVE, SECOND_WAVE, DemoRequest, _send_wave, find_mismatches
 from cli.reference import Reference
-from cli.sampling import SamplingChoice
 from engine.demo_model import DemoModelParams, write_demo_model
 from engine.types import SamplingParams
 
 GREEDY = DemoRequest(
-    name="greedy", prompt="Where does the road lead?", sampling=SamplingChoice(temperature=0, max_tokens=6)
+    name="greedy", prompt="Where does the road lead?", sampling=inference_pb2.Sampling(temperature=0, max_tokens=6)
 )
 
 
@@ -36,7 +35,7 @@ def answered(reference: Reference) -> Answer:
     assert len(ids) == 6
     return Answer(
         request_id="r",
-        ids=tuple(ids),
+        ids=ids,
         text=reference.decode(ids),
         reason=common_pb2.FINISH_REASON_LENGTH,
         stats=inference_pb2.RequestStats(prompt_tokens=len(prompt)),
@@ -50,14 +49,13 @@ def test_a_wrong_answer_is_found(model: Path) -> None:
     other = (*right.ids[:3], right.ids[3] + 1, *right.ids[4:])
     answers = {
         "right": right,
-        "token": dataclasses.replace(right, ids=other),
-        "short": dataclasses.replace(right, ids=right.ids[:5]),
-        "text": dataclasses.replace(right, text="something else"),
-        "prompt": dataclasses.replace(right, stats=inference_pb2.RequestStats(prompt_tokens=1)),
+        "token": Answer(ids=other, text=right.text, stats=right.stats),
+        "short": Answer(ids=right.ids[:5], text=right.text, stats=right.stats),
+        "text": Answer(ids=right.ids, text="something else", stats=right.stats),
+        "prompt": Answer(ids=right.ids, text=right.text, stats=inference_pb2.RequestStats(prompt_tokens=1)),
     }
     pairs = [(dataclasses.replace(GREEDY, name=name), answer) for name, answer in answers.items()]
-    found = {m.name: m.what for m in asyncio.run(find_mismatches(pairs, model=model, compute_threads=1))}
-    assert found == {
+    assert asyncio.run(find_mismatches(pairs, model=model, compute_threads=1)) == {
         "token": f"output token 3 is {other[3]}, one process draws {right.ids[3]}",
         "short": f"output token 5 is None, one process draws {right.ids[5]}",
         "text": f"the text is 'something else', its tokens say {right.text!r}",
@@ -80,7 +78,9 @@ class FailingClient(InferenceClient):
     def __init__(self) -> None:
         self.cancelled: list[str] = []
 
-    async def generate(self, request: inference_pb2.GenerateRequest, show: Show | None = None) -> Answer:
+    async def generate(
+        self, request: inference_pb2.GenerateRequest, show: Show | None = None, builder: AnswerBuilder | None = None
+    ) -> Answer:
         if request.text == "bad":
             raise BatonError(Reason.PEER_UNREACHABLE, "Nobody there.", field="text", retry_after_ms=5)
         try:
@@ -107,7 +107,7 @@ def test_the_demo_requests() -> None:
     """Names are unique, every answer can be computed again, and the parts that the demo promises are there."""
     requests = [*FIRST_WAVE, *SECOND_WAVE]
     assert len({request.name for request in requests}) == len(requests)
-    assert all(request.sampling.temperature == 0 or request.sampling.seed is not None for request in requests)
+    assert all(request.sampling.temperature == 0 or request.sampling.HasField("seed") for request in requests)
     assert sum(request.unary for request in requests) == 1
     assert not FIRST_WAVE[0].unary
     assert not SECOND_WAVE[0].unary

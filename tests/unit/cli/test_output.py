@@ -13,11 +13,9 @@ from batonpb import common_pb2, directory_pb2, inference_pb2, node_pb2
 from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
 from baton.wire import NodeRecord, Role
-from cli.child import ChildProgress
 from cli.client import Answer, StreamPrinter, answer_data
-from cli.cluster_view import NodeView
 from cli.demo import held_by
-from cli.describe import figure_text
+from cli.nodes import NodeView, figure_text
 from cli.output import format_table
 from cli.parameters import IntegerList
 from cli.service import ProgressPrinter
@@ -32,10 +30,10 @@ class Terminal(io.StringIO):
         return True
 
 
-def printed(*tokens: inference_pb2.Tokens, as_ids: bool = False, as_text: bool = False) -> list[str]:
+def printed(*tokens: inference_pb2.Tokens, as_ids: bool | None = None) -> list[str]:
     """What is on the screen after each message, and at the end."""
     screen = io.StringIO()
-    printer = StreamPrinter(screen, as_ids=as_ids, as_text=as_text)
+    printer = StreamPrinter(screen, as_ids=as_ids)
     seen = []
     for message in tokens:
         printer.show(message)
@@ -46,7 +44,7 @@ def printed(*tokens: inference_pb2.Tokens, as_ids: bool = False, as_text: bool =
 
 def test_text_is_written_as_it_comes() -> None:
     messages = [Tokens(ids=[5], text="the"), Tokens(ids=[6], text=""), Tokens(ids=[7, 8], text=" sea")]
-    assert printed(*messages, as_text=True) == ["the", "the", "the sea", "the sea\n"]
+    assert printed(*messages, as_ids=False) == ["the", "the", "the sea", "the sea\n"]
     assert printed(*messages) == ["the", "the", "the sea", "the sea\n"]
     assert printed(*messages, as_ids=True) == ["5", "5 6", "5 6 7 8", "5 6 7 8\n"]
 
@@ -68,7 +66,7 @@ def test_ids_where_there_is_no_text() -> None:
 
 
 def test_nothing_is_written_for_no_answer() -> None:
-    assert printed(as_text=True) == [""]
+    assert printed(as_ids=False) == [""]
 
 
 @pytest.mark.parametrize(("text", "ids"), [("1", (1,)), ("1,2, 3", (1, 2, 3)), ("4294967295", (4294967295,))])
@@ -94,8 +92,8 @@ def test_progress_of_a_service() -> None:
         return stdout.getvalue().splitlines(), stderr.getvalue()
 
     lines, nothing = run(io.StringIO(), supervised=True)
-    told = [ChildProgress(**json.loads(line.removeprefix("progress "))) for line in lines]
-    assert [progress.done for progress in told] == [0, 10, 249, 250, 999, 1000, 0]
+    told = [json.loads(line.removeprefix("progress ")) for line in lines]
+    assert [progress["done"] for progress in told] == [0, 10, 249, 250, 999, 1000, 0]
     assert nothing == ""
 
     assert run(io.StringIO(), supervised=False) == (
@@ -125,7 +123,7 @@ def test_the_board_on_a_terminal_rewrites_lines() -> None:
     """Two processes: the cursor goes up to the line of the one that changes, and back."""
     screen = Terminal()
     board = StartBoard(("directory", "decode-0"), screen)
-    board.progress("decode-0", ChildProgress(what="loading", done=1, total=2))
+    board.progress("decode-0", "loading", 1, 2)
     board.ready("directory", "127.0.0.1:7070")
     assert screen.getvalue() == (
         "  directory  starting\n  decode-0   starting\n"
@@ -140,7 +138,7 @@ def test_the_board_elsewhere_tells_what_takes_long() -> None:
     lines = io.StringIO()
     board = StartBoard(("directory", "decode-0"), lines, now_s=lambda: now_s)
     for now_s in (0.5, 1.9, 2.1, 3.0, 4.2):
-        board.progress("decode-0", ChildProgress(what="loading", done=int(now_s * 10), total=50))
+        board.progress("decode-0", "loading", int(now_s * 10), 50)
     board.ready("decode-0", "127.0.0.1:9")
     assert lines.getvalue() == (
         "  decode-0   loading 42%\n  decode-0   loading 84%\n  decode-0   ready at 127.0.0.1:9\n"
@@ -187,7 +185,7 @@ def test_an_answer_as_data() -> None:
     """What `-o json` prints of an answer: text and ids, and every figure of the statistics."""
     stats = inference_pb2.RequestStats(prefill_node="prefill-0", prompt_tokens=3, output_tokens=2)
     data = answer_data(
-        Answer(request_id="r", ids=(5, 6), text="the sea", reason=common_pb2.FINISH_REASON_LENGTH, stats=stats)
+        Answer(request_id="r", ids=[5, 6], text="the sea", reason=common_pb2.FINISH_REASON_LENGTH, stats=stats)
     )
     told = data.pop("stats")
     assert data == {"request": "r", "finish": "length", "text": "the sea", "ids": [5, 6]}

@@ -83,7 +83,7 @@ def test_the_life_of_a_pin(cluster: RunningCluster) -> None:
         (["pin", "a", "text", "--token-ids", "1,2"], 2, "Give either a PREFIX or --token-ids"),
         (["pin", "a", "--token-ids", "1,2", "--system"], 2, "--system needs the message"),
         (["pin", "a", "--token-ids", "1,x"], 2, "no list of numbers"),
-        (["pin", "a", "--token-ids", "1,2", "--ttl", "0"], 2, "'0' is no usable time: 0.001 to 86400 seconds"),
+        (["pin", "a", "--token-ids", "1,2", "--ttl", "0"], 2, "'0' is not from 0.001 to 86400"),
         (["pin", "a", "--token-ids", "1,2"], 1, "must fill at least one block of 16"),
         (["pin", "a b", "--token-ids", "1,2"], 1, "'a b' is no name of a pin"),
         (["pin", "a", "--token-ids", "1000"], 1, "Token id 1000 at position 0"),

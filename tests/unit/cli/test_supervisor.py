@@ -17,7 +17,7 @@ from baton.errors import BatonError, InvalidField, Reason
 from baton.log import LogFormat
 from baton.rpc import ChannelLimits, Channels
 from cli import supervisor
-from cli.cluster_view import view_nodes
+from cli.nodes import view_nodes
 from cli.services import Service
 from cli.supervisor import Cluster, ClusterError, ClusterSpec
 from engine.build import EngineKind

@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 
-from cli.cluster_view import UNREACHABLE_HINT
+from cli.nodes import UNREACHABLE_HINT
 from cli.supervisor import DIRECTORY_NAME, ROUTER_NAME
 from tests.support.cli_harness import BATON, RUN_S_MAX, clean_env, run_baton
 from tests.support.cluster_harness import RunningCluster, mock_spec, running

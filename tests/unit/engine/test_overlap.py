@@ -269,7 +269,7 @@ def test_growth_that_does_not_fit_holds_the_steps_back() -> None:
     counters = node.engine.counters
     assert counters.steps_overlapped > 10
     assert counters.steps_held_back > 0
-    assert node.spill.figures.copied_out > 0
+    assert node.spill.counters.copied_out > 0
     assert counters.tokens_computed == node.expected_tokens_computed
     node.assert_nothing_held()
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.transport import WriteOutOfBounds
+from kvtransfer.transports import post_queue
 from kvtransfer.transports.cuda_ipc import DeviceLanes
 from kvtransfer.transports.post_queue import TooManyAbandonedGrants
 from tests.support.fake_device import FakeEvent, FakeStream, FakeStreams
@@ -23,7 +24,7 @@ NBYTES = RECORD * LAYERS * BLOCKS
 
 
 class Scene:
-    def __init__(self, device: ShimDevice, *, abandoned_grants_max: int = 4) -> None:
+    def __init__(self, device: ShimDevice) -> None:
         self.device = device
         self.src = Memory("source", np.zeros(NBYTES, np.uint8))
         self.dst = Memory("destination", np.zeros(NBYTES, np.uint8))
@@ -39,7 +40,6 @@ class Scene:
             loop=asyncio.get_running_loop(),
             completed=self._completed,
             drained=self.drained.set,
-            abandoned_grants_max=abandoned_grants_max,
             name="device-copy",
             poll_interval_s=1e-5,
         )
@@ -166,11 +166,12 @@ def test_after_abandon_and_stop_posts_complete_uncopied() -> None:
     run(scene())
 
 
-def test_writes_out_of_bounds_and_too_many_abandoned_grants() -> None:
+def test_writes_out_of_bounds_and_too_many_abandoned_grants(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are refused by name, the second by stopping."""
+    monkeypatch.setattr(post_queue, "ABANDONED_GRANTS_MAX", 1)
 
     async def scene() -> None:
-        scene = Scene(ShimDevice(4), abandoned_grants_max=1)
+        scene = Scene(ShimDevice(4))
         with pytest.raises(WriteOutOfBounds):
             scene.pool.queue.post(grant_of(1), ops_of([0], [NBYTES - 1], [2]))
         scene.pool.queue.abandon(grant_of(1))
@@ -247,7 +248,6 @@ def test_a_batch_that_cannot_be_queued_leaves_those_before_it_to_land(monkeypatc
             loop=asyncio.get_running_loop(),
             completed=lambda grant, writes, nbytes, copied: completed.append((grant, copied)),
             drained=drained.set,
-            abandoned_grants_max=4,
             name="device-copy",
         )
         for i in range(3):

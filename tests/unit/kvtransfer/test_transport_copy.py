@@ -25,7 +25,7 @@ from kvtransfer.native import copy as native_copies
 from kvtransfer.native.copy import LEVELS, NativeCopy, copies_by, copy_by_numpy, copy_records, native_copy
 from kvtransfer.transport import WriteOps, WriteOutOfBounds
 from kvtransfer.transports import shm_writer
-from kvtransfer.transports.shm_writer import CopyLanes, CopyLimits, chunk_borders
+from kvtransfer.transports.shm_writer import CopyLanes, ShmLinkLimits, chunk_borders
 from tests.support.shm_harness import DEADLINE_S, grant_of, ops_of
 
 SRC_NBYTES, DST_NBYTES = 300, 200
@@ -124,8 +124,8 @@ def test_chunks_take_every_op_once_and_keep_their_limits(
     lengths: list[int], threads: int, ops_max: int, bytes_max: int
 ) -> None:
     """Rising borders from the first op to the last; no chunk has too many ops, or goes on once it is full."""
-    limits = CopyLimits(threads=threads, chunk_ops_max=ops_max, chunk_bytes_max=bytes_max, abandoned_grants_max=1)
-    borders = chunk_borders(np.array(lengths, np.int64), limits)
+    limits = ShmLinkLimits(copy_chunk_ops_max=ops_max, copy_chunk_bytes_max=bytes_max)
+    borders = chunk_borders(np.array(lengths, np.int64), threads, limits)
     assert (borders[0], borders[-1]) == (0, len(lengths))
     assert len(borders) >= 2
     for start, end in itertools.pairwise(borders):
@@ -137,10 +137,10 @@ def test_chunks_take_every_op_once_and_keep_their_limits(
 def test_a_large_batch_is_cut_for_all_threads_and_a_small_one_is_not() -> None:
     """64 records of 16 KiB in two halves for two threads; 8 of them at once; 1,024 of them in pieces of 4 MiB, and at
     the end of half of what is left."""
-    limits = CopyLimits(threads=2, chunk_ops_max=1024, chunk_bytes_max=4 << 20, abandoned_grants_max=1)
-    assert chunk_borders(np.full(64, 1 << 14), limits) == [0, 32, 64]
-    assert chunk_borders(np.full(8, 1 << 14), limits) == [0, 8]
-    assert chunk_borders(np.full(1024, 1 << 14), limits) == [0, 256, 512, 768, 896, 960, 1024]
+    limits = ShmLinkLimits(copy_chunk_ops_max=1024, copy_chunk_bytes_max=4 << 20)
+    assert chunk_borders(np.full(64, 1 << 14), 2, limits) == [0, 32, 64]
+    assert chunk_borders(np.full(8, 1 << 14), 2, limits) == [0, 8]
+    assert chunk_borders(np.full(1024, 1 << 14), 2, limits) == [0, 256, 512, 768, 896, 960, 1024]
 
 
 def test_threads_of_all_pools_take_turns() -> None:
@@ -161,7 +161,7 @@ def test_threads_of_all_pools_take_turns() -> None:
 
     async def scenario() -> None:
         loop, turns = asyncio.get_running_loop(), threading.Semaphore(1)
-        limits = CopyLimits(threads=2, chunk_ops_max=1, chunk_bytes_max=1 << 20, abandoned_grants_max=9)
+        limits = ShmLinkLimits(copy_chunk_ops_max=1, copy_chunk_bytes_max=1 << 20)
         src_U8 = np.arange(1, 65, dtype=np.uint8)
         left, drained = 40, [loop.create_future() for _ in range(2)]
         all_done = loop.create_future()
@@ -179,6 +179,7 @@ def test_threads_of_all_pools_take_turns() -> None:
                 loop=loop,
                 completed=completed,
                 drained=lambda: drained[i].set_result(None),
+                threads=2,
                 limits=limits,
                 turns=turns,
                 name=f"pool-{i}",
@@ -224,7 +225,8 @@ def test_a_pool_whose_second_thread_cannot_start_leaves_none() -> None:
                 loop=loop,
                 completed=lambda *_: None,
                 drained=lambda: None,
-                limits=CopyLimits(threads=2, chunk_ops_max=8, chunk_bytes_max=1 << 20, abandoned_grants_max=1),
+                threads=2,
+                limits=ShmLinkLimits(copy_chunk_ops_max=8),
                 turns=threading.BoundedSemaphore(2),
                 name="copies",
             )

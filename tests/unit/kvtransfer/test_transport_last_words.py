@@ -24,8 +24,8 @@ from kvtransfer.transports.rdma import RegionAddress
 from kvtransfer.transports.rdma_device import HostBytes, RdmaMemory
 from kvtransfer.transports.rdma_writer import RdmaWriterLink
 from kvtransfer.transports.tcp import CODEC as TCP
-from kvtransfer.transports.tcp import MESSAGE_BYTES, SEGMENT_BYTES, Ack
-from kvtransfer.transports.tcp_receiver import ReceiveStream, StreamLimits
+from kvtransfer.transports.tcp import FRAME_BYTES_MAX, MESSAGE_BYTES, SEGMENT_BYTES, Ack
+from kvtransfer.transports.tcp_receiver import ReceiveStream
 from kvtransfer.transports.tcp_writer import TcpWriterLink
 from kvtransfer.transports.ucx import CODEC as UCX
 from kvtransfer.transports.ucx_writer import UcxWriterLink
@@ -130,7 +130,7 @@ def test_a_fence_arrives_from_a_receiver_that_leaves_payload_unread() -> None:
                 index=0,
                 memory_U8=SOURCE_U8,
                 region_nbytes=len(SOURCE_U8),
-                limits=StreamLimits(),
+                frame_bytes_max=FRAME_BYTES_MAX,
                 loop=loop_now(),
                 sealed=lambda *_: None,
                 ended=lambda _: ended.set(),

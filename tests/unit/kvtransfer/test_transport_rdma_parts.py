@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cli import transport_checks
-from cli.transport_checks import Machine, Verdict, check_rdma, works
+from cli import doctor
+from cli.doctor import Machine, Verdict, check_rdma, works
 from kvtransfer.transports import rdma_verbs
 from kvtransfer.transports.control_channel import MalformedMessage
 from kvtransfer.transports.rdma import LinkEnds, ProbePlace, QpAddress, RdmaWelcome, RegionAddress
@@ -218,7 +218,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     make_device(tmp_path / "sys", "rxe0", [(IPV4, V2)], uverbs="uverbs0")
     write(tmp_path / "dev/infiniband/uverbs0", "")
     write(tmp_path / "proc/self/status", "Name:\tbaton\nCapEff:\t0000000000000000")
-    monkeypatch.setattr(transport_checks, "load_verbs", lambda _: None)
+    monkeypatch.setattr(doctor, "load_verbs", lambda _: None)
     return Machine(
         sysfs=tmp_path / "sys",
         devices=tmp_path / "dev",
@@ -263,7 +263,7 @@ def test_each_thing_that_is_missing_is_named(machine: Machine, monkeypatch: pyte
         raise RdmaUnavailable("pyverbs is not installed; install it")
 
     with monkeypatch.context() as patch:
-        patch.setattr(transport_checks, "load_verbs", no_verbs)
+        patch.setattr(doctor, "load_verbs", no_verbs)
         assert missing(machine) == [("pyverbs", "pyverbs is not installed")]
     (machine.sysfs / "class/infiniband_verbs/uverbs0/ibdev").unlink()
     assert [what for what, _ in missing(machine)] == ["module"]

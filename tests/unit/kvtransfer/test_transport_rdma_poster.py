@@ -201,7 +201,8 @@ def test_without_a_thread_to_post_with_nothing_is_kept(monkeypatch: pytest.Monke
             destroy=lambda: happened.append("destroyed"),
         )
         region = SimpleNamespace(base=0, rkey=0)
-        return SimpleNamespace(sock=ours, qps=qps, region=region, region_nbytes=64, peer=ends)
+        channel = wire.WriterChannel(ours, asyncio.get_running_loop(), CODEC, address="here")
+        return SimpleNamespace(channel=channel, qps=qps, region=region, region_nbytes=64, peer=ends)
 
     monkeypatch.setattr("kvtransfer.transports.rdma_writer.connect", connected)
     monkeypatch.setattr(threading.Thread, "start", fail)

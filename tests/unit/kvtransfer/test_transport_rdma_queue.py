@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from baton.ids import GrantId
 from kvtransfer.transport import WriteOps, WriteOutOfBounds
+from kvtransfer.transports import post_queue
 from kvtransfer.transports.chain_link import Chain, ChainLanes, QueueLimits, SealPart, cut_requests
 from kvtransfer.transports.post_queue import Taken, TooManyAbandonedGrants
 from tests.support.shm_harness import grant_of, ops_of
@@ -27,7 +28,7 @@ class Bench:
         self.limits = QueueLimits(
             **{
                 "qps": 2, "send_wrs_max": 8, "chain_wrs_max": 4, "chain_bytes_max": 1_000, "wr_bytes_max": 300,
-                "on_the_way_bytes_max": 3_000, "abandoned_grants_max": 2, **limits,
+                "on_the_way_bytes_max": 3_000, **limits,
             }
         )  # fmt: skip
         self.completed: list[tuple[GrantId, int, int, bool]] = []
@@ -174,8 +175,9 @@ def test_an_abandoned_grant_is_taken_no_further() -> None:
         assert bench.completed[3] == (GRANT, 1, 8, True)
 
 
-def test_too_many_abandoned_grants_stop_the_queue() -> None:
+def test_too_many_abandoned_grants_stop_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """None may be forgotten: everything is stopped instead, and completes."""
+    monkeypatch.setattr(post_queue, "ABANDONED_GRANTS_MAX", 2)
     with Bench() as bench:
         bench.queue.post(OTHER, ops_of([0], [0], [5]))
         bench.queue.abandon(grant_of(11))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.transport import ConnectError, WriteOutOfBounds
-from kvtransfer.transports import shm_writer
+from kvtransfer.transports import post_queue, shm_writer
 from kvtransfer.transports.settings import ShmConfig
 from kvtransfer.transports.shm_writer import ShmLinkLimits
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Gate, grant_of, linked, ops_of, pair_of, receiver, run
@@ -72,11 +72,12 @@ def test_an_abandoned_grant_is_copied_no_further(monkeypatch: pytest.MonkeyPatch
     run(test())
 
 
-def test_too_many_abandoned_grants_end_the_link() -> None:
+def test_too_many_abandoned_grants_end_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forgetting one could let a late post write: rather no link at all."""
+    monkeypatch.setattr(post_queue, "ABANDONED_GRANTS_MAX", 2)
 
     async def test() -> None:
-        async with receiver() as r, linked(r, ShmLinkLimits(abandoned_grants_max=2)) as (link, events):
+        async with receiver() as r, linked(r) as (link, events):
             for i in range(3):
                 assert link.describe()["state"] == "open"
                 link.abandon(grant_of(i))

@@ -14,9 +14,9 @@ import pytest
 from baton.ids import Epoch, Pair
 from kvtransfer.transport import Seal
 from kvtransfer.transports import control_channel as wire
+from kvtransfer.transports import tcp_receiver
 from kvtransfer.transports.settings import TcpConfig
-from kvtransfer.transports.tcp import CODEC, FRAME_BYTES_MAX, Ack, TcpHello
-from kvtransfer.transports.tcp_receiver import StreamLimits
+from kvtransfer.transports.tcp import CODEC, FRAME_BYTES_MAX, Ack, hello_payload
 from kvtransfer.transports.tcp_writer import TcpWriterLink
 from tests.conformance.transport_kits import Everything
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, ops_of, pair_of, run
@@ -41,7 +41,7 @@ BAD_FRAMES = {
     "padding used": (CODEC.encode(wire.Bye(sequence=0, epoch=EPOCH))[:-1] + b"x", "MALFORMED"),
     "receiver's own message": (CODEC.encode(Ack(sequence=0, landed=True)), "OUT_OF_ORDER"),
     "a second hello": (
-        CODEC.encode(wire.Hello(pair=PAIR, epoch=EPOCH, link=1, payload=TcpHello(stream=0).encode())),
+        CODEC.encode(wire.Hello(pair=PAIR, epoch=EPOCH, link=1, payload=hello_payload(0))),
         "OUT_OF_ORDER",
     ),
     "another epoch": (head(epoch=Epoch(EPOCH + 1)) + GOOD[64:], "EPOCH"),
@@ -248,12 +248,13 @@ def test_posting_never_waits_for_a_receiver_that_does_not_read() -> None:
     run(test())
 
 
-def test_an_unread_acknowledgement_ends_the_stream() -> None:
+def test_an_unread_acknowledgement_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer that sends and never reads: past the limit of unread acknowledgements it is refused."""
-    limits = StreamLimits(ack_frames_max=1, outbox_bytes_max=1)
+    monkeypatch.setattr(tcp_receiver, "ACK_FRAMES_MAX", 1)
+    monkeypatch.setattr(tcp_receiver, "OUTBOX_BYTES_MAX", 1)
 
     async def test() -> None:
-        async with receiving(stream=limits) as r, contextlib.AsyncExitStack() as stack:
+        async with receiving() as r, contextlib.AsyncExitStack() as stack:
             r.port._acceptor._listener.setsockopt(
                 socket.SOL_SOCKET, socket.SO_SNDBUF, 1
             )  # what is accepted inherits it

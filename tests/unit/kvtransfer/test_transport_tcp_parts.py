@@ -24,7 +24,15 @@ from kvtransfer.transport import (
 )
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.settings import STREAMS_MAX
-from kvtransfer.transports.tcp import CODEC, FRAME_BYTES_MAX, FRAME_SEGMENTS_MAX, MESSAGE_BYTES, TcpHello, TcpWelcome
+from kvtransfer.transports.tcp import (
+    CODEC,
+    FRAME_BYTES_MAX,
+    FRAME_SEGMENTS_MAX,
+    MESSAGE_BYTES,
+    TcpWelcome,
+    hello_payload,
+    stream_of,
+)
 from kvtransfer.transports.tcp_writer import cut_frames
 from tests.support.shm_harness import pair_of
 
@@ -39,15 +47,15 @@ WELCOMES = st.builds(
 @given(st.integers(0, STREAMS_MAX - 1), WELCOMES)
 def test_payloads_come_out_as_they_went_in(stream: int, welcome: TcpWelcome) -> None:
     """They fit into a message of MESSAGE_BYTES; cut short, or longer, they are refused."""
-    hello = TcpHello(stream=stream)
-    assert TcpHello.decode(hello.encode()) == hello
+    hello = hello_payload(stream)
+    assert stream_of(hello) == stream
     assert TcpWelcome.decode(welcome.encode()) == welcome
     pair = Pair(receiver=Incarnation(1), writer=Incarnation(2))
-    assert len(CODEC.encode(wire.Hello(pair=pair, epoch=Epoch(1), payload=hello.encode()))) == MESSAGE_BYTES
+    assert len(CODEC.encode(wire.Hello(pair=pair, epoch=Epoch(1), payload=hello))) == MESSAGE_BYTES
     assert len(CODEC.encode(wire.Welcome(proof=bytes(32), payload=welcome.encode()))) == MESSAGE_BYTES
-    for broken in (hello.encode()[:-1], hello.encode() + b"x", STREAMS_MAX.to_bytes(8, "little")):
+    for broken in (hello[:-1], hello + b"x", STREAMS_MAX.to_bytes(8, "little")):
         with pytest.raises(wire.MalformedMessage):
-            TcpHello.decode(broken)
+            stream_of(broken)
     none = TcpWelcome(region_nbytes=1, frame_bytes_max=0, frame_segments_max=1)
     far = TcpWelcome(region_nbytes=1 << 63, frame_bytes_max=1, frame_segments_max=1)
     for broken in (welcome.encode()[:-1], welcome.encode() + b"x", none.encode(), far.encode()):

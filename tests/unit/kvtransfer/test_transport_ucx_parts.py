@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import InvalidField
-from cli.transport_checks import transports_in
+from cli.doctor import transports_in
 from kvtransfer.transport import TransportName
 from kvtransfer.transports import ucx_nixl
 from kvtransfer.transports.control_channel import MalformedMessage

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -12,28 +14,42 @@ import pytest
 from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import BlockId
 from cachestore.host_blocks import HostBlockId, HostBlocks
-from cachestore.layout import Layout, kv_layout
+from cachestore.layout import kv_layout
 from cachestore.ledger import ConservationError
 from engine.build import EngineConfig, EngineKind
-from node.copiers import BlockCopy, BlockPlaces, RegionCopier, ThreadCopier
+from kvtransfer.device.host_driver import HostStreams
+from kvtransfer.region import Region
+from node.copiers import BlockCopier, BlockCopy, BlockPlaces
 from node.pool import open_device_pool
 from node.spill import SpillConfig
-from tests.support.spill_bench import Bytes
 
 LAYOUT = kv_layout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=2, dtype="uint8", dtype_bytes=1)
 WAIT_S = 20
 
 
-def region(layout: Layout, num_blocks: int, seed: int) -> Bytes:
-    return Bytes(np.random.default_rng(seed).integers(0, 256, layout.region_bytes(num_blocks), np.uint8))
+def region(num_blocks: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, LAYOUT.region_bytes(num_blocks), np.uint8)
 
 
-def records(memory: Bytes, num_blocks: int) -> np.ndarray:
-    return memory.array_U8.reshape(LAYOUT.num_layers, num_blocks, LAYOUT.record_bytes)
+def records(memory_U8: np.ndarray, num_blocks: int) -> np.ndarray:
+    return memory_U8.reshape(LAYOUT.num_layers, num_blocks, LAYOUT.record_bytes)
 
 
-def copier(device: Bytes, host: Bytes) -> RegionCopier:
-    return RegionCopier(BlockPlaces(layout=LAYOUT, device_blocks=5, host_blocks=7), device=device, host=host)
+def copier(device_U8: np.ndarray, host_U8: np.ndarray) -> BlockCopier:
+    """As that of a node whose region is host memory."""
+    places = BlockPlaces(layout=LAYOUT, device_blocks=5, host_blocks=7)
+    device, host = (
+        cast(Region, SimpleNamespace(memory=each_U8, array_U8=each_U8, nbytes=each_U8.nbytes))
+        for each_U8 in (device_U8, host_U8)
+    )
+    return BlockCopier(streams=HostStreams(), places=places, device=device, host=host, name="test")
+
+
+async def carried_out(copier: BlockCopier, copy: BlockCopy) -> None:
+    ended: asyncio.Queue[BaseException | None] = asyncio.Queue()
+    copier.start(copy, ended.put_nowait)
+    async with asyncio.timeout(WAIT_S):
+        assert await ended.get() is None
 
 
 def out(device: tuple[int, ...], host: tuple[int, ...], *, back: bool = False) -> BlockCopy:
@@ -42,37 +58,51 @@ def out(device: tuple[int, ...], host: tuple[int, ...], *, back: bool = False) -
 
 def test_a_block_is_copied_in_every_layer_and_nothing_else_is_touched() -> None:
     """Two blocks go out to two places, and come back to others."""
-    device, host = region(LAYOUT, 5, 1), region(LAYOUT, 7, 2)
-    was_device, was_host = records(device, 5).copy(), records(host, 7).copy()
-    copier(device, host).run(out((4, 1), (0, 6)))
-    was_host[:, [0, 6]] = was_device[:, [4, 1]]
-    assert (records(host, 7) == was_host).all()
-    assert (records(device, 5) == was_device).all()
-    copier(device, host).run(out((0, 3), (6, 0), back=True))
-    was_device[:, [0, 3]] = was_device[:, [1, 4]]
-    assert (records(device, 5) == was_device).all()
-    assert (records(host, 7) == was_host).all()
+
+    async def scenario() -> None:
+        device, host = region(5, 1), region(7, 2)
+        thread = copier(device, host)
+        was_device, was_host = records(device, 5).copy(), records(host, 7).copy()
+        await carried_out(thread, out((4, 1), (0, 6)))
+        was_host[:, [0, 6]] = was_device[:, [4, 1]]
+        assert (records(host, 7) == was_host).all()
+        assert (records(device, 5) == was_device).all()
+        await carried_out(thread, out((0, 3), (6, 0), back=True))
+        was_device[:, [0, 3]] = was_device[:, [1, 4]]
+        assert (records(device, 5) == was_device).all()
+        assert (records(host, 7) == was_host).all()
+        thread.close()
+
+    asyncio.run(scenario())
 
 
 def test_copies_run_on_a_thread_in_order_and_end_on_the_loop() -> None:
     """Out, and back elsewhere: each end is told on the loop's thread; an error is told, not swallowed."""
-    device, host = region(LAYOUT, 5, 1), region(LAYOUT, 7, 2)
+    device, host = region(5, 1), region(7, 2)
 
     async def scenario() -> list[tuple[str, int, BaseException | None]]:
         told: list[tuple[str, int, BaseException | None]] = []
-        all_told = asyncio.Event()
+        changed = asyncio.Event()
 
-        def done(name: str, error: BaseException | None) -> None:
-            told.append((name, threading.get_ident(), error))
-            if len(told) == 3:
-                all_told.set()
+        def start(name: str, copy: BlockCopy) -> None:
+            def done(error: BaseException | None) -> None:
+                told.append((name, threading.get_ident(), error))
+                changed.set()
 
-        thread = ThreadCopier(copier(device, host), name="test")
-        thread.start(out((2,), (3,)), lambda error: done("out", error))
-        thread.start(out((4,), (3,), back=True), lambda error: done("back", error))
-        thread.start(out((5,), (3,)), lambda error: done("outside", error))
-        async with asyncio.timeout(WAIT_S):
-            await all_told.wait()
+            thread.start(copy, done)
+
+        async def until_told(count: int) -> None:
+            async with asyncio.timeout(WAIT_S):
+                while len(told) < count:
+                    changed.clear()
+                    await changed.wait()
+
+        thread = copier(device, host)
+        start("out", out((2,), (3,)))
+        start("back", out((4,), (3,), back=True))
+        await until_told(2)
+        start("outside", out((5,), (3,)))
+        await until_told(3)
         thread.close()
         return told
 
@@ -89,7 +119,7 @@ def test_nothing_is_told_after_close() -> None:
     told: list[BaseException | None] = []
 
     async def scenario() -> None:
-        thread = ThreadCopier(copier(region(LAYOUT, 5, 1), region(LAYOUT, 7, 2)), name="test")
+        thread = copier(region(5, 1), region(7, 2))
         for _ in range(20):
             thread.start(out((2,), (3,)), told.append)
         thread.close()

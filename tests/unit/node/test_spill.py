@@ -36,7 +36,7 @@ def check_two(node: SpillNode) -> None:
     assert node.tokens("old") == reference(prompt_of(1, 9), 28)
     assert node.tokens("young") == reference(prompt_of(2, 9), 24)
     assert node.engine.counters.tokens_computed == node.expected_tokens_computed == 9 + 27 + 9 + 23
-    assert node.spill.figures.copied_out > 0
+    assert node.spill.counters.copied_out > 0
     node.assert_nothing_held()
 
 
@@ -47,8 +47,8 @@ def test_device_memory_runs_out_and_nothing_is_computed_twice(copy_blocks_max: i
     node = two_in_a_tight_place(copy_blocks_max=copy_blocks_max)
     node.run()
     check_two(node)
-    figures = node.spill.figures
-    assert figures.copied_back + figures.merged == figures.copied_out
+    spill = node.spill
+    assert spill.counters.copied_back + spill.counters.merged == spill.counters.copied_out
 
 
 def test_only_what_is_needed_leaves_tail_first() -> None:
@@ -64,7 +64,7 @@ def test_only_what_is_needed_leaves_tail_first() -> None:
         node.check()
     assert node.state("young") is SpillState.SPILLED
     assert [unit.device is None for unit in owner.units] == [unit.host is not None for unit in owner.units]
-    assert node.spill.figures.host_filled == 2
+    assert node.spill.host.filled == 2
     node.run()
     check_two(node)
 
@@ -99,7 +99,7 @@ def test_idle_cached_blocks_go_before_anybody_is_swapped_out() -> None:
     assert node.enter("old", prompt_of(1, 9), params_of(28))
     node.run()
     assert node.tokens("old") == reference(prompt_of(1, 9), 28)
-    assert node.spill.figures.swapped_out_total == 0
+    assert node.spill.counters.swapped_out == 0
     node.assert_nothing_held()
 
 
@@ -186,9 +186,9 @@ def test_a_block_that_the_prefix_cache_still_has_is_not_copied_back() -> None:
     node.step_until("young", SpillState.SPILLED)
     assert node.engine.abort(key_of("old"))
     node.run()
-    figures = node.spill.figures
-    assert figures.merged > 0
-    assert figures.merged + figures.copied_back == figures.copied_out
+    spill = node.spill
+    assert spill.counters.merged > 0
+    assert spill.counters.merged + spill.counters.copied_back == spill.counters.copied_out
     assert node.tokens("young") == reference(prompt_of(2, 9), 24)
     node.assert_nothing_held()
 
@@ -267,7 +267,7 @@ def test_a_block_that_is_pinned_during_its_copy_stays() -> None:
     node.copier.finish_all()
     node.check()
     assert all(unit.device is not None for unit in pinned)
-    assert node.spill.figures.host_filled == len(copying) - len(pinned)
+    assert node.spill.host.filled == len(copying) - len(pinned)
     node.run()
     assert node.tokens("young") == reference(prompt_of(2, 9), 24)
     cache.unpin(chain)
@@ -314,7 +314,7 @@ def test_what_a_copy_touches_is_kept_until_the_copy_has_ended() -> None:
         node.engine.abort(key_of("young"))
         node.engine.abort(key_of("old"))
         node.check()
-        assert (node.ledger.counts().held, node.spill.figures.host_copying) == (copying, copying)
+        assert (node.ledger.counts().held, node.spill.host.copying) == (copying, copying)
         node.copier.finish_all()
         node.assert_nothing_held()
 

@@ -13,7 +13,7 @@ import pytest
 
 from baton.ids import BlockId
 from engine.types import SequenceSlice
-from node.copiers import StreamCopier
+from node.copiers import BlockCopier
 from tests.conformance.transport_kits import FakeSource
 from tests.support.engine_bench import SMALL, key_of, params_of
 from tests.support.late_runner import LateRunner, Overlap, OverlapSpillNode
@@ -48,7 +48,7 @@ class LookingRunner(LateRunner):
 
 
 class DeviceNode(OverlapSpillNode):
-    """An `OverlapSpillNode` whose copies are a `StreamCopier`'s. Freed blocks are poisoned, which is a touch too."""
+    """An `OverlapSpillNode` whose copies are a `BlockCopier`'s. Freed blocks are poisoned, which is a touch too."""
 
     def __init__(self, device: HastyDevice, *, num_blocks: int, host_blocks: int, copy_blocks_max: int = 3) -> None:
         runner = LookingRunner(SMALL, chance=random.Random(1))
@@ -59,7 +59,7 @@ class DeviceNode(OverlapSpillNode):
         self.device = device
         self.on_device = Memory("region", self.region)
         streams: Any = device
-        self.stream_copier = StreamCopier(
+        self.stream_copier = BlockCopier(
             streams=streams,
             places=self.places,
             device=FakeSource(self.on_device, self.region.nbytes),
@@ -88,11 +88,11 @@ class DeviceNode(OverlapSpillNode):
     async def play(self) -> None:
         """To the end, also of copies whose sequences have ended."""
         for _ in range(STEPS_MAX):
-            if not self.engine.has_work and not self.spill.figures.host_copying:
+            if not self.engine.has_work and not self.spill.host.copying:
                 break
             self.changed.clear()
             self.step()
-            if self.idle and self.spill.figures.host_copying:
+            if self.idle and self.spill.host.copying:
                 async with asyncio.timeout(WAIT_S):
                     await self.changed.wait()
             else:
@@ -125,8 +125,8 @@ def test_a_region_that_is_too_small_gives_the_undisturbed_answers(seed: int) -> 
         await node.play()
         for name, prompt in prompts.items():
             assert node.tokens(name) == reference(prompt, counts[name])
-        figures, counters = node.spill.figures, node.engine.counters
-        assert figures.copied_out == figures.copied_back + figures.merged > 0
+        spill, counters = node.spill, node.engine.counters
+        assert spill.counters.copied_out == spill.counters.copied_back + spill.counters.merged > 0
         assert counters.tokens_computed == node.expected_tokens_computed
         assert counters.steps_overlapped > 0
         assert counters.steps_held_back > 0

@@ -50,10 +50,10 @@ def test_a_model_out_of_device_memory_gives_the_undisturbed_answers(tmp_path: Pa
             assert pool.host is not None
             assert pool.describe()["below the region"] == f"{pool.host.region.nbytes:,} bytes of host memory"
             answers = await answers_of(pool, [(prompt, PARAMS) for prompt in prompts])
-            figures = pool.host.spill.figures
-            assert figures.swapped_out_total > 0
-            assert figures.copied_out == figures.copied_back + figures.merged > 0
-            assert (figures.swapped_out, figures.host_free) == (0, 60)
+            spill = pool.host.spill
+            assert spill.counters.swapped_out > 0
+            assert spill.counters.copied_out == spill.counters.copied_back + spill.counters.merged > 0
+            assert (spill.busy, spill.host.free) == (False, 60)
             computed = sum(len(prompt) + PARAMS.max_tokens - 1 for prompt in prompts)
             assert pool.engine.counters.tokens_computed == computed
             counts = pool.ledger.check()

@@ -18,7 +18,7 @@ from kvtransfer.device.host_driver import HostDriver
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.region import Region
 from kvtransfer.transport import WriteOps, WriteOutOfBounds
-from node.copiers import COPIES_IN_FLIGHT_MAX, BlockCopy, BlockPlaces, StreamCopier
+from node.copiers import COPIES_IN_FLIGHT_MAX, BlockCopier, BlockCopy, BlockPlaces
 from tests.conformance.transport_kits import FakeSource
 from tests.support.shm_harness import run
 from tests.support.staging_scenes import HastyDevice, ShimPinned
@@ -44,7 +44,7 @@ class Scene:
         self.region = Memory("region", np.zeros(LAYOUT.region_bytes(BLOCKS), np.uint8))
         self.host = Memory("host memory", np.zeros(LAYOUT.region_bytes(HOST_BLOCKS), np.uint8))
         streams: Any = device
-        self.copier = StreamCopier(
+        self.copier = BlockCopier(
             streams=streams,
             places=PLACES,
             device=FakeSource(self.region, len(self.region.bytes_U8)),
@@ -388,7 +388,7 @@ def test_over_the_stand_in_of_a_device() -> None:
         region = DeviceRegion(driver, LAYOUT.region_bytes(BLOCKS), "region", shared=False)
         host = Region.create(LAYOUT.region_bytes(HOST_BLOCKS), "host", prefault=False)
         pinned = driver.register(host.array_U8)
-        copier = StreamCopier(streams=driver.streams, places=PLACES, device=region, host=pinned, name="test")
+        copier = BlockCopier(streams=driver.streams, places=PLACES, device=region, host=pinned, name="test")
         copier.rehearse()
         random_U8 = np.random.default_rng(1).integers(0, 256, region.nbytes, np.uint8)
         region.memory[:] = random_U8
