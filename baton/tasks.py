@@ -1,5 +1,5 @@
-"""Background tasks of one owner: kept until they end, logged when they break, ended together. Callers that wait for an
-answer. And calls from a thread to a loop."""
+"""Background tasks of one owner: kept until they end, logged if they fail, ended together. Callers that wait for an
+answer. Calls from threads."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ AnswerT = TypeVar("AnswerT")
 class Tasks:
     """Tasks whose results nobody waits for. Lives on one event loop, used from its thread.
 
-    A task that ends with an exception is an error in the log, under the text `broken` and with `fields`; the others go
-    on. The owner calls `cancel` (or `drain`, which may leave some) before it goes away.
+    A task that raises is logged as an error, with the text `broken` and `fields`; the others go on. The owner calls
+    `cancel`, or `drain`, which may leave some, at its end.
     """
 
     def __init__(
@@ -37,15 +37,13 @@ class Tasks:
         return len(self._tasks)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` in a task of its own, from the loop's next round on."""
+        """Run `work` in a task of its own."""
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._over)
 
     async def drain(self, ms_max: float | None = None) -> None:
-        """Wait until all have ended, those spawned meanwhile too, at most this long. Cancels none.
-
-        None: each of them has its own limit."""
+        """Wait until all have ended, also those spawned meanwhile; at most `ms_max`. Cancels none."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None if ms_max is None else ms_max / 1000):
                 while self._tasks:

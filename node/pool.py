@@ -234,7 +234,7 @@ def _room_on_device() -> Iterator[None]:
             raise
         raise BatonError(
             Reason.BAD_CONFIG,
-            f"The device has not the room: {error} Set a smaller engine.num_blocks.",
+            f"The device has too little memory: {error} Set a smaller engine.num_blocks.",
             field="engine.num_blocks",
         ) from error
 

@@ -72,7 +72,7 @@ async def open_host_region(layout: Layout, num_blocks: int, name: str, field: st
     except RegionTooLarge as error:
         raise BatonError(
             Reason.BAD_CONFIG,
-            f"There is not the memory: {error}. These are {num_blocks:,} blocks of {layout.num_layers} x "
+            f"Not enough memory: {error}. These are {num_blocks:,} blocks of {layout.num_layers} x "
             f"{layout.record_bytes:,} bytes: set a smaller {field}.",
             field=field,
         ) from error
@@ -119,7 +119,7 @@ def _open_device_region(config: EngineConfig, layout: Layout, name: str, asked_t
     except DeviceError as error:
         raise BatonError(
             Reason.BAD_CONFIG,
-            f"The device gives no region of {config.num_blocks} blocks ({nbytes:,} bytes): {error}. Set a smaller "
+            f"The device cannot hold a region of {config.num_blocks} blocks ({nbytes:,} bytes): {error}. Set a smaller "
             "engine.num_blocks.",
             field="engine.num_blocks",
         ) from error

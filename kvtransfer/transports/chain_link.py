@@ -20,6 +20,7 @@ import numpy as np
 
 from baton.ids import GrantId, Pair
 from baton.tasks import call_loop
+from kvtransfer.native.copy import contiguous
 from kvtransfer.transport import DataEndpoint, Seal, WriteOps, WriterEvents
 from kvtransfer.transports.control_channel import Message, Sealed, SealSent, WriterChannel, close_politely
 from kvtransfer.transports.limits import LinkLimits
@@ -202,9 +203,7 @@ def cut_requests(ops: WriteOps, wr_bytes_max: int) -> WriteOps:
         into_W = (np.arange(len(first_W), dtype=np.int64) - first_W) * wr_bytes_max
         src_W, dst_W = np.repeat(src_W, parts_W) + into_W, np.repeat(dst_W, parts_W) + into_W
         nbytes_W = np.minimum(np.repeat(nbytes_W, parts_W) - into_W, wr_bytes_max)
-    return WriteOps(
-        src=np.ascontiguousarray(src_W), dst=np.ascontiguousarray(dst_W), nbytes=np.ascontiguousarray(nbytes_W)
-    )
+    return contiguous(WriteOps(src=src_W, dst=dst_W, nbytes=nbytes_W))
 
 
 class ChainLink(ChannelLink):
@@ -330,10 +329,7 @@ class ChainLink(ChannelLink):
         return len(self._seals_held)
 
     def _mark(self, grant: GrantId) -> Mark | None:
-        return self._queue.mark(grant)
-
-    def _stopped(self) -> None:
-        """The stop of the queue has woken the thread."""
+        return self._queue.moved if self._queue.lanes_with(grant) else None
 
     def _cut_off(self) -> None:
         super()._cut_off()

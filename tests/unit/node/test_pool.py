@@ -176,7 +176,7 @@ def test_what_is_wrong_is_told_by_its_field_and_nothing_stays_open(
     monkeypatch.setattr("kvtransfer.device.host_driver.HostDriver.allocate", full)
     no_room = problem_of(config)
     assert no_room.field == "engine.num_blocks"
-    assert "gives no region of 10 blocks" in no_room.message and "cudaMalloc: out of memory" in no_room.message
+    assert "cannot hold a region of 10 blocks" in no_room.message and "cudaMalloc: out of memory" in no_room.message
 
 
 def test_a_device_that_runs_out_of_memory_while_warming_up_says_so(
