@@ -172,7 +172,7 @@ class ChainLanes:
     def drained(self) -> bool:
         """Nothing waits, and nothing is on its way."""
         with self.queue.lock:
-            return self.queue.drained and not (self._out or self._seals)
+            return not (self.queue.batches_waiting or self._out or self._seals)
 
     def _cut(self, ops: WriteOps) -> Iterator[OpsPart]:
         return cut_chains(cut_requests(ops, self._limits.wr_bytes_max), self._chain_wrs, self._limits.chain_bytes_max)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from baton.log import get_log
-from kvtransfer.negotiation import host_identity
+from kvtransfer.link import host_identity
 from kvtransfer.region import Region
 from kvtransfer.transport import ReceiverEvents
 from kvtransfer.transports import control_channel as wire

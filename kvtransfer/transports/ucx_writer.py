@@ -16,7 +16,7 @@ import numpy as np
 
 from baton.ids import Pair
 from baton.log import get_log
-from kvtransfer.negotiation import host_identity
+from kvtransfer.link import host_identity
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriterEvents
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.chain_link import ChainLink, QueueLimits, SealPart
