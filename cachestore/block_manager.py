@@ -6,11 +6,11 @@ one class there, and this module never keeps a second book of it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 
 from baton.ids import BlockId
 from cachestore.ledger import Ledger
-from cachestore.prefix_cache import IndexCursor, PrefixCache
+from cachestore.prefix_cache import PrefixCache
 
 
 def prefix_blocks_max(prompt_len: int, block_size: int) -> int:
@@ -72,13 +72,10 @@ class BlockManager:
         counts = ((self.prefix_cache.pinned_blocks_wanted, "pinned prefixes"), (self.padding_blocks, "padding"))
         return "".join(f", {count} of them for {what}" for count, what in counts if count)
 
-    def match(self, tokens: Sequence[int], salt: bytes, blocks_max: int) -> list[BlockId]:
-        """The longest cached chain of full blocks. Not held: do so before anything else is allocated."""
-        return self.prefix_cache.match(tokens, salt, blocks_max)
-
     def match_prompt(self, tokens: Sequence[int], salt: bytes) -> list[BlockId]:
-        """What of it may come from the cache where the next token is drawn: its last token is always computed."""
-        return self.match(tokens, salt, prefix_blocks_max(len(tokens), self.block_size))
+        """The longest cached chain that a prompt may use where its next token is drawn. Not held: do so before anything
+        else is allocated."""
+        return self.prefix_cache.match(tokens, salt, prefix_blocks_max(len(tokens), self.block_size))
 
     def admission_need(self, prefix_blocks: Sequence[BlockId], new_blocks: int, promise: int) -> int:
         """What an admission takes from `ledger.available`: a prefix block counts unless somebody holds it anyway."""
@@ -107,15 +104,11 @@ class BlockManager:
         room = self.can_admit(prefix_blocks, new_blocks, promise, host_backed=host_backed)
         assert room, (len(prefix_blocks), new_blocks, promise)
         assert promise_key is not None or promise == 0, promise
-        self.hold(prefix_blocks)
+        self.ledger.hold(prefix_blocks)
         table = [*prefix_blocks, *self.allocate(new_blocks)]
         if promise_key is not None:
             self.ledger.promise(promise_key, promise, host_backed=host_backed)
         return table
-
-    def hold(self, blocks: Iterable[BlockId]) -> None:
-        """Add a request reference to blocks that are held or cached. Cached-only ones leave `ledger.available`."""
-        self.ledger.hold(blocks)
 
     def make_room(self, count: int) -> bool:
         """Evict until `count` blocks are free. False, with nothing evicted, when there are not so many to be had."""
@@ -131,9 +124,3 @@ class BlockManager:
         """Take one request reference back from each block. Indexed ones stay, evictable; others become free."""
         self.ledger.drop(blocks)
         self.prefix_cache.released(blocks)
-
-    def index(
-        self, tokens: Sequence[int], block_table: Sequence[BlockId], computed: int, salt: bytes, cursor: IndexCursor
-    ) -> None:
-        """Enter the newly full blocks of `tokens[:computed]`; `cursor` (the sequence's own) says which those are."""
-        self.prefix_cache.index(tokens, block_table, computed, salt, cursor)

@@ -72,14 +72,6 @@ class IndexCursor:
     entry: Entry | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixStats:
-    """Totals since the start, in tokens."""
-
-    prompt_tokens: int
-    hit_tokens: int
-
-
 class PrefixCache:
     """The index. Refers to blocks that the ledger calls cached, and gives up those that nobody holds when asked to.
 
@@ -110,8 +102,8 @@ class PrefixCache:
         """Asked before each block that is pinned: whether whoever has been admitted can do without it."""
         self._now = 0
         self._serial = 0
-        self._prompt_tokens = 0
-        self._hit_tokens = 0
+        self.prompt_tokens = self.hit_tokens = 0
+        """Totals since the start."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -119,15 +111,11 @@ class PrefixCache:
     def __contains__(self, block: BlockId) -> bool:
         return block in self._by_block
 
-    @property
-    def stats(self) -> PrefixStats:
-        return PrefixStats(prompt_tokens=self._prompt_tokens, hit_tokens=self._hit_tokens)
-
     def count_prompt(self, prompt_tokens: int, hit_tokens: int) -> None:
         """Add one admitted prompt to the statistics. `match` does not: a waiting prompt is matched many times."""
         assert 0 <= hit_tokens <= prompt_tokens, (hit_tokens, prompt_tokens)
-        self._prompt_tokens += prompt_tokens
-        self._hit_tokens += hit_tokens
+        self.prompt_tokens += prompt_tokens
+        self.hit_tokens += hit_tokens
 
     def match(self, tokens: Sequence[int], salt: bytes, blocks_max: int) -> list[BlockId]:
         """The longest indexed chain of full blocks at the start of `tokens`, at most `blocks_max`.

@@ -16,7 +16,6 @@ import click
 from batonpb import common_pb2, node_pb2, node_pb2_grpc
 
 from baton.clock import Clock
-from baton.directory_client import DirectoryClientConfig
 from baton.directory_setting import describe_directory, open_directory
 from baton.errors import BatonError, Reason
 from baton.rpc import Channels, rpc_errors
@@ -153,8 +152,7 @@ class NodeView:
 
 async def list_records(directory: str, *, channels: Channels, call_ms_max: int) -> tuple[NodeRecord, ...]:
     """Who the directory knows. Raises BatonError."""
-    config = DirectoryClientConfig(call_ms_max=call_ms_max)
-    client = open_directory(directory, channels=channels, clock=Clock(), config=config)
+    client = open_directory(directory, channels=channels, clock=Clock(), call_ms_max=call_ms_max)
     try:
         return (await client.list()).records
     except BatonError as error:

@@ -142,9 +142,9 @@ class Reserving:
         if reject is not None and not repeated:
             return transfer_pb2.ReserveReply(reject=transfer_pb2.Reject(reason=reject))
         known_blocks = self._blocks.blocks_for(len(tokens))
-        prefix = self._blocks.match(tokens, request.cache_salt, known_blocks)
+        prefix = self._blocks.prefix_cache.match(tokens, request.cache_salt, known_blocks)
         footprint = self._pool.footprint(len(tokens), prompt_len, request.sampling.max_tokens)
-        self._blocks.hold(prefix)  # so that making room does not evict what was just matched
+        self._blocks.ledger.hold(prefix)  # so that making room does not evict what was just matched
         try:
             new = known_blocks - len(prefix)
             why_not = self._why_not_now(resumed=bool(request.output))

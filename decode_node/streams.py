@@ -63,7 +63,7 @@ class RequestOutput:
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Subscription:
     cursors: dict[RequestKey, int]
-    told_end: set[RequestKey] = field(default_factory=set)
+    ends_sent: set[RequestKey] = field(default_factory=set)
     news: asyncio.Event = field(default_factory=asyncio.Event)
     closed: bool = False
 
@@ -96,7 +96,7 @@ class TokenStreams:
         subscription = self._subscriptions.get(output.router)
         if subscription is not None:
             subscription.cursors.pop(output.key, None)
-            subscription.told_end.discard(output.key)
+            subscription.ends_sent.discard(output.key)
 
     def close_all(self) -> None:
         """End every subscription: the node is stopping."""
@@ -176,7 +176,7 @@ class TokenStreams:
         for key, output in self._outputs.get(router, {}).items():
             cursor = max(output.first_index, subscription.cursors.get(key, 0))
             new = output.tokens[cursor - output.first_index :]
-            ended = output.ended.is_set() and key not in subscription.told_end
+            ended = output.ended.is_set() and key not in subscription.ends_sent
             if not new and not ended:
                 continue
             message = batch.requests.add(
@@ -185,7 +185,7 @@ class TokenStreams:
             message.key.request, message.key.attempt = key.request, key.attempt
             subscription.cursors[key] = cursor + len(new)
             if ended:
-                subscription.told_end.add(key)
+                subscription.ends_sent.add(key)
                 if output.finish is not None:
                     message.finish = output.finish
                 else:

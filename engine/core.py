@@ -281,7 +281,7 @@ class Engine:
         self.changed()
 
     def _index(self, seq: Sequence) -> None:
-        self._blocks.index(seq.tokens, seq.block_table, seq.computed, seq.cache_salt, seq.index_cursor)
+        self._blocks.prefix_cache.index(seq.tokens, seq.block_table, seq.computed, seq.cache_salt, seq.index_cursor)
 
     def _advance(self, seq: Sequence, piece: SequenceSlice, result: StepResult) -> TokenEvent | None:
         seq.steps_in_flight -= 1

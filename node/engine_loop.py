@@ -138,4 +138,4 @@ async def done_or_broken(serving: Coroutine[Any, Any, None], stepping: asyncio.T
         await task
     if stepping.done():
         log.error("the engine loop has ended; this node cannot go on", exc_info=stepping.exception())
-        raise BatonError(Reason.INTERNAL, "The engine loop broke off; the log says why.") from stepping.exception()
+        raise BatonError(Reason.INTERNAL, "The engine loop failed; the log says why.") from stepping.exception()

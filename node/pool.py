@@ -24,8 +24,8 @@ from engine.build import BuiltEngine, ComputeDevice, EngineConfig, build_runner
 from engine.core import Engine
 from engine.types import KvSpec, Runner
 from kvtransfer.device.staging import StagedRegion, StagingConfig
+from kvtransfer.link import DEFAULT_TRANSPORTS, PROTOCOL_MAX, PROTOCOL_MIN, serving
 from kvtransfer.native.copy import copies_by
-from kvtransfer.negotiation import DEFAULT_TRANSPORTS, PROTOCOL_MAX, PROTOCOL_MIN, serving
 from kvtransfer.region import Region
 from kvtransfer.transport import RegionKind, TransportName
 from kvtransfer.transports.rdma_verbs import posts_by
@@ -234,7 +234,7 @@ def _room_on_device() -> Iterator[None]:
             raise
         raise BatonError(
             Reason.BAD_CONFIG,
-            f"The device has not the room: {error} Set a smaller engine.num_blocks.",
+            f"The device has too little memory: {error} Set a smaller engine.num_blocks.",
             field="engine.num_blocks",
         ) from error
 

@@ -18,7 +18,7 @@ from kvtransfer.device.driver import CudaDriver, DeviceDriver, DeviceError
 from kvtransfer.device.host_driver import HostDriver
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.device.staging import STAGING_LIMITS, StagedRegion, StagingConfig
-from kvtransfer.negotiation import serving
+from kvtransfer.link import serving
 from kvtransfer.region import Region, RegionTooLarge
 from kvtransfer.transport import RegionKind, TransportName
 from kvtransfer.transports.rdma_device import DeviceBytes, HostBytes, RdmaRegion
@@ -72,7 +72,7 @@ async def open_host_region(layout: Layout, num_blocks: int, name: str, field: st
     except RegionTooLarge as error:
         raise BatonError(
             Reason.BAD_CONFIG,
-            f"There is not the memory: {error}. These are {num_blocks:,} blocks of {layout.num_layers} x "
+            f"Not enough memory: {error}. These are {num_blocks:,} blocks of {layout.num_layers} x "
             f"{layout.record_bytes:,} bytes: set a smaller {field}.",
             field=field,
         ) from error
@@ -119,7 +119,7 @@ def _open_device_region(config: EngineConfig, layout: Layout, name: str, asked_t
     except DeviceError as error:
         raise BatonError(
             Reason.BAD_CONFIG,
-            f"The device gives no region of {config.num_blocks} blocks ({nbytes:,} bytes): {error}. Set a smaller "
+            f"The device cannot hold a region of {config.num_blocks} blocks ({nbytes:,} bytes): {error}. Set a smaller "
             "engine.num_blocks.",
             field="engine.num_blocks",
         ) from error

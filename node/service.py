@@ -35,7 +35,7 @@ class PinService(pins_pb2_grpc.NodePinsServicer):
 
     def add_status(self, message: node_pb2.PrefixStatus) -> None:
         cache, pins = self._pool.blocks.prefix_cache, self._pool.pins
-        message.prompt_tokens, message.hit_tokens = cache.stats.prompt_tokens, cache.stats.hit_tokens
+        message.prompt_tokens, message.hit_tokens = cache.prompt_tokens, cache.hit_tokens
         message.pinned_blocks, message.pinned_blocks_max = cache.pinned_blocks, pins.blocks_max
         for pin in pins.states(self._clock.monotonic_s()):
             message.pins.add(

@@ -275,7 +275,7 @@ class Spill:
         self._set_host_room()
         for unit, block in zip(absent, self._blocks.allocate(len(absent)), strict=True):
             self._put_on_device(unit, block)
-            self._blocks.hold([block] * (len(unit.holders) - 1))
+            self._blocks.ledger.hold([block] * (len(unit.holders) - 1))
             unit.copying = _Way.BACK
         self._start(owner, absent, _Way.BACK)
 
@@ -301,7 +301,7 @@ class Spill:
             )
             self._copier.start(copy, lambda error, piece=piece: self._ended(owner, piece, way, error))  # type: ignore[misc]
         if owner.copies == 0:
-            self._tell_done(owner)
+            self._copies_ended(owner)
 
     def _ended(self, owner: _SwappedOut, units: list[_Unit], way: _Way, error: BaseException | None) -> None:
         if error is not None:
@@ -326,7 +326,7 @@ class Spill:
         self._set_host_room()
         owner.copies -= 1
         if owner.copies == 0:
-            self._tell_done(owner)
+            self._copies_ended(owner)
         self._engine.changed()
 
     def _is_out(self, unit: _Unit) -> None:
@@ -342,7 +342,7 @@ class Spill:
         del self._on_device[unit.device]
         unit.device = None
 
-    def _tell_done(self, owner: _SwappedOut) -> None:
+    def _copies_ended(self, owner: _SwappedOut) -> None:
         if self._swapped_out.get(owner.seq.key) is owner:
             absent = sum(unit.device is None or unit.copying is not None for unit in owner.units)
             self._handle(CopiesDone(key=owner.seq.key, absent=absent))
@@ -352,10 +352,10 @@ class Spill:
         seq, merged = owner.seq, 0
         if blocks_max == 0:
             return 0
-        cached = self._blocks.match(seq.tokens, seq.cache_salt, seq.computed // self._blocks.block_size)
+        cached = self._blocks.prefix_cache.match(seq.tokens, seq.cache_salt, seq.computed // self._blocks.block_size)
         for unit, block in zip(owner.units, cached, strict=False):
             if merged < blocks_max and unit.device is None and block not in self._on_device:
-                self._blocks.hold([block] * len(unit.holders))
+                self._blocks.ledger.hold([block] * len(unit.holders))
                 self._free_host(unit)
                 self._put_on_device(unit, block)
                 merged += 1
@@ -424,24 +424,21 @@ class Spill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
-    """The tier below the pool, and who moves blocks there and back. `close` comes before that of the pool's region."""
+    """The tier below the pool, and who moves blocks there and back."""
 
     region: Region
     pinned: PinnedMemory | None
     """The same memory as the device's copies reach it; None where the pool's region is no device's."""
-    copier: BlockCopier
     spill: Spill
+    opened: ExitStack
 
     def describe(self) -> str:
         """For people: how large it is."""
         return f"{self.region.nbytes:,} bytes of {'host' if self.pinned is None else 'pinned'} memory"
 
     def close(self) -> None:
-        """Waits for the copies under way."""
-        self.copier.close()
-        if self.pinned is not None:
-            self.pinned.close()
-        self.region.close()
+        """Waits for the copies under way. Comes before the end of the pool's region."""
+        self.opened.close()
 
 
 async def open_host_memory(
@@ -456,36 +453,10 @@ async def open_host_memory(
 ) -> HostMemory:
     """Make the tier, and put the engine under overcommit. `below` is the pool's region.
 
-    Raises BatonError BAD_CONFIG: there is not the memory, or it cannot be pinned.
+    Raises BatonError BAD_CONFIG: there is too little memory, or it cannot be pinned.
     """
-    if isinstance(below, DeviceRegion):
-        _check_pinned_bytes(config, layout.region_bytes(config.host_blocks))
-    region = await open_host_region(layout, config.host_blocks, f"baton-{name}-host", "spill.host_blocks", progress)
-    places = BlockPlaces(layout=layout, device_blocks=blocks.ledger.num_blocks, host_blocks=config.host_blocks)
-    pinned = None
-    with ExitStack() as opened:
-        opened.callback(region.close)
-        if isinstance(below, DeviceRegion):
-            progress("pinning", 0, region.nbytes)
-            try:
-                pinned, copier = await on_thread(_pin, below, region, places, name, opened)
-            except BaseException as error:
-                clear_frames_of(error)
-                raise
-            progress("pinning", region.nbytes, region.nbytes)
-        else:
-            copier = BlockCopier(streams=HostStreams(), places=places, device=below, host=region, name=name)
-        opened.pop_all()
-    return HostMemory(
-        region=region,
-        pinned=pinned,
-        copier=copier,
-        spill=Spill(config=config, engine=engine, blocks=blocks, copier=copier),
-    )
-
-
-def _check_pinned_bytes(config: SpillConfig, nbytes: int) -> None:
-    if nbytes > config.pinned_bytes_max:
+    nbytes = layout.region_bytes(config.host_blocks)
+    if isinstance(below, DeviceRegion) and nbytes > config.pinned_bytes_max:
         raise BatonError(
             Reason.BAD_CONFIG,
             f"spill.host_blocks is {config.host_blocks}, or {nbytes:,} bytes, all of them pinned since the region "
@@ -493,12 +464,31 @@ def _check_pinned_bytes(config: SpillConfig, nbytes: int) -> None:
             "bytes if the machine can do without them.",
             field="spill.host_blocks",
         )
+    region = await open_host_region(layout, config.host_blocks, f"baton-{name}-host", "spill.host_blocks", progress)
+    places = BlockPlaces(layout=layout, device_blocks=blocks.ledger.num_blocks, host_blocks=config.host_blocks)
+    pinned = None
+    with ExitStack() as stack:
+        stack.callback(region.close)
+        if isinstance(below, DeviceRegion):
+            progress("pinning", 0, region.nbytes)
+            try:
+                pinned, copier = await on_thread(_pin, below, region, places, name, stack)
+            except BaseException as error:
+                clear_frames_of(error)
+                raise
+            progress("pinning", region.nbytes, region.nbytes)
+        else:
+            copier = BlockCopier(streams=HostStreams(), places=places, device=below, host=region, name=name)
+            stack.callback(copier.close)
+        opened = stack.pop_all()
+    spill = Spill(config=config, engine=engine, blocks=blocks, copier=copier)
+    return HostMemory(region=region, pinned=pinned, spill=spill, opened=opened)
 
 
 def _pin(
     below: DeviceRegion, region: Region, places: BlockPlaces, name: str, opened: ExitStack
 ) -> tuple[PinnedMemory, BlockCopier]:
-    """Blocks. What it has made is in `opened` too, whoever still waits for it."""
+    """Blocks. `opened` closes what it makes, also where nobody waits for it any more."""
     try:
         pinned = below.driver.register(region.array_U8)
         opened.callback(pinned.close)
@@ -508,8 +498,7 @@ def _pin(
     except DeviceError as error:
         raise BatonError(
             Reason.BAD_CONFIG,
-            f"{region.nbytes:,} bytes of host memory below a region on a device are pinned: {error}. Set a smaller "
-            "spill.host_blocks.",
+            f"Cannot pin {region.nbytes:,} bytes of host memory to spill to: {error}. Set a smaller spill.host_blocks.",
             field="spill.host_blocks",
         ) from error
     return pinned, copier

@@ -18,7 +18,7 @@ from baton.lifecycle import Lifecycle
 from baton.log import get_log
 from baton.repeats import RepeatLog
 from baton.wire import ModelInfo, NodeRecord
-from kvtransfer.negotiation import differences
+from kvtransfer.link import differences
 from kvtransfer.writer import Handoff
 from node.peers import Peers
 from node.pool import DevicePool
@@ -236,7 +236,7 @@ def order_decode_nodes(
         who = f"All {len(fit)} decode nodes"
         if len(large) < len(fit):
             names = ", ".join(sorted(r.name for r in large))
-            who = f"Of {len(fit)} decode nodes those that could ever hold the request ({names})"
+            who = f"The decode nodes that are large enough for the request ({names}; {len(large)} of {len(fit)})"
         raise BatonError(
             Reason.DECODE_FULL,
             f"{who} are behind with accepting writes, or out of reach.",
@@ -246,7 +246,7 @@ def order_decode_nodes(
     if not wanted and not avoided_too:
         raise BatonError(
             Reason.NO_DECODE_NODE,
-            f"The router does not reach the {len(left)} decode nodes that are in reach from here.",
+            f"This node reaches {len(left)} decode nodes; the router reaches none of them.",
             retry_after_ms=1_000,
         )
     left = wanted or left
@@ -340,7 +340,7 @@ def _nobody_reached(error: BatonError) -> BatonError:
     """It is this node that reaches no decode node. Another one may."""
     return BatonError(
         Reason.NO_DECODE_NODE,
-        f"No decode node takes it from here. {error.message}",
+        f"This prefill node found no decode node for the request. {error.message}",
         retry_after_ms=error.retry_after_ms,
     )
 
@@ -350,11 +350,4 @@ def _named(record: NodeRecord, error: BatonError) -> BatonError:
     text = error.message
     if record.name not in text:
         text = f"The decode node {record.name} did not grant: {text}"
-    return BatonError(
-        error.reason,
-        text,
-        code=error.code,
-        field=error.field,
-        retry_after_ms=error.retry_after_ms,
-        metadata=error.metadata,
-    )
+    return error.reworded(text)

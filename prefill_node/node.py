@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from baton.errors import BatonError, Reason, bad_field
 from baton.ids import BlockId, RequestKey
 from baton.retry_time import ROOM_SHARE, wait_s
 from baton.wire import NodeLoad
-from cachestore.block_manager import BlockManager, prefix_blocks_max
+from cachestore.block_manager import prefix_blocks_max
 from engine.core import TokenEvent
 from engine.scheduler import SequenceMode
 from engine.types import (
@@ -29,12 +29,10 @@ from engine.types import (
     Batch,
     FinishReason,
     KvSink,
-    SequenceSlice,
     key_from_proto,
     params_from_proto,
 )
 from kvtransfer.protocol.writer import HandoffEnd
-from kvtransfer.status import block_load
 from kvtransfer.writer import Handoff, Metadata, StepWrites
 from node.peers import Peers
 from node.pool import DevicePool
@@ -56,7 +54,8 @@ from prefill_node.request_queue import PrefillRate, RequestQueue, check_request,
 STEPS_AHEAD: Final = 2
 """The step under way, and the one whose grants are asked for meanwhile."""
 GRANT_WAIT_MS_MAX: Final = 50
-"""A healthy decode node answers in a few; whoever waits longer holds up nobody behind him while there are places."""
+"""A healthy decode node answers within a few. A request that waits longer for its grant no longer holds back those
+behind it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +85,6 @@ class PrefillNode:
         self._local = local
         self._queue = RequestQueue(bypasses_max=config.engine.scheduler().bypasses_max)
         self._admitted: dict[RequestKey, Job] = {}
-        self._posting = Posting(pool.blocks, num_layers=pool.layout.num_layers)
         self._rate = PrefillRate(
             tokens_per_step_max=config.engine.tokens_per_step_max, age_ms_max=config.rate_age_ms_max
         )
@@ -290,13 +288,36 @@ class PrefillNode:
         job.seq = job.sequence(table, cached_tokens=cached_tokens, promise_key=job.key, mode=SequenceMode.PREFILL_ONLY)
         try:
             if job.handoff is not None and job.handoff.may_post():
-                self._posting.post_cached(job, job.handoff, table, len(prefix))
+                self._post_cached(job, job.handoff, table, len(prefix))
             self._engine.submit(job.seq)
         except BaseException:
             self._blocks.release(table)
             raise
         if prefix:
             self._admit()  # fewer tokens are ahead than were counted
+
+    def _post_cached(self, job: Job, handoff: Handoff, table: list[BlockId], cached_blocks: int) -> None:
+        """Pin the prompt's blocks until the transport has let go of them, and send what decode lacks of the cached."""
+        self.ledger.hold(table)
+        job.pinned = list(table)
+        handoff.pinned_blocks = len(table)
+        job.next_block = handoff.prefix_skip
+        writes = self._plan_writes(job, handoff, cached_blocks)
+        if writes is not None:
+            for layer in writes.layers:
+                writes.layer_done(layer)
+            writes.finish()
+
+    def _plan_writes(self, job: Job, handoff: Handoff, end_block: int) -> StepWrites | None:
+        """Of the prompt's blocks from `next_block` to `end_block`, in all layers. None if there are none."""
+        assert job.seq is not None
+        first, job.next_block = job.next_block, max(job.next_block, end_block)
+        if first >= job.next_block:
+            return None
+        src = job.seq.block_table[first : job.next_block]
+        dst = handoff.dst_blocks[first - handoff.prefix_skip : job.next_block - handoff.prefix_skip]
+        layers = range(self.pool.layout.num_layers)
+        return handoff.plan_step(np.array(src, dtype=np.int64), np.array(dst, dtype=np.int64), layers)
 
     async def _first_token(self, job: Job) -> TokenEvent:
         """Wait for the engine; a handoff that ends before the last layer is posted ends the request at once."""
@@ -320,7 +341,17 @@ class PrefillNode:
 
     def step_begins(self, batch: Batch) -> KvSink:
         """Plan what this step finishes of each handed-over request (StepHost)."""
-        return self._posting.sink(batch, self._admitted, now_s=self._loop.time())
+        tokens = sum(piece.stop - piece.start for piece in batch.slices if piece.output_index == 0)
+        sink = StepSink(tokens=tokens, began_s=self._loop.time())
+        for piece in batch.slices:
+            job = self._admitted.get(piece.key)
+            if job is not None and job.handoff is not None and job.handoff.may_post():
+                # The last record is finished at the end only.
+                end = self._blocks.blocks_for(piece.stop) if piece.sample else piece.stop // self._blocks.block_size
+                writes = self._plan_writes(job, job.handoff, end)
+                if writes is not None:
+                    sink.writes.append(writes)
+        return sink
 
     def step_ended(self, sink: KvSink, events: list[TokenEvent]) -> None:
         """First tokens drawn, or sequences aborted (StepHost)."""
@@ -382,7 +413,7 @@ class PrefillNode:
             waiting_requests=len(self._queue),
             running_requests=sum(not job.local for job in self._admitted.values()),
             waiting_tokens=self._tokens_left((*self._admitted.values(), *self._queue)),
-            blocks=block_load(self.ledger),
+            blocks=self.ledger.books(),
             prefill_tokens_per_s=self._rate.per_s(self._loop.time()),
             requests_taken=self._requests_taken,
             transports_given_up=self._peers.transports_given_up,
@@ -434,50 +465,3 @@ class StepSink:
     def layer_done(self, layer: int) -> None:
         for step_writes in self.writes:
             step_writes.layer_done(layer)
-
-
-class Posting:
-    """Of one prefill node; control thread only. What is planned here the engine thread posts (`StepSink`)."""
-
-    def __init__(self, blocks: BlockManager, *, num_layers: int) -> None:
-        self._blocks = blocks
-        self._num_layers = num_layers
-
-    def post_cached(self, job: Job, handoff: Handoff, table: list[BlockId], cached_blocks: int) -> None:
-        """Pin the prompt's blocks until the transport has let go of them, and send what decode lacks of the cached."""
-        self._blocks.hold(table)
-        job.pinned = list(table)
-        handoff.pin(len(table))
-        job.next_block = handoff.prefix_skip
-        writes = self.plan(job, handoff, cached_blocks)
-        if writes is not None:
-            for layer in writes.layers:
-                writes.layer_done(layer)
-            writes.finish()
-
-    def sink(self, batch: Batch, jobs: Mapping[RequestKey, Job], *, now_s: float) -> StepSink:
-        """For the step that begins: what it finishes of each of these jobs that is handed over."""
-        tokens = sum(piece.stop - piece.start for piece in batch.slices if piece.output_index == 0)
-        sink = StepSink(tokens=tokens, began_s=now_s)
-        for piece in batch.slices:
-            job = jobs.get(piece.key)
-            if job is not None and job.handoff is not None and job.handoff.may_post():
-                writes = self.plan(job, job.handoff, self._finished_blocks(piece))
-                if writes is not None:
-                    sink.writes.append(writes)
-        return sink
-
-    def plan(self, job: Job, handoff: Handoff, end_block: int) -> StepWrites | None:
-        """Writes of the prompt's blocks from `next_block` to `end_block`, all layers. None if there are none."""
-        assert job.seq is not None
-        first, job.next_block = job.next_block, max(job.next_block, end_block)
-        if first >= job.next_block:
-            return None
-        src = job.seq.block_table[first : job.next_block]
-        dst = handoff.dst_blocks[first - handoff.prefix_skip : job.next_block - handoff.prefix_skip]
-        return handoff.plan_step(np.array(src, dtype=np.int64), np.array(dst, dtype=np.int64), range(self._num_layers))
-
-    def _finished_blocks(self, piece: SequenceSlice) -> int:
-        """How many of the prompt's records are finished by this slice: full ones, and the last one at the end."""
-        size = self._blocks.block_size
-        return self._blocks.blocks_for(piece.stop) if piece.sample else piece.stop // size

@@ -79,8 +79,8 @@ def check_request(request: prefill_pb2.PrefillRequest, *, runner: Runner, blocks
     if len(tokens) >= runner.context_len_max:
         raise bad_field(
             "prompt",
-            f"Prompt and output have {len(tokens)} tokens; the model's context of {runner.context_len_max} must hold "
-            "another one.",
+            f"Prompt and output have {len(tokens)} tokens; the model's context of {runner.context_len_max} needs "
+            "room for one more.",
             reason=Reason.PROMPT_TOO_LONG,
         )
     if max(tokens) >= runner.vocab_size:
@@ -91,9 +91,10 @@ def check_request(request: prefill_pb2.PrefillRequest, *, runner: Runner, blocks
         )
     problem = sampling_problem(request.sampling, vocab_size=runner.vocab_size)
     if problem is not None:
-        raise bad_field("sampling", f"This cannot be drawn from: {problem}.", reason=Reason.SAMPLING_OUT_OF_RANGE)
+        text = f"No token can be drawn with these parameters: {problem}."
+        raise bad_field("sampling", text, reason=Reason.SAMPLING_OUT_OF_RANGE)
     if len(request.output) >= request.sampling.max_tokens:
-        raise bad_field("output", f"The answer has its {request.sampling.max_tokens} tokens (max_tokens) already.")
+        raise bad_field("output", f"The answer already has its {request.sampling.max_tokens} tokens (max_tokens).")
     if blocks.blocks_for(len(tokens)) > blocks.blocks_usable:
         raise no_room(tokens, blocks)
 

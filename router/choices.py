@@ -81,8 +81,7 @@ async def _answer(
                     ahead.set()
                 await news.put((index, event))
         await news.put(None)
-    except BatonError as error:
+    except Exception as error:  # a bug too: it is raised where the events are read, not lost in this task
         await news.put(error)
-    except Exception as error:  # a bug: it is raised where the events are read, not lost in this task
-        await news.put(error)
-        raise
+        if not isinstance(error, BatonError):
+            raise

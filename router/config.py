@@ -60,14 +60,14 @@ class PinKeeperConfig:
     lease_ms: int = setting(
         60_000,
         "how long nodes keep a pin that no router renews; routers renew three times as often",
-        "Pins should outlive longer absences of all routers, or go sooner after them.",
+        "Pins should stay longer while all routers are away, or go sooner.",
     )
     call_ms_max: int = fixed(2_000)
     """How long one node may take to answer about one pin."""
     warm_configured: bool = setting(
         True,
         "compute the configured prefixes once nodes are there, before the first request",
-        "Start-up must not spend compute on prefixes that may not be asked for.",
+        "Start-up must not spend compute on prefixes that nobody may use.",
     )
 
     def __post_init__(self) -> None:
@@ -97,15 +97,15 @@ class RouterConfig(ProcessConfig):
     """How long the head of an HTTP call may take, and then its body."""
     max_tokens_default: int | None = setting(
         None,
-        "output tokens of a request that names no limit; none: what the context leaves, at most so many that "
-        "prompt and answer take 1/32 of the smallest decode region, and no fewer than 256",
+        "output tokens of a request that names no limit; none: what the context leaves, but prompt and answer take "
+        "at most 1/32 of the smallest decode region, and the answer always gets 256",
         "Answers are cut off, or fewer requests run together because each is promised too many blocks.",
     )
     generation_config: bool = setting(
         True,
         "sampling values that a request does not name come from the model's generation_config.json; off: "
         "temperature 1 and nothing else",
-        "Clients count on the defaults of the API instead of those of the model.",
+        "Clients expect the defaults of the API, not those of the model.",
     )
     prompt_chars_max: int = setting(2_000_000, "characters of a prompt that is sent as text", "Prompts are longer.")
     requests_max: int = setting(
@@ -125,7 +125,7 @@ class RouterConfig(ProcessConfig):
     )
     client_stall_ms: int = setting(
         1_000,
-        "how long such a client must have read nothing before it is disconnected",
+        "how long a client with too many unread tokens must have read nothing before it is disconnected",
         "Clients pause for longer in the middle of an answer.",
     )
     retries: RetryConfig = field(default_factory=RetryConfig)
@@ -141,7 +141,7 @@ class RouterConfig(ProcessConfig):
     pinned_prefixes: tuple[PinnedPrefix, ...] = setting(
         (),
         "prefixes that nodes keep cached: JSON; in the file [[router.pinned_prefixes]]",
-        "A system prompt should stay cached though it is not asked for in a while.",
+        "A system prompt should stay cached even while nobody uses it.",
     )
     pins: PinKeeperConfig = field(default_factory=PinKeeperConfig)
 
@@ -149,9 +149,7 @@ class RouterConfig(ProcessConfig):
         ProcessConfig.__post_init__(self)
         names = [prefix.name for prefix in self.pinned_prefixes]
         if len(set(names)) < len(names) or len(names) > self.pins.count_max:
-            raise InvalidField(
-                "pinned_prefixes", f"must have names of their own, at most {self.pins.count_max} of them"
-            )
+            raise InvalidField("pinned_prefixes", f"must have different names and be {self.pins.count_max} at most")
         if self.max_tokens_default is not None:
             check_positive(self, "max_tokens_default")
         check_positive(self, *(name for name, kind in RouterConfig.__annotations__.items() if kind == "int"))

@@ -32,23 +32,13 @@ from baton.ids import RequestId
 from baton.log import get_log
 from baton.tracing import CallMetadata, Traceparent, new_request_id, read_metadata
 from baton.version import baton_version
+from router import openai
 from router.choices import Answer, run_choices
 from router.config import RouterConfig
 from router.metrics import RouterMetrics
 from router.node import CutOff, RouterNode, client_guard
-from router.openai import (
-    Json,
-    OpenAiCall,
-    Replies,
-    Usage,
-    error_headers,
-    error_json,
-    error_status,
-    model_json,
-    parse_body,
-    parse_chat,
-    parse_completion,
-)
+from router.openai import Json, OpenAiCall, Replies, Usage
+from router.request import ClientCall
 
 log = get_log("http")
 
@@ -59,7 +49,8 @@ Events = AsyncGenerator[tuple[int, inference_pb2.GenerateEvent], None]
 
 def error_response(error: BatonError, *, chat: bool = False, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """`headers` are added to those that the error has."""
-    return JSONResponse(error_json(error, chat=chat), error_status(error), {**error_headers(error), **(headers or {})})
+    body, status = openai.error_json(error, chat=chat), openai.error_status(error)
+    return JSONResponse(body, status, {**openai.error_headers(error), **(headers or {})})
 
 
 class CallReply(Response):
@@ -105,7 +96,7 @@ class CallReply(Response):
             error = raised
         except Exception:
             log.exception("an answer failed", id=self._replies.id)
-            error = BatonError(Reason.INTERNAL, "This router has failed at the answer; its log says why.")
+            error = BatonError(Reason.INTERNAL, "This router failed to answer; its log says why.")
         try:
             await self._fail(error)
         finally:
@@ -115,7 +106,7 @@ class CallReply(Response):
         if self._begun:
             with suppress(TimeoutError):  # a client that reads nothing: its connection is closed
                 async with asyncio.timeout(ERROR_SEND_MS_MAX / 1000):
-                    await self._send_data(error_json(error, chat=self._call.chat))
+                    await self._send_data(openai.error_json(error, chat=self._call.chat))
                     await self._end()
         else:
             await error_response(error, chat=self._call.chat, headers=self._extra)(*self._asgi)
@@ -208,8 +199,8 @@ class OpenAiApp:
             return error_response(error, chat=chat, headers={"x-request-id": request_id})
 
     def _parse(self, raw: bytes, chat: bool) -> OpenAiCall:
-        body = parse_body(raw)
-        return parse_chat(body, self._node.prompts.encode_chat) if chat else parse_completion(body)
+        body = openai.parse_body(raw)
+        return openai.parse_chat(body, self._node.prompts.encode_chat) if chat else openai.parse_completion(body)
 
     async def _models(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_json()]})
@@ -222,7 +213,7 @@ class OpenAiApp:
         return JSONResponse(self._model_json())
 
     def _model_json(self) -> Json:
-        return model_json(self._node.model(), created=self._began, tokens_max=self._node.tokens_max())
+        return openai.model_json(self._node.model(), created=self._began, tokens_max=self._node.tokens_max())
 
     async def _health(self, _request: Request) -> Response:
         """Ready for requests: this router takes them, and there are nodes to serve them."""
@@ -252,14 +243,9 @@ class OpenAiApp:
 
         def events(cut_off: CutOff) -> Events:
             def ask(message: inference_pb2.GenerateRequest, choice: int) -> Answer:
-                return node.generate(
-                    message,
-                    request_id=request_id,
-                    trace=trace.child(node.rng),
-                    deadline_s=deadline_s,
-                    choice=choice,
-                    cut_off=cut_off,
-                )
+                child = trace.child(node.rng)
+                client = ClientCall(id=request_id, trace=child, deadline_s=deadline_s, choice=choice, cut_off=cut_off)
+                return node.generate(message, client)
 
             return run_choices(ask, call.requests, call.n)
 
@@ -286,7 +272,7 @@ class OpenAiApp:
         except TimeoutError as error:
             raise BatonError(Reason.DEADLINE, "The body of the request did not come in time.") from error
         except ClientDisconnect as error:
-            raise BatonError(Reason.CANCELLED, "The client went away.") from error
+            raise BatonError(Reason.CANCELLED, "The client has left.") from error
         return bytes(body)
 
 
@@ -405,5 +391,5 @@ async def _on_bug(request: Request, error: Exception) -> Response:
     request_id = getattr(request.state, "request_id", None)
     known = {"request": request_id} if request_id is not None else {}
     log.error("a call failed", path=request.url.path, **known, exc_info=error)
-    internal = BatonError(Reason.INTERNAL, "This router has failed at the call; its log says why.")
+    internal = BatonError(Reason.INTERNAL, "This router failed to answer the call; its log says why.")
     return error_response(internal, headers={"x-request-id": request_id} if request_id is not None else None)

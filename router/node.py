@@ -34,9 +34,9 @@ from router.decode_streams import DecodeStreams, DecodeSubscription, Inbox
 from router.placement import RegionWatch, answer_tokens, tokens_max
 from router.prefill_nodes import NOT_READY_RETRY_MS, PrefillCalls, PrefillNodes
 from router.prompts import PromptEncoder
-from router.request import NEUTRAL, Job, ObservedRequest, check_request
+from router.request import NEUTRAL, ClientCall, Job, ObservedRequest, check_request
 from router.retries import GONE, RESOLVES_MAX, RESUMABLE, ResumptionPace, Retries, Verdict, pause_ms
-from router.text import AnswerText, StopStrings
+from router.text import AnswerText
 
 log = get_log("router")
 
@@ -173,19 +173,10 @@ class RouterNode:
         self._regions = RegionWatch()
 
     async def generate(
-        self,
-        request: inference_pb2.GenerateRequest,
-        *,
-        request_id: RequestId,
-        trace: Traceparent,
-        deadline_s: float,
-        choice: int = 0,
-        cut_off: CutOff | None = None,
+        self, request: inference_pb2.GenerateRequest, call: ClientCall
     ) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
         """One request, from the client's call to its last token. Closing the iterator frees it on every node.
 
-        `choice` is the number of this answer among those to one question: other noise from the same seed. `cut_off` is
-        called once the client has left too much unread; it is to close the iterator.
         Raises BatonError: what is wrong with the request, or why it could not be run.
         """
         began_s = self._loop.time()
@@ -196,12 +187,10 @@ class RouterNode:
         try:
             if not admitted:
                 raise self._full()
-            job = await self._check(request, client_id=request_id, trace=trace, deadline_s=deadline_s, choice=choice)
-            job.observed, job.cut_off = observed, cut_off
-            yield inference_pb2.GenerateEvent(
-                started=inference_pb2.Started(request_id=request_id, prompt_tokens=len(job.checked.prompt))
-            )
-            text = self._answer_text(job)
+            job = await self._check(request, call, observed)
+            started = inference_pb2.Started(request_id=call.id, prompt_tokens=len(job.checked.prompt))
+            yield inference_pb2.GenerateEvent(started=started)
+            text = AnswerText(self.prompts.codec, job.checked)
             async with aclosing(self._tokens(job)) as batches:
                 async for first_index, ids, logprobs in batches:
                     taken, new = text.push(ids)
@@ -220,28 +209,24 @@ class RouterNode:
             yield finished
         except BatonError as error:
             observed.failed(error.reason)
-            self.request_log.failed(error, request_id=request_id, job=job, began_s=began_s)
+            self.request_log.failed(error, request_id=call.id, job=job, began_s=began_s)
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            self._ended_from_outside(job, observed, request_id=request_id, began_s=began_s, deadline_s=deadline_s)
+            # The client has left, which is nobody's error, or it was cut off, or its deadline has passed. Others tell
+            # the client of the last two.
+            if (outside := self._outside_error(job, call)) is not None:
+                observed.failed(outside.reason)
+                self.request_log.failed(outside, request_id=call.id, job=job, began_s=began_s)
             raise
         finally:
             observed.ended()
             if job is not None:
-                job.cut_off = job.cut_off_with = None
+                job.cut_off_with = None
             self.requests -= 1
             if admitted:
                 self._ended.left(1, self._loop.time())
 
-    async def _check(
-        self,
-        request: inference_pb2.GenerateRequest,
-        *,
-        client_id: RequestId,
-        trace: Traceparent,
-        deadline_s: float,
-        choice: int,
-    ) -> Job:
+    async def _check(self, request: inference_pb2.GenerateRequest, call: ClientCall, observed: ObservedRequest) -> Job:
         """Check the request, against the model of a cluster that may still be coming up. Raises BatonError."""
         self._check_known()
         give_up_s = self._loop.time() + self.config.placement_wait_ms_max / 1000
@@ -262,39 +247,26 @@ class RouterNode:
             answer_tokens=lambda tokens: answer_tokens(tokens, self._records, model) if limit is None else limit,
             rng=self.rng,
             defaults=self._sampling_defaults,
-            choice=choice,
+            choice=call.choice,
         )
         return Job(
             id=new_request_id(self.rng),
-            client_id=client_id,
-            trace=trace,
+            call=call,
             checked=checked,
             began_s=self._loop.time(),
-            deadline_s=deadline_s,
+            observed=observed,
             retries=Retries(config=self.config.retries, give_up_s=give_up_s),
             stats=inference_pb2.RequestStats(prompt_tokens=len(checked.prompt)),
         )
 
-    def _answer_text(self, job: Job) -> AnswerText:
-        codec, checked = self.prompts.codec, job.checked
-        return AnswerText(
-            codec.stream() if codec is not None else None,
-            StopStrings(checked.stop, include=checked.include_stop),
-            min_tokens=checked.sampling.min_tokens,
-        )
-
-    def _ended_from_outside(
-        self, job: Job | None, observed: ObservedRequest, *, request_id: RequestId, began_s: float, deadline_s: float
-    ) -> None:
-        """The client has left, which is nobody's error, or was cut off, or the deadline has passed. The client is told
-        of those two by others; here they go to log and metrics."""
-        error = job.cut_off_with if job is not None else None
+    def _outside_error(self, job: Job | None, call: ClientCall) -> BatonError | None:
+        """Why a request was ended from outside."""
+        if job is not None and job.cut_off_with is not None:
+            return job.cut_off_with
         unfinished = job is None or job.finish == common_pb2.FINISH_REASON_UNSPECIFIED
-        if error is None and unfinished and self._loop.time() >= deadline_s - DEADLINE_MARGIN_S:
-            error = BatonError(Reason.DEADLINE, "The request's deadline has passed.")
-        if error is not None:
-            observed.failed(error.reason)
-            self.request_log.failed(error, request_id=request_id, job=job, began_s=began_s)
+        if unfinished and self._loop.time() >= call.deadline_s - DEADLINE_MARGIN_S:
+            return BatonError(Reason.DEADLINE, "The request's deadline has passed.")
+        return None
 
     def _full(self) -> BatonError:
         return BatonError(
@@ -349,7 +321,7 @@ class RouterNode:
 
     async def _attempt(self, job: Job, inbox: Inbox) -> AsyncGenerator[TokenPart, None]:
         """One attempt: prefill call and decode stream both fill the inbox; whatever happens, both let go at the end."""
-        if job.cut_off is not None:
+        if job.call.cut_off is not None:
             inbox.on_put = partial(self._check_unread, job)
         self._streams.inboxes[inbox.key] = inbox
         prefilling = self._loop.create_task(self._prefill_calls.run(job, inbox), name=f"prefill-{job.id}")
@@ -382,7 +354,7 @@ class RouterNode:
     def _check_unread(self, job: Job, inbox: Inbox) -> None:
         """Something was put into the inbox: cut its client off where it does not read.
 
-        Many tokens may come at once for a client that reads, so that it must have left some for a while, too.
+        A client that reads may get many tokens at once, so time counts too.
         """
         if inbox.unread <= self.config.client_tokens_unread_max or inbox.writing_s is None:
             return
@@ -393,12 +365,12 @@ class RouterNode:
                 "(client_tokens_unread_max); the request was cancelled. Read faster, or ask for fewer tokens.",
                 metadata={"unread": str(inbox.unread)},
             )
-            log.warning("client cut off", request=job.client_id, key=job.id, unread=inbox.unread)
-            assert job.cut_off is not None
-            job.cut_off(job.cut_off_with)
+            log.warning("client cut off", request=job.call.id, key=job.id, unread=inbox.unread)
+            assert job.call.cut_off is not None
+            job.call.cut_off(job.cut_off_with)
 
     async def _goes_on(self, inbox: Inbox, error: BatonError) -> bool:
-        """Something of the attempt has failed. Whether it goes on, as the decode node has committed it all the same.
+        """A part of the attempt has failed. Whether it goes on because the decode node has committed it.
 
         If not, the decode node never runs the attempt, or its tokens are not taken.
         """
@@ -413,7 +385,9 @@ class RouterNode:
             return True  # the rest of the answer has come meanwhile
         if not goes_on or inbox.given_up:
             return False
-        log.info("committed all the same", request=inbox.key.request, node=subscription.name, why=error.message)
+        log.info(
+            "attempt goes on at its decode node", request=inbox.key.request, node=subscription.name, why=error.message
+        )
         inbox.go_on()
         subscription.add(inbox)
         return True
@@ -426,10 +400,12 @@ class RouterNode:
             sampling=inference_pb2.Sampling(temperature=0, max_tokens=2, ignore_eos=True),
             cache_salt=salt,
         )
-        deadline_s = self._loop.time() + self.config.rpc.public_deadline_ms_default / 1e3
-        trace = Traceparent.new(self.rng, sampled=False)
-        answer = self.generate(request, request_id=new_request_id(self.rng), trace=trace, deadline_s=deadline_s)
-        async with aclosing(answer) as events:
+        call = ClientCall(
+            id=new_request_id(self.rng),
+            trace=Traceparent.new(self.rng, sampled=False),
+            deadline_s=self._loop.time() + self.config.rpc.public_deadline_ms_default / 1e3,
+        )
+        async with aclosing(self.generate(request, call)) as events:
             async for _ in events:
                 pass
 

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Final, TypeVar
 
 from batonpb import common_pb2, inference_pb2
@@ -58,6 +59,7 @@ _FLOATS: Final = ("temperature", "top_p", "min_p", "repetition_penalty", "presen
 _KINDS: Final = {bool: "true or false", str: "a string", dict: "an object"}
 _T = TypeVar("_T", bool, str, dict[str, Any])
 
+_Prompt = str | Sequence[int]
 EncodeChat = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], Sequence[int]]
 """Messages, and what else the chat template is told, to token ids. Raises BatonError."""
 
@@ -91,15 +93,14 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 
 def parse_completion(body: Mapping[str, Any]) -> OpenAiCall:
     """/v1/completions. `body` as `parse_body` gives it. Raises BatonError naming the field."""
-    n = _n(body)
+    n = _integer("n", body.get("n", 1), 1, CHOICES_MAX)
     _refuse(body, _REFUSED_IN_COMPLETIONS)
     _refuse(body, {("best_of",): ((n,), "every answer that is drawn is returned: ask for n of them")})
     sampling = _sampling(body)
     _set_integer(sampling, body, "max_tokens")
     if body.get("logprobs") is not False:  # some clients say so when they want none
         _set_integer(sampling, body, "logprobs")
-    requests = [_request(prompt, sampling, body) for prompt in _prompts(body.get("prompt"))]
-    return _call(body, chat=False, requests=requests, n=n)
+    return _call(body, _prompts(body.get("prompt")), sampling, chat=False)
 
 
 def parse_chat(body: Mapping[str, Any], encode: EncodeChat) -> OpenAiCall:
@@ -114,16 +115,19 @@ def parse_chat(body: Mapping[str, Any], encode: EncodeChat) -> OpenAiCall:
         raise bad_field("top_logprobs", "top_logprobs needs logprobs: true.")
     told = {"add_generation_prompt": _typed(body, "add_generation_prompt", True)}
     told |= _typed(body, "chat_template_kwargs", {})
-    request = _request(list(encode(_messages(body.get("messages")), told)), sampling, body)
-    return _call(body, chat=True, requests=[request], n=_n(body))
+    return _call(body, [encode(_messages(body.get("messages")), told)], sampling, chat=True)
 
 
-def _call(body: Mapping[str, Any], *, chat: bool, requests: list[inference_pb2.GenerateRequest], n: int) -> OpenAiCall:
+def _call(
+    body: Mapping[str, Any], prompts: Sequence[_Prompt], sampling: inference_pb2.Sampling, *, chat: bool
+) -> OpenAiCall:
+    requests = tuple(_request(prompt, sampling, body) for prompt in prompts)
+    n = _integer("n", body.get("n", 1), 1, CHOICES_MAX)
     if len(requests) * n > CHOICES_MAX:
         raise bad_field("n", f"{len(requests)} prompts with n {n} are more than {CHOICES_MAX} answers, the limit.")
     return OpenAiCall(
         chat=chat,
-        requests=tuple(requests),
+        requests=requests,
         n=n,
         stream=_typed(body, "stream", False),
         include_usage=_typed(_typed(body, "stream_options", {}), "include_usage", False),
@@ -132,7 +136,7 @@ def _call(body: Mapping[str, Any], *, chat: bool, requests: list[inference_pb2.G
 
 
 def _request(
-    prompt: str | list[int], sampling: inference_pb2.Sampling, body: Mapping[str, Any]
+    prompt: _Prompt, sampling: inference_pb2.Sampling, body: Mapping[str, Any]
 ) -> inference_pb2.GenerateRequest:
     request = inference_pb2.GenerateRequest(sampling=sampling)
     if isinstance(prompt, str):
@@ -184,7 +188,7 @@ def _set_logit_bias(sampling: inference_pb2.Sampling, biases: object) -> None:
         sampling.logit_bias[token] = _number({"logit_bias": bias}, "logit_bias")
 
 
-def _prompts(prompt: object) -> list[str | list[int]]:
+def _prompts(prompt: object) -> Sequence[_Prompt]:
     """A text, token ids, or a list of either kind."""
     if isinstance(prompt, str):
         return [prompt]
@@ -194,7 +198,7 @@ def _prompts(prompt: object) -> list[str | list[int]]:
         if len(prompt) > CHOICES_MAX:
             raise bad_field("prompt", f"{len(prompt)} prompts are more than {CHOICES_MAX}, the limit.")
         if all(isinstance(each, str) for each in prompt):
-            return list(prompt)
+            return prompt
         if all(isinstance(each, list) for each in prompt):
             return [_ids("prompt", each) for each in prompt]
     raise bad_field("prompt", "prompt must be a string, a list of strings, token ids, or a list of lists of token ids.")
@@ -215,22 +219,16 @@ def _messages(messages: object) -> list[dict[str, Any]]:
 def _content(content: object, i: int) -> str:
     if content is None:
         return ""
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(parts, list):
-        raise bad_field(f"messages.{i}.content", f"The content of messages[{i}] must be a string or a list of parts.")
-    texts = []
-    for part in parts:
+    if isinstance(content, str):
+        return content
+    place = f"messages.{i}.content"
+    if not isinstance(content, list):
+        raise bad_field(place, f"The content of messages[{i}] must be a string or a list of parts.")
+    for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
-            raise bad_field(
-                f"messages.{i}.content", f"messages[{i}] has a part of type {kind!r}; only text is understood."
-            )
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-def _n(body: Mapping[str, Any]) -> int:
-    return _integer("n", body.get("n", 1), 1, CHOICES_MAX)
+            raise bad_field(place, f"messages[{i}] has a part of type {kind!r}; only text is understood.")
+    return "\n".join(part["text"] for part in content)
 
 
 def _refuse(body: Mapping[str, Any], refused: _Refused) -> None:
@@ -432,11 +430,7 @@ class Replies:
         if self.call.chat:
             return {"content": [self._chat_logprob(token, found) for token, found in pairs], "refusal": None}
         texts = [self.token_text(token) for token, _ in pairs]
-        offsets = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
-        self._offsets[index] = offset
+        *offsets, self._offsets[index] = accumulate(map(len, texts), initial=offset)
         return {
             "tokens": texts,
             "token_logprobs": [_finite(found.logprob) for _, found in pairs],

@@ -132,10 +132,10 @@ class PinKeeper:
         return pin
 
     async def pin(self, prefix: PinnedPrefix, tokens: Sequence[int], *, warm: bool) -> KeptPin:
-        """Keep a pin and tell all nodes now; one of the same name is replaced.
+        """Keep a pin and lease it to all nodes now; one of the same name is replaced.
 
-        Raises BatonError, and what was there before stays, where the limit of this router is reached, or where no node
-        takes the pin and one says why.
+        Raises BatonError where this router's limit is reached, or where no node takes the pin and one says why. The pin
+        that had the name then stays.
         """
         self._expire()
         old = self._pins.get(prefix.name)
@@ -192,7 +192,7 @@ class PinKeeper:
                 return
 
     async def _hold(self, pin: KeptPin, record: NodeRecord, *, insist: bool = False) -> None:
-        """Lease one pin to one node; what it says is in `pin.on_nodes` then. `insist`: it is the newest of its name."""
+        """Lease one pin to one node, which answers into `pin`. `insist`: it replaces a newer one of its name."""
         async with self._lock(record):
             if self._pins.get(pin.name) is not pin:
                 return
@@ -211,7 +211,7 @@ class PinKeeper:
                 pin.heard(record, reply)
                 return
             log.info("another router has replaced a pin", pin=pin.name, node=record.name)
-            text = "Another router has pinned another prefix by this name, later."
+            text = "Another router has since pinned another prefix by this name."
             pin.heard(record, BatonError(Reason.NAME_IN_USE, text))
             if not pin.from_config and self._pins.get(pin.name) is pin:
                 del self._pins[pin.name]

@@ -36,7 +36,7 @@ class PrefillNodes:
         """Those that take requests."""
         self._placement = Placement(blocks_max=blocks_max)
         self._drained: dict[Incarnation, int] = {}
-        """Processes that refused work, each with the sequence of the record that had said they take some."""
+        """Processes that refused work, each with the sequence of its record at that time."""
         self._most_tokens: dict[str, int] = {}
         """By fingerprint, what the largest region ever seen holds: its node may be on its way back."""
 
@@ -76,7 +76,7 @@ class PrefillNodes:
         return bool(self.ready) and any(r.incarnation not in job.avoid for r in self._fit(job, self.model()))
 
     def failed(self, job: Job, record: NodeRecord, error: BatonError) -> BatonError:
-        """The attempt at this node has failed: what to judge the request by, mostly the error itself."""
+        """The attempt at this node has failed. Returns the error to judge the request by, mostly the same one."""
         if refused_by(error, record.incarnation):
             self._drained[record.incarnation] = record.sequence  # its own answer counts until a later record differs
         if error.reason in ASK_ANOTHER:
@@ -84,15 +84,15 @@ class PrefillNodes:
         if error.reason is not Reason.PROMPT_TOO_LONG:
             return error
         if REGION_BLOCKS_KEY in error.metadata:
-            job.too_small.add(record.incarnation)  # by its own word, which counts more than its record
+            job.too_small.add(record.incarnation)  # its own answer counts more than its record
             assert record.model is not None, record.name
             if self._held_elsewhere(job, record.model):
                 return _not_ready(f"{error.message} Another prefill node may have room for them.")
             return _not_resumable(job, error.message) if job.output else error
         if not job.output:
             return error
-        # A decode node's word. One has held it, so others may: it may be on its way back.
-        text = f"No decode node that can hold prompt and answer is there. {error.message}"
+        # A decode node says so. One has held it, so others may: it may be on its way back.
+        text = f"No known decode node can hold prompt and answer. {error.message}"
         return _not_ready(text, Reason.NO_DECODE_NODE)
 
     def _fit(self, job: Job, model: ModelInfo) -> list[NodeRecord]:
@@ -109,13 +109,13 @@ class PrefillNodes:
         return [r for r in self._known if r.model is None or r.model.fingerprint == model.fingerprint]
 
     def _no_region(self, job: Job, model: ModelInfo) -> BatonError:
-        """None of those that are ready holds the request: whether to wait for one that does, or what to tell."""
+        """No ready node holds the request: the error says to wait for one that does, or that there is none."""
         waits_for = self._held_elsewhere(job, model)
         if waits_for:
             names = ", ".join(sorted(record.name for record in waits_for))
-            return _not_ready(f"No prefill node that is ready can hold {job.tokens} tokens; {names} may, when ready.")
+            return _not_ready(f"No ready prefill node can hold {job.tokens} tokens; {names} may, once ready.")
         if not job.too_small and job.tokens <= self._most_tokens.get(model.fingerprint, 0):
-            return _not_ready(f"No prefill node that is there can hold {job.tokens} tokens; one that was here could.")
+            return _not_ready(f"No known prefill node can hold {job.tokens} tokens; one that has left could.")
         most = max(record.load.blocks.total for record in self._of_model(model))
         pins = ", less what pins and padding keep" if job.too_small else ""
         need = -(-job.tokens // model.block_size)
@@ -165,8 +165,7 @@ class PrefillCalls:
         """By endpoint, endpoints without one included."""
 
     async def run(self, job: Job, inbox: Inbox) -> None:
-        """Place the attempt and make its call, which fills its inbox. Raises nothing: what goes wrong is the attempt's
-        failure."""
+        """Place the attempt and make its call, which fills its inbox. Raises nothing: errors fail the inbox."""
         try:
             record, placed = self._nodes.place(job, inbox.key, silent=self._streams.silent())
             job.stats.prefill_node = record.name
@@ -215,8 +214,8 @@ class PrefillCalls:
         with rpc_errors(record.name):
             events = stub.Prefill(
                 request,
-                timeout=job.deadline_s - loop.time(),
-                metadata=call_metadata(request_id=job.client_id, traceparent=job.trace.child(self._rng)),
+                timeout=job.call.deadline_s - loop.time(),
+                metadata=call_metadata(request_id=job.call.id, traceparent=job.call.trace.child(self._rng)),
             )
             if await begun(events):  # the node says that it has it, before it is its turn
                 inbox.queued_s = loop.time()

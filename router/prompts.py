@@ -26,6 +26,7 @@ _MAY_BE_EMPTY: Final = "assistant"
 _ASK: Final[Mapping[str, Any]] = {"add_generation_prompt": True}
 _USERS: Final = ("0", "Z")
 """Two chats that differ from the first character of the user's message on."""
+_CHAT_OF: Final = "The messages make a prompt of"
 
 
 class PromptEncoder:
@@ -61,10 +62,10 @@ class PromptEncoder:
     def encode(self, request: inference_pb2.GenerateRequest) -> Sequence[int]:
         """A request's text, or its messages, checked; nothing for a text without a tokenizer. Raises BatonError."""
         if request.WhichOneof("prompt") == "chat":
-            return self.encode_chat(_checked(request.chat, self._chars_max), _ASK, field="chat.messages")
+            return self.encode_chat(self._checked(request.chat), _ASK, field="chat.messages")
         if self.codec is None:
             return ()
-        self._check_length(request.text, "The prompt")
+        self._check_chars(len(request.text), "The prompt has", "text")
         return self.codec.encode(request.text)
 
     def encode_chat(
@@ -82,8 +83,7 @@ class PromptEncoder:
                 field=field,
             )
         text = self._template.render(messages, told, field=field)
-        if len(text) > self._chars_max:
-            raise _too_long(len(text), self._chars_max, field)
+        self._check_chars(len(text), _CHAT_OF, field)
         return self.codec.encode_rendered(text)
 
     def encode_pin(self, prefix: PinnedPrefix) -> Sequence[int]:
@@ -100,16 +100,8 @@ class PromptEncoder:
                 "--model.",
                 field="text",
             )
-        self._check_length(text, pin)
+        self._check_chars(len(text), f"{pin} has", "text")
         return self.codec.encode(text) if prefix.text is not None else self._encode_system(self.codec, text)
-
-    def _check_length(self, text: str, what: str) -> None:
-        if len(text) > self._chars_max:
-            raise bad_field(
-                "text",
-                f"{what} has {len(text)} characters; at most {self._chars_max} are taken.",
-                reason=Reason.PROMPT_TOO_LONG,
-            )
 
     def _encode_system(self, codec: TextCodec, system: str) -> Sequence[int]:
         """What all chats with this system message begin with, whatever the template puts around it."""
@@ -127,29 +119,28 @@ class PromptEncoder:
         same = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
         return [token for token, _ in same]
 
+    def _checked(self, chat: inference_pb2.Chat) -> list[dict[str, str]]:
+        """Each message with its role and content. Raises BatonError naming the first wrong one."""
+        count = len(chat.messages)
+        if count == 0:
+            text = "The conversation is empty: it must have at least one message."
+            raise bad_field("chat.messages", text, reason=Reason.EMPTY_PROMPT)
+        if count > MESSAGES_MAX:
+            text = f"The conversation has {count} messages; at most {MESSAGES_MAX} are taken."
+            raise bad_field("chat.messages", text, reason=Reason.PROMPT_TOO_LONG)
+        self._check_chars(sum(len(message.content) for message in chat.messages), _CHAT_OF, "chat.messages")
+        for i, message in enumerate(chat.messages):
+            place = f"chat.messages.{i}"
+            if message.role not in ROLES:
+                roles = ", ".join(ROLES)
+                raise bad_field(
+                    f"{place}.role", f"messages[{i}] has the role {message.role[:40]!r}; roles are {roles}."
+                )
+            if not message.content and message.role != _MAY_BE_EMPTY:
+                raise bad_field(f"{place}.content", f"messages[{i}] is empty; only an {_MAY_BE_EMPTY}'s may be.")
+        return [{"role": message.role, "content": message.content} for message in chat.messages]
 
-def _checked(chat: inference_pb2.Chat, chars_max: int) -> list[dict[str, str]]:
-    """Each message with its role and content. Raises BatonError naming the first wrong one."""
-    count = len(chat.messages)
-    if count == 0:
-        text = "The conversation is empty: it must have at least one message."
-        raise bad_field("chat.messages", text, reason=Reason.EMPTY_PROMPT)
-    if count > MESSAGES_MAX:
-        text = f"The conversation has {count} messages; at most {MESSAGES_MAX} are taken."
-        raise bad_field("chat.messages", text, reason=Reason.PROMPT_TOO_LONG)
-    chars = sum(len(message.content) for message in chat.messages)
-    if chars > chars_max:
-        raise _too_long(chars, chars_max, "chat.messages")
-    for i, message in enumerate(chat.messages):
-        place = f"chat.messages.{i}"
-        if message.role not in ROLES:
-            roles = ", ".join(ROLES)
-            raise bad_field(f"{place}.role", f"messages[{i}] has the role {message.role[:40]!r}; roles are {roles}.")
-        if not message.content and message.role != _MAY_BE_EMPTY:
-            raise bad_field(f"{place}.content", f"messages[{i}] is empty; only an {_MAY_BE_EMPTY}'s may be.")
-    return [{"role": message.role, "content": message.content} for message in chat.messages]
-
-
-def _too_long(chars: int, chars_max: int, field: str) -> BatonError:
-    text = f"The messages make a prompt of {chars} characters; at most {chars_max} are taken."
-    return bad_field(field, text, reason=Reason.PROMPT_TOO_LONG)
+    def _check_chars(self, chars: int, what: str, field: str) -> None:
+        if chars > self._chars_max:
+            text = f"{what} {chars} characters; at most {self._chars_max} are taken."
+            raise bad_field(field, text, reason=Reason.PROMPT_TOO_LONG)

@@ -68,17 +68,29 @@ class ObservedRequest:
         """Nothing of it is left in this router."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientCall:
+    """Whose request it is. Times are those of the loop."""
+
+    id: RequestId
+    """What the client calls it."""
+    trace: Traceparent
+    deadline_s: float
+    choice: int = 0
+    """Number of this answer among those to one question: other noise from the same seed."""
+    cut_off: Callable[[BatonError], None] | None = None
+    """Called once the client has left too much unread: it is to end the request, with this error for the client."""
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Job:
     """One client request, from its check to its last token."""
 
     id: RequestId
     """Ours, random: what a client calls its request may be used twice, and grants and tombstones are keyed by this."""
-    client_id: RequestId
-    trace: Traceparent
+    call: ClientCall
     checked: CheckedRequest
     began_s: float
-    deadline_s: float
     retries: Retries
     stats: inference_pb2.RequestStats
     finish: common_pb2.FinishReason = common_pb2.FINISH_REASON_UNSPECIFIED
@@ -96,10 +108,8 @@ class Job:
     token_times_s: list[float] = field(default_factory=list)
     block_size: int = 0
     observed: ObservedRequest = field(default_factory=ObservedRequest)
-    cut_off: Callable[[BatonError], None] | None = None
-    """Ends the request from outside, with this error for its client."""
     cut_off_with: BatonError | None = None
-    """The error that it was ended with."""
+    """The error that `call.cut_off` was called with."""
 
     @property
     def tokens(self) -> int:

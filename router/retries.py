@@ -20,12 +20,12 @@ from baton.retry_time import RESUMED_PAUSE_MS_MAX
 RESOLVES_MAX = 4
 """How often one attempt may go on because its decode node has committed it."""
 PLACEMENT_DOUBLINGS_MAX = 4
-"""The pause between two looks doubles this often."""
+"""How often the pause between two looks for a node doubles."""
 RESUMED_DOUBLINGS_MAX = 2
-"""So that of a request in the middle of its answer: decode nodes keep room for one that comes again soon."""
+"""The same for a request in the middle of its answer: decode nodes keep room for one that comes again soon."""
 GONE = frozenset({Reason.NODE_DRAINING, Reason.PEER_UNREACHABLE, Reason.INCARNATION_MISMATCH})
-"""The node's trouble says nothing about the load of the others: the next one is asked without a longer pause, or a
-request's time runs out among the dead of a list that no directory keeps up to date."""
+"""The node is gone, which says nothing about the load of the others: the next one is asked without a longer pause.
+Otherwise a request's time could run out on dead nodes of a list that no directory keeps up to date."""
 _FULL = frozenset({Reason.QUEUE_FULL, Reason.TOO_MANY_CALLS})
 PLACE_AGAIN = GONE | _FULL | {
     Reason.DECODE_FULL,
@@ -72,7 +72,7 @@ class RetryConfig:
     resume_wait_ms_max: int = setting(
         30_000,
         "how long a request that has begun its answer may look for nodes to resume on",
-        "Replacements of lost nodes take longer to start, or clients should rather get an error sooner.",
+        "Replacements of lost nodes take longer to start, or clients should get an error sooner.",
     )
     resumptions_per_s: int = setting(
         100,
@@ -80,7 +80,7 @@ class RetryConfig:
         "After the loss of a node its requests come back too slowly, or flood the nodes that are left.",
     )
     resumptions_burst: int = setting(
-        256, "resumptions of the whole cluster at once, before that rate holds", "As resumptions_per_s."
+        256, "resumptions of the whole cluster that may start at once, before the rate applies", "As resumptions_per_s."
     )
     resume_jitter_ms_max: int = fixed(50)
     """A random time up to this is added to each turn; 0 for none."""
@@ -123,7 +123,7 @@ class Retries:
         queued_s: float | None = None,
         lost_before: bool = False,
     ) -> Verdict:
-        """Count the failure of an attempt. Raises what the client is told where nothing more is tried.
+        """Count the failure of an attempt. Raises the client's error where nothing more is tried.
 
         `queued_s` is when a prefill node said that it has the request, None if none did: waiting for a node that is not
         reached is a part of the search. `lost_before`: this router had already lost the decode node before it granted,
@@ -140,7 +140,7 @@ class Retries:
                 raise error
             self.deaths += error.reason in DEATHS and not lost_before
             if self.deaths >= self.config.deaths_max or self.resumptions >= self.config.resumptions_max:
-                blame = ", and it may be the request that does it" if self.deaths >= self.config.deaths_max else ""
+                blame = ", perhaps because of the request" if self.deaths >= self.config.deaths_max else ""
                 raise BatonError(
                     Reason.ATTEMPTS_SPENT,
                     f"{self.resumptions + 1} attempts at this request have failed, {self.deaths} of them with the "
@@ -154,9 +154,9 @@ class Retries:
 
 
 def pause_ms(retry_ms: int, rounds: int, *, resumed: bool, spread: float) -> float:
-    """Before the next look after `rounds` of them; `spread` is drawn from 0 to 1.
+    """Pause before the next look for a node, after `rounds` of them; `spread` is drawn from 0 to 1.
 
-    Of a request in the middle of its answer no more than RESUMED_PAUSE_MS_MAX, which decode nodes count on.
+    At most RESUMED_PAUSE_MS_MAX for a request in the middle of its answer: decode nodes count on that.
     """
     doublings_max = RESUMED_DOUBLINGS_MAX if resumed else PLACEMENT_DOUBLINGS_MAX
     drawn_ms = (retry_ms << min(rounds, doublings_max)) * (0.5 + spread)
@@ -166,7 +166,7 @@ def pause_ms(retry_ms: int, rounds: int, *, resumed: bool, spread: float) -> flo
 class ResumptionPace:
     """A bucket of `resumptions_burst` turns that fills at `resumptions_per_s`, one router's share of both.
 
-    The requests of a lost node fail in one instant; what `rng` adds keeps them from reaching the others in one, too.
+    The requests of a lost node fail at once; a random time keeps them from reaching the other nodes at once too.
     """
 
     def __init__(self, config: RetryConfig, *, now_s: float, rng: random.Random) -> None:
@@ -178,10 +178,7 @@ class ResumptionPace:
         """In the cluster, this one counted."""
 
     def take_turn(self, now_s: float) -> float:
-        """The next turn is the caller's; how many seconds it has to wait for it.
-
-        Raises BatonError ATTEMPTS_SPENT where too many are waiting.
-        """
+        """Seconds that the caller waits for its turn. Raises BatonError ATTEMPTS_SPENT where too many are waiting."""
         rate = self._config.resumptions_per_s / self.routers
         burst = max(1.0, self._config.resumptions_burst / self.routers)
         self._turns = min(burst, self._turns + (now_s - self._counted_s) * rate)
@@ -189,8 +186,8 @@ class ResumptionPace:
         if self._turns - 1 < -self._config.resumptions_waiting_max:
             raise BatonError(
                 Reason.ATTEMPTS_SPENT,
-                f"A node with this request was lost, and {self._config.resumptions_waiting_max} other requests wait to "
-                "be resumed already (resumptions_waiting_max).",
+                f"The node of this request was lost, and {self._config.resumptions_waiting_max} other requests already "
+                "wait to be resumed (resumptions_waiting_max).",
                 retry_after_ms=int(-self._turns / rate * 1000) + 1,
             )
         self._turns -= 1

@@ -14,6 +14,7 @@ from baton.ids import RequestId
 from baton.rpc import time_left_s
 from baton.tracing import CallMetadata, Traceparent, new_request_id, read_metadata
 from router.node import CutOff, RouterNode, client_guard
+from router.request import ClientCall
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -32,14 +33,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
         called, rng = self._admit(context), self._node.rng
         parent = called.traceparent
-        return self._node.generate(
-            request,
-            request_id=called.request_id or new_request_id(rng),
+        call = ClientCall(
+            id=called.request_id or new_request_id(rng),
             trace=parent.child(rng) if parent is not None else Traceparent.new(rng, sampled=False),
             deadline_s=asyncio.get_running_loop().time() + time_left_s(context, self._node.config.rpc),
             choice=request.sampling.choice,
             cut_off=cut_off,
         )
+        return self._node.generate(request, call)
 
     def _admit(self, context: Any) -> CallMetadata:
         """Raises BatonError, which the log has too."""

@@ -1,7 +1,7 @@
-"""Text to tokens and back, in the router: `tokenizers` only, no torch. And where stop strings end an answer.
+"""Text to tokens and back, by `tokenizers`, without torch. And where stop strings end an answer.
 
-The answer ends at the first character with which its text ends in a stop string; of several that end there, the longest
-counts. So the outcome depends on the text only, never on how it was cut into pieces.
+An answer ends where its text first ends in a stop string; of several that end there, the longest counts. So the outcome
+depends on the text only, never on how it was cut into pieces.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from baton.errors import BatonError, Reason
+from router.request import CheckedRequest
 
 
 class StopStrings:
     """The text of one answer on its way to the client. Mutable; after `found` is true nothing more may be pushed.
 
-    Without `include`, text that may turn out to be the beginning of a stop string is held back, and nothing else is.
-    With it the stop string is sent too, so nothing need be held.
+    Without `include`, text that may be the beginning of a stop string is held back. With it the stop string is sent
+    too, so nothing is held back.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool) -> None:
@@ -86,7 +87,7 @@ class TextCodec:
             raise BatonError(Reason.MODEL_MISSING, text, field="model")
         try:
             tokenizer = Tokenizer.from_file(str(path))
-            # What a training run has left in the file would cut or stretch prompts without a word.
+            # Settings that a training run has left in the file would silently cut or stretch prompts.
             tokenizer.no_truncation()
             tokenizer.no_padding()
             return cls(tokenizer)
@@ -116,12 +117,12 @@ class TextCodec:
 class TextStream:
     """Turns the tokens of one answer into text as they come, never half a character.
 
-    Decodes from a little before the last point where the text was whole, so that tokens which only read right after
-    their predecessor (a leading space) do. No token is decoded more than a bounded number of times. The answer goes on
-    from its prompt, so its first token is decoded behind another one too: some decoders drop a space at the beginning.
+    Some tokens read differently at the beginning of a text (a leading space is dropped). So decoding starts a little
+    before the last point where the text was whole, and the first token of an answer is decoded behind another one too.
+    No token is decoded more than a bounded number of times.
 
-    Tokenizers with byte fallback (Llama 2, Mistral) read a run of byte tokens as one: while the character at its end is
-    unfinished, those before it, already given out, become replacements too. Decoding then starts behind them.
+    Tokenizers with byte fallback (Llama 2, Mistral) decode a run of byte tokens as one: while the character at its end
+    is unfinished, those before it, already given out, become replacements too. Decoding then starts behind them.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -194,11 +195,11 @@ class TextStream:
 class AnswerText:
     """The text of one answer: what of it may be sent by now, and whether a stop string has ended it (`found`)."""
 
-    def __init__(self, stream: TextStream | None, stops: StopStrings, *, min_tokens: int) -> None:
-        """Without a stream there is no text. The first `min_tokens` tokens do not end the answer."""
-        self._stream = stream
-        self._stops = stops
-        self._min_tokens = min_tokens
+    def __init__(self, codec: TextCodec | None, checked: CheckedRequest) -> None:
+        """Without a codec there is no text. The first `min_tokens` tokens do not end the answer."""
+        self._stream = codec.stream() if codec is not None else None
+        self._stops = StopStrings(checked.stop, include=checked.include_stop)
+        self._min_tokens = checked.sampling.min_tokens
         self.tokens = 0
         """Tokens of the answer so far, the one that completed a stop string included."""
 
@@ -220,7 +221,7 @@ class AnswerText:
         return len(ids), text
 
     def flush(self) -> str:
-        """What was held back, when nothing more comes; a last half of a character may complete a stop string."""
+        """At the end: what was held back. The last half of a character may complete a stop string."""
         if self._stream is None or self.found:
             return ""
         text = self._stops.push(self._stream.flush(), may_end=self.tokens > self._min_tokens)

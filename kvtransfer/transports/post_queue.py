@@ -124,7 +124,7 @@ class PostQueue(Generic[PartT, LoanT]):
         self.lock = threading.Condition()
         self.stopped = False
         self.moved = 0
-        """Rises with each part that is over; lanes may add to it. See `mark`."""
+        """Rises with each part that is over; lanes may add to it. See `Drains`."""
         self.writes_copied = 0
         self.bytes_copied = 0
         self.batches_abandoned = 0
@@ -217,12 +217,6 @@ class PostQueue(Generic[PartT, LoanT]):
         with self.lock:
             return bool(self._out)
 
-    @property
-    def drained(self) -> bool:
-        """Nothing waits, and nothing is on its way."""
-        with self.lock:
-            return not (self._out or self._waiting)
-
     # For the lanes, with the lock held.
 
     @property
@@ -294,10 +288,6 @@ class PostQueue(Generic[PartT, LoanT]):
         with self.lock:
             self._abandoned.discard(grant)
             self._lanes_used.pop(grant, None)
-
-    def mark(self, grant: GrantId) -> int | None:
-        """How far the link has come; None: nothing of this grant is on its way. See `Drains`."""
-        return self.moved if self.lanes_with(grant) else None
 
     def lanes_with(self, grant: GrantId) -> list[int]:
         """The lanes that carry something of this grant."""

@@ -22,8 +22,7 @@ import numpy as np
 
 from baton.errors import InvalidField
 from baton.log import get_log
-from kvtransfer.device.driver import DeviceError
-from kvtransfer.device.gpudirect import GpuDirect
+from kvtransfer.device.driver import DeviceError, GpuDirect
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.transport import TransportName
 from kvtransfer.transports.limits import check_limits

@@ -490,24 +490,19 @@ class TcpWriterLink(BaseWriterLink):
         stream.received = data[whole:]
         with contextlib.ExitStack() as every:  # an error in one message, or in what it completes, loses none behind it
             for start in reversed(range(0, whole, MESSAGE_BYTES)):
-                every.callback(self._handle, stream, data[start : start + MESSAGE_BYTES])
+                every.callback(self._take_in, stream, data[start : start + MESSAGE_BYTES])
         return True
 
-    def _handle(self, stream: _Stream, packet: bytes) -> None:
+    def _take_in(self, stream: _Stream, packet: bytes) -> None:
         try:
             message = CODEC.decode(packet)
         except wire.MalformedMessage as error:
             self._end(f"the receiver sent no message of ours: {error}")
             return
-        match message:
-            case Ack(sequence=sequence, landed=landed):
-                self._acknowledged(stream, sequence, landed=landed)
-            case wire.Fence(epoch=epoch):
-                self._fenced_by_receiver(epoch)
-            case wire.Refused(reason=reason):
-                self._end(f"refused by the receiver: {reason.name}")
-            case _:
-                self._end(f"the receiver sent {type(message).__name__} out of order")
+        if isinstance(message, Ack):
+            self._acknowledged(stream, message.sequence, landed=message.landed)
+        else:
+            self._handle(message)
 
     def _acknowledged(self, stream: _Stream, sequence: int, *, landed: bool) -> None:
         """The receiver has taken in all up to `sequence` on this stream. Reports batches that this completes."""

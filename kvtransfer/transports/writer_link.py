@@ -19,11 +19,10 @@ Mark = object
 
 
 class Drains:
-    """Abandoned grants of which writes are still on their way: how long a link waits for them.
+    """Abandoned grants of which writes are still on their way: how long a link waits for them. Loop's thread.
 
-    Looks at each grant every `drain_ms_max`, and gives it up when nothing has moved since the last look. Counting from
-    the last progress, and not from the abandonment, lets a slow link send what it has begun, however long that takes;
-    one that makes no progress is found out after one to two times the limit. Loop's thread.
+    Looks at each grant every `drain_ms_max`, and gives it up when nothing has moved since the last look: a slow link
+    may send what it has begun, and one that makes no progress is found out after one to two times the limit.
     """
 
     def __init__(
@@ -74,6 +73,8 @@ class BaseWriterLink(ABC):
     """
 
     transport: ClassVar[TransportName]
+    ends_in_order: ClassVar[bool] = False
+    """After a FENCE or REFUSED what is on its way may arrive."""
     _queue: PostQueue[Any, Any]
 
     def __init__(
@@ -190,9 +191,8 @@ class BaseWriterLink(ABC):
         del grant
         return None
 
-    @abstractmethod
-    def _stopped(self) -> None:
-        """The end has begun: the queue is stopped, and in an orderly end what is on its way may arrive."""
+    def _stopped(self) -> None:  # noqa: B027 - the stop of the queue has woken its threads, which may be enough
+        """An orderly end has begun: the queue is stopped, and what is on its way may arrive."""
 
     def _cut_off(self) -> None:
         """Nothing is waited for any more: not orderly from the start, or no longer. May come again."""
@@ -219,9 +219,17 @@ class BaseWriterLink(ABC):
         else:
             self._cut_off()
 
-    def _fenced_by_receiver(self, epoch: Epoch, *, orderly: bool = False) -> None:
-        self._by_fence = True
-        self._end(f"fenced by the receiver up to epoch {epoch}", orderly=orderly)
+    def _handle(self, message: wire.Message) -> None:
+        """From the receiver."""
+        match message:
+            case wire.Fence(epoch=epoch):
+                if epoch >= self._epoch and not self._ending:
+                    self._by_fence = True
+                    self._end(f"fenced by the receiver up to epoch {epoch}", orderly=self.ends_in_order)
+            case wire.Refused(reason=reason):
+                self._end(f"refused by the receiver: {reason.name}", orderly=self.ends_in_order)
+            case _:
+                self._end(f"the receiver sent {type(message).__name__} out of order")
 
     def _finish_soon(self) -> None:
         """Behind the completions, which the queue has just handed to the loop."""
@@ -241,8 +249,6 @@ class ChannelLink(BaseWriterLink):
     """A link with one control channel beside its data: every transport's but tcp's."""
 
     codec: ClassVar[wire.Codec]
-    ends_in_order: ClassVar[bool] = False
-    """After a FENCE or REFUSED what is on its way may arrive."""
 
     def __init__(
         self,
@@ -287,14 +293,3 @@ class ChannelLink(BaseWriterLink):
                 self._handle(message)
         except wire.MalformedMessage as error:
             self._end(f"the receiver sent no message of ours: {error}")
-
-    def _handle(self, message: wire.Message) -> None:
-        """From the receiver."""
-        match message:
-            case wire.Fence(epoch=epoch):
-                if epoch >= self._epoch and not self._ending:
-                    self._fenced_by_receiver(epoch, orderly=self.ends_in_order)
-            case wire.Refused(reason=reason):
-                self._end(f"refused by the receiver: {reason.name}", orderly=self.ends_in_order)
-            case _:
-                self._end(f"the receiver sent {type(message).__name__} out of order")

@@ -417,7 +417,7 @@ def test_a_router_refuses_a_bad_pin_itself() -> None:
         ('[{"name": "a", "text": "x", "system": "y"}]', "exactly one"),
         ('[{"name": "a/b", "text": "x"}]', "no name of a pin"),
         ('[{"name": "a", "text": "x", "colour": "red"}]', "colour"),
-        ('[{"name": "a", "text": "x"}, {"name": "a", "text": "y"}]', "names of their own"),
+        ('[{"name": "a", "text": "x"}, {"name": "a", "text": "y"}]', "different names"),
         ("[5]", "pinned"),
     ],
 )

@@ -17,7 +17,7 @@ import pytest
 
 from baton.ids import Epoch
 from cli.doctor import check_rdma, works
-from kvtransfer.device.gpudirect import DmaBuf, GpuDirect
+from kvtransfer.device.driver import DmaBuf, GpuDirect
 from kvtransfer.device.host_driver import HostDriver
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.transport import ConnectError, Seal

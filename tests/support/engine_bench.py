@@ -104,7 +104,7 @@ class Node:
     ) -> Sequence | None:
         """Admit: match, hold, allocate, promise. None when there is no room now."""
         tokens = [*prompt, *(output or [])]
-        prefix = self.blocks.match(tokens, salt, prefix_blocks_max(len(tokens), self.config.block_size))
+        prefix = self.blocks.prefix_cache.match(tokens, salt, prefix_blocks_max(len(tokens), self.config.block_size))
         held = self.blocks.blocks_for(len(tokens))
         growth = growth_blocks(
             prompt_len=len(prompt),

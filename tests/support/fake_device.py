@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtransfer.device.driver import IPC_HANDLE_BYTES, DeviceError, PinnedMemory
-from kvtransfer.device.gpudirect import DmaBuf, GpuDirect
+from kvtransfer.device.driver import IPC_HANDLE_BYTES, DeviceError, DmaBuf, GpuDirect, PinnedMemory
 from kvtransfer.transport import WriteOps
 
 _HANDLE = struct.Struct("<iiQ")

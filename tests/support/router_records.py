@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from baton.clock import Clock
-from baton.ids import Incarnation
+from baton.ids import Incarnation, RequestId
 from baton.lifecycle import LifecycleEvent, NodeLifecycle
 from baton.rpc import Channels
+from baton.tracing import Traceparent
 from baton.wire import ModelInfo, NodeRecord
 from router.config import RouterConfig
 from router.node import RouterNode
 from router.prompts import PromptEncoder
+from router.request import ClientCall
 
 MODEL = ModelInfo(
     name="m", fingerprint="f", vocab_size=1000, context_len_max=100, eos_token_ids=(0,), layout_hash="l",
@@ -39,3 +41,8 @@ def lone_router(
     )
     router.follow_directory(records)
     return router
+
+
+def client_call(deadline_s: float, *, name: str = "r") -> ClientCall:
+    """A client that reads as fast as it can. `deadline_s` is the loop's time."""
+    return ClientCall(id=RequestId(name), trace=Traceparent(trace=1, span=1, sampled=False), deadline_s=deadline_s)

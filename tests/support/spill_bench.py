@@ -84,7 +84,7 @@ class SpillNode(Node):
         """Admit under overcommit. False when there is no room now."""
         size = self.config.block_size
         held = self.blocks.blocks_for(len(prompt))
-        prefix = self.blocks.match(prompt, salt, prefix_blocks_max(len(prompt), size))
+        prefix = self.blocks.prefix_cache.match(prompt, salt, prefix_blocks_max(len(prompt), size))
         growth = growth_blocks(
             prompt_len=len(prompt),
             known_len=len(prompt),

@@ -66,8 +66,8 @@ def test_a_prefix_that_nobody_holds_counts_as_need() -> None:
     ledger, blocks = make(4)
     tokens = [1, 2, 3, 4]
     table = blocks.admit([], 2)
-    blocks.index(tokens, table, 4, b"", IndexCursor())
-    prefix = blocks.match(tokens, b"", 2)
+    blocks.prefix_cache.index(tokens, table, 4, b"", IndexCursor())
+    prefix = blocks.prefix_cache.match(tokens, b"", 2)
     assert blocks.admission_need(prefix, 2, 1) == 3  # held by the first sequence still
     blocks.release(table)
     assert blocks.admission_need(prefix, 2, 1) == 5
@@ -82,7 +82,7 @@ def test_a_promise_is_kept_by_evicting() -> None:
     """All free blocks are cached ones; growth under a promise gets them, others get nothing."""
     ledger, blocks = make(4)
     table = blocks.admit([], 3)
-    blocks.index([1, 2, 3, 4, 5, 6], table, 6, b"", IndexCursor())
+    blocks.prefix_cache.index([1, 2, 3, 4, 5, 6], table, 6, b"", IndexCursor())
     blocks.release(table)
     own = blocks.admit([], 1, promise_key="s", promise=3)
     assert (ledger.free, ledger.available) == (0, 0)
@@ -101,11 +101,11 @@ def test_release_counts_as_a_use() -> None:
     tables = {}
     for token in (1, 2):
         tables[token] = blocks.admit([], 1)
-        blocks.index([token, token], tables[token], 2, b"", IndexCursor())
+        blocks.prefix_cache.index([token, token], tables[token], 2, b"", IndexCursor())
     for token in (2, 1):
         blocks.release(tables[token])
     assert blocks.make_room(1)
-    assert [blocks.match([token, token], b"", 1) for token in (1, 2)] == [tables[1], []]
+    assert [blocks.prefix_cache.match([token, token], b"", 1) for token in (1, 2)] == [tables[1], []]
 
 
 def test_making_room_beyond_what_is_there_changes_nothing() -> None:
@@ -148,7 +148,9 @@ class BlockLife(RuleBasedStateMachine):
         share=st.booleans(),
     )
     def admit(self, prompt: list[int], growth: int, salt: bytes, share: bool) -> None:
-        prefix = self.blocks.match(prompt, salt, prefix_blocks_max(len(prompt), self.SIZE)) if share else []
+        prefix = (
+            self.blocks.prefix_cache.match(prompt, salt, prefix_blocks_max(len(prompt), self.SIZE)) if share else []
+        )
         new = self.blocks.blocks_for(len(prompt)) - len(prefix)
         room = self.ledger.available
         need = self.blocks.admission_need(prefix, new, growth)
@@ -159,7 +161,7 @@ class BlockLife(RuleBasedStateMachine):
         table = self.blocks.admit(prefix, new, promise_key=self.names, promise=growth)
         assert self.ledger.available == room - need
         seq = Running(self.names, prompt, table, salt, growth=growth)
-        self.blocks.index(seq.tokens, table, len(prompt), salt, seq.cursor)
+        self.blocks.prefix_cache.index(seq.tokens, table, len(prompt), salt, seq.cursor)
         self.live.append(seq)
 
     @precondition(lambda self: self.live)
@@ -174,7 +176,7 @@ class BlockLife(RuleBasedStateMachine):
             seq.growth -= 1
             assert self.ledger.available == room
         seq.tokens.append(token)
-        self.blocks.index(seq.tokens, seq.table, len(seq.tokens), seq.salt, seq.cursor)
+        self.blocks.prefix_cache.index(seq.tokens, seq.table, len(seq.tokens), seq.salt, seq.cursor)
 
     @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 99), block_by_block=st.booleans())

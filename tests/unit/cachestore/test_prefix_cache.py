@@ -303,4 +303,4 @@ def test_statistics_count_admitted_prompts_only() -> None:
     cache.match([1, 2, 3], b"", 1)
     cache.count_prompt(3, 2)
     cache.count_prompt(5, 0)
-    assert (cache.stats.prompt_tokens, cache.stats.hit_tokens) == (8, 2)
+    assert (cache.prompt_tokens, cache.hit_tokens) == (8, 2)

@@ -92,15 +92,15 @@ def test_blocks_of_a_request_without_a_token_are_not_used_again(mode: SequenceMo
     node.submit("first", [*prefix, 1], params_of(1))
     node.submit("other", [*other, 1], params_of(1))
     node.run()
-    assert (len(node.blocks.match(prefix, b"", 9)), cache.pinned_blocks) == (2, 2)
+    assert (len(node.blocks.prefix_cache.match(prefix, b"", 9)), cache.pinned_blocks) == (2, 2)
     broken = node.submit("broken", [*prefix, *[2] * 9], params_of(4), mode=mode)
     assert broken.cached_tokens == 8
     node.run()
     assert node.finish("broken") == [FinishReason.NOT_FINITE]
     if mode is SequenceMode.PREFILL_ONLY:
         node.blocks.release(broken.block_table)
-    assert node.blocks.match([*prefix, *[2] * 9], b"", 9) == []
-    assert (len(node.blocks.match(other, b"", 9)), cache.pinned_blocks) == (2, 0)
+    assert node.blocks.prefix_cache.match([*prefix, *[2] * 9], b"", 9) == []
+    assert (len(node.blocks.prefix_cache.match(other, b"", 9)), cache.pinned_blocks) == (2, 0)
     again = node.submit("again", [*prefix, 1], params_of(2))
     node.run()
     assert (again.cached_tokens, cache.pinned_blocks) == (0, 2)
@@ -178,7 +178,7 @@ def test_prefill_here_decode_there() -> None:
         mode=SequenceMode.COMPLETE,
     )
     there.engine.resume(resumed)
-    assert there.blocks.match(prompt, b"", 9) == table[:2]
+    assert there.blocks.prefix_cache.match(prompt, b"", 9) == table[:2]
     there.run()
     assert there.tokens("a") == reference[1:]
     assert there.events[0].index == 1
@@ -186,7 +186,7 @@ def test_prefill_here_decode_there() -> None:
     assert follow_up.cached_tokens == 20
     there.run()
     assert there.tokens("b") == mock_reference([*prompt, *reference, 7], params_of(4), 4, config=SMALL)
-    assert there.blocks.prefix_cache.stats.hit_tokens == 20
+    assert there.blocks.prefix_cache.hit_tokens == 20
 
 
 def test_a_prefill_that_ends_the_request_says_so() -> None:
@@ -336,7 +336,7 @@ def test_the_engine_refuses_to_write_into_a_shared_block() -> None:
     node = Node()
     node.submit("a", [1] * 8, params_of(1))
     node.run()
-    table = node.blocks.match([1] * 8, b"", 2)
+    table = node.blocks.prefix_cache.match([1] * 8, b"", 2)
     assert len(table) == 2
     node.blocks.admit(table, 0, promise_key="b", promise=0)
     seq = Sequence(

@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.device.driver import CudaDriver, DeviceError
-from kvtransfer.device.gpudirect import DmaBuf, GpuDirect, page_span
+from kvtransfer.device.driver import CudaDriver, DeviceError, DmaBuf, GpuDirect, page_span
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.transports.rdma_device import (
     DeviceBytes,

@@ -24,7 +24,7 @@ from kvtransfer.checksums import crcs
 from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.device.staging import StagingConfig
-from kvtransfer.negotiation import DEFAULT_TRANSPORTS
+from kvtransfer.link import DEFAULT_TRANSPORTS
 from kvtransfer.transport import RegionKind, TransportName
 from kvtransfer.writer import WriterConfig
 from mixed_node.config import MixedConfig
@@ -176,7 +176,7 @@ def test_what_is_wrong_is_told_by_its_field_and_nothing_stays_open(
     monkeypatch.setattr("kvtransfer.device.host_driver.HostDriver.allocate", full)
     no_room = problem_of(config)
     assert no_room.field == "engine.num_blocks"
-    assert "gives no region of 10 blocks" in no_room.message and "cudaMalloc: out of memory" in no_room.message
+    assert "cannot hold a region of 10 blocks" in no_room.message and "cudaMalloc: out of memory" in no_room.message
 
 
 def test_a_device_that_runs_out_of_memory_while_warming_up_says_so(
@@ -275,12 +275,11 @@ def test_records_on_the_device_are_read_for_their_checksums(config: EngineConfig
 
     def look(pool: DevicePool, doing: list[str]) -> None:
         pool.region.memory[:] = np.arange(pool.region.nbytes, dtype=np.uint8)
-        offsets_RS = np.array([[0, 96], [32, 7]], dtype=np.int64)
-        nbytes_S = np.array([32, 9], dtype=np.int64)
+        offsets_R, nbytes = np.array([0, 96, 32, 7], dtype=np.int64), 32
         thread = checksum_thread(pool.region, name="device")
-        expected = crcs(memoryview(bytes(pool.region.memory)), offsets_RS, nbytes_S)
-        assert thread.now(offsets_RS, nbytes_S).tolist() == expected.tolist()
-        assert thread.submit(offsets_RS, nbytes_S).result(30).tolist() == expected.tolist()
+        expected = crcs(memoryview(bytes(pool.region.memory)), offsets_R, nbytes)
+        assert thread.now(offsets_R, nbytes).tolist() == expected.tolist()
+        assert thread.submit(offsets_R, nbytes).result(30).tolist() == expected.tolist()
         thread.close()
 
     asyncio.run(opened(config, decodes=False, look=look))

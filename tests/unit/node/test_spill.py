@@ -200,9 +200,9 @@ def test_a_block_that_is_found_in_the_cache_during_its_copy_stays() -> None:
     assert node.enter("young", prompt_of(2, 9), params_of(24))
     node.step_until("young", SpillState.SPILLING)
     copied = {unit.device for unit in node.spill._swapped_out[key_of("young")].units if unit.copying}
-    found = [block for block in node.blocks.match(prompt_of(2, 9), b"", 2) if block in copied]
+    found = [block for block in node.blocks.prefix_cache.match(prompt_of(2, 9), b"", 2) if block in copied]
     assert found, "the copy does not reach the prompt"
-    node.blocks.hold(found)
+    node.blocks.ledger.hold(found)
     node.copier.finish_all()
     node.check()
     assert all(node.ledger.holders(block) == 2 for block in found)

@@ -10,7 +10,7 @@ from unittest.mock import patch
 from baton.ids import RequestKey
 from kvtransfer.writer import StepWrites
 from prefill_node.job import Job
-from prefill_node.node import Posting
+from prefill_node.node import PrefillNode
 from tests.support.cluster_harness import assert_conserved, mock_spec, random_prompt
 from tests.support.inprocess_cluster import MARK, Point, ask_exactly, inprocess, until
 
@@ -90,10 +90,10 @@ def test_a_reserve_without_an_answer_holds_up_nobody_else() -> None:
 def test_a_prompt_whose_writes_cannot_be_planned_leaves_nothing() -> None:
     """A bug of ours strikes when the prompt's blocks are held and pinned, and the engine does not have it yet. The
     request is taken up again, and every block of the first try is free."""
-    real_plan = Posting.plan
+    real_plan = PrefillNode._plan_writes
     struck: list[RequestKey] = []
 
-    def plan(self: Posting, job: Job, *args: Any) -> StepWrites | None:
+    def plan(self: PrefillNode, job: Job, *args: Any) -> StepWrites | None:
         if not struck:
             struck.append(job.key)
             raise RuntimeError("struck by the test")
@@ -101,7 +101,7 @@ def test_a_prompt_whose_writes_cannot_be_planned_leaves_nothing() -> None:
 
     async def scenario() -> None:
         async with inprocess(mock_spec()) as cluster:
-            with patch.object(Posting, "plan", plan):
+            with patch.object(PrefillNode, "_plan_writes", plan):
                 answer = await ask_exactly(cluster, random_prompt(random.Random(3), LONG))
             assert (len(struck), answer.stats.resumptions) == (1, 1)
             await assert_conserved(cluster)

@@ -162,7 +162,7 @@ def test_nodes_to_avoid_are_asked_only_where_there_is_no_other() -> None:
         assert sorted(order(records, seed=seed, avoid=avoid, avoided_too=False)) == ["decode-1", "decode-2"]
     error = refusal(records, behind=others, avoid=avoid, avoided_too=False)
     assert error.reason is Reason.NO_DECODE_NODE
-    assert "does not reach the 1 decode nodes" in error.message
+    assert "This node reaches 1 decode nodes; the router reaches none" in error.message
 
 
 SMALL, LARGE = BlockLoad(free=50), BlockLoad(held=190, free=10)
@@ -187,7 +187,7 @@ def test_a_large_node_that_takes_nothing_now_is_waited_for() -> None:
     records = [node(0, blocks=SMALL), node(1, blocks=LARGE), node(2, blocks=SMALL)]
     error = refusal(records, behind=frozenset({"decode-1"}), blocks=60)
     assert (error.reason, error.retry_after_ms) == (Reason.DECODE_FULL, 200)
-    assert "Of 3 decode nodes those that could ever hold the request (decode-1) are behind" in error.message
+    assert "The decode nodes that are large enough for the request (decode-1; 1 of 3) are behind" in error.message
 
 
 def test_a_node_to_avoid_is_asked_where_the_others_are_too_small() -> None:

@@ -11,13 +11,12 @@ from typing import Any
 from batonpb import common_pb2, inference_pb2, prefill_pb2, prefill_pb2_grpc
 
 from baton.drain import node_draining
-from baton.ids import Incarnation, NodeName, RequestId
+from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
 from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer
-from baton.tracing import Traceparent
 from baton.wire import NodeRecord, Role
 from router.config import RouterConfig
-from tests.support.router_records import MODEL, lone_router
+from tests.support.router_records import MODEL, client_call, lone_router
 
 WAIT_S_MAX = 30.0
 
@@ -65,8 +64,7 @@ def test_a_draining_node_is_asked_once() -> None:
         async def ask() -> int:
             request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1]))
             deadline_s = asyncio.get_running_loop().time() + WAIT_S_MAX
-            trace = Traceparent.new(rng, sampled=False)
-            events = router.generate(request, request_id=RequestId("r"), trace=trace, deadline_s=deadline_s)
+            events = router.generate(request, client_call(deadline_s))
             ids = [token async for event in events for token in event.tokens.ids]
             assert len(ids) == 1
             return ids[0]

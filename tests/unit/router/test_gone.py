@@ -11,14 +11,13 @@ import pytest
 from batonpb import common_pb2, inference_pb2, prefill_pb2, prefill_pb2_grpc
 
 from baton.errors import BatonError, Reason
-from baton.ids import Incarnation, NodeName, RequestId
+from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
 from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer
-from baton.tracing import Traceparent
 from baton.wire import NodeRecord, Role
 from router.config import RouterConfig
 from router.retries import PLACEMENT_DOUBLINGS_MAX
-from tests.support.router_records import MODEL, lone_router
+from tests.support.router_records import MODEL, client_call, lone_router
 
 WAIT_S_MAX = 30.0
 
@@ -70,12 +69,7 @@ def ask_once(cluster: Cluster, *, nodes: int) -> list[int]:
         request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1]))
         try:
             async with asyncio.timeout(WAIT_S_MAX):
-                events = router.generate(
-                    request,
-                    request_id=RequestId("r"),
-                    trace=Traceparent.new(rng, sampled=False),
-                    deadline_s=loop.time() + WAIT_S_MAX,
-                )
+                events = router.generate(request, client_call(loop.time() + WAIT_S_MAX))
                 ids = [token async for event in events for token in event.tokens.ids]
                 assert ids == cluster.asked[-1:]
         finally:

@@ -15,17 +15,16 @@ from batonpb import common_pb2, decode_pb2, decode_pb2_grpc, inference_pb2, pref
 
 import router.prefill_nodes
 from baton.errors import BatonError, Reason
-from baton.ids import Incarnation, NodeName, RequestId
+from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
 from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer, begun
-from baton.tracing import Traceparent
 from baton.wire import NodeRecord, Role
 from router.config import RouterConfig
 from router.decode_streams import Inbox
 from router.node import RouterNode
 from router.retries import Retries, RetryConfig, Verdict
 from tests.support.cluster_harness import wait_for
-from tests.support.router_records import MODEL, lone_router
+from tests.support.router_records import MODEL, client_call, lone_router
 
 WAIT_S_MAX = 20.0
 DECODE = Incarnation(7)
@@ -115,13 +114,10 @@ class Scene:
             return real(retries, error, **told)
 
         request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1]))
-        trace = Traceparent.new(rng, sampled=False)
         stats = inference_pb2.RequestStats()
         try:
             with patch.object(Retries, "judge", judge):
-                async for event in self.router.generate(
-                    request, request_id=RequestId("r"), trace=trace, deadline_s=loop.time() + WAIT_S_MAX
-                ):
+                async for event in self.router.generate(request, client_call(loop.time() + WAIT_S_MAX)):
                     stats.MergeFrom(event.finished.stats)
         finally:
             await self.router.close()

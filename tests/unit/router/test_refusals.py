@@ -145,7 +145,7 @@ def test_a_call_that_meets_a_bug(caplog: pytest.LogCaptureFixture, monkeypatch: 
     def broken(raw: bytes) -> dict[str, Any]:
         raise ZeroDivisionError(raw)
 
-    monkeypatch.setattr("router.http_server.parse_body", broken)
+    monkeypatch.setattr("router.openai.parse_body", broken)
     ids: list[str] = []
 
     async def scene(door: Door) -> None:

@@ -12,13 +12,12 @@ from batonpb import common_pb2, inference_pb2
 from baton.errors import REGION_BLOCKS_KEY, BatonError, Code, Reason
 from baton.ids import Attempt, Incarnation, NodeName, RequestId, RequestKey
 from baton.lifecycle import Lifecycle
-from baton.tracing import Traceparent
 from baton.wire import BlockLoad, NodeLoad, NodeRecord, Role
 from router.placement import ANSWER_TOKENS_MIN, RegionWatch, answer_tokens, outgrown, tokens_max
 from router.prefill_nodes import PrefillNodes
 from router.request import CheckedRequest, Job
 from router.retries import Retries, RetryConfig
-from tests.support.router_records import MODEL
+from tests.support.router_records import MODEL, client_call
 
 SIZE = MODEL.block_size
 
@@ -46,13 +45,11 @@ def request(prompt: int, *, output: int = 0) -> Job:
     """One of so many tokens, whose client has so many of the answer."""
     job = Job(
         id=RequestId("r"),
-        client_id=RequestId("c"),
-        trace=Traceparent(trace=1, span=1, sampled=False),
+        call=client_call(60.0),
         checked=CheckedRequest(
             prompt=tuple(range(prompt)), sampling=common_pb2.SamplingSpec(), stop=(), include_stop=False
         ),
         began_s=0.0,
-        deadline_s=60.0,
         retries=Retries(config=RetryConfig(), give_up_s=10.0),
         stats=inference_pb2.RequestStats(),
     )

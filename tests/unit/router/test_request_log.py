@@ -16,12 +16,11 @@ from baton.errors import BatonError, Reason, bad_field
 from baton.ids import Incarnation, NodeName, RequestId
 from baton.lifecycle import Lifecycle
 from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer
-from baton.tracing import Traceparent
 from baton.wire import NodeRecord, Role
 from router.config import RouterConfig
 from router.metrics import RouterMetrics
 from router.node import LIMITS, RequestLog
-from tests.support.router_records import MODEL, lone_router
+from tests.support.router_records import MODEL, client_call, lone_router
 
 WAIT_S_MAX = 30.0
 SECRET = 424_242
@@ -71,9 +70,7 @@ def asked(
         request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1]))
         change(request)
         until_s = loop.time() + deadline_s
-        events = router.generate(
-            request, request_id=RequestId("mine"), trace=Traceparent.new(rng, sampled=False), deadline_s=until_s
-        )
+        events = router.generate(request, client_call(until_s, name="mine"))
         try:
             async with asyncio.timeout(WAIT_S_MAX), asyncio.timeout_at(until_s), aclosing(events):
                 async for _ in events:
