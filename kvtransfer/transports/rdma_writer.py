@@ -86,13 +86,13 @@ RDMA_LINK_LIMITS: Final = RdmaLinkLimits()
 
 
 class RdmaUnproved(ConnectError):
-    """The handshake is done, the queue pairs are connected, and no data arrives: the devices do not reach each other (a
-    route, a VLAN, a filter of UDP port 4791, or a switch whose MTU is smaller than the devices')."""
+    """The handshake is done, and no data arrives: the devices do not reach each other (a route, a VLAN, a filter of UDP
+    port 4791, or a switch whose MTU is smaller than the devices')."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Connected:
-    """A link that is made; everything in it is the caller's."""
+    """All of it is the caller's."""
 
     channel: WriterChannel
     qps: QueuePairs
