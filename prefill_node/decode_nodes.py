@@ -18,7 +18,7 @@ from baton.lifecycle import Lifecycle
 from baton.log import get_log
 from baton.repeats import RepeatLog
 from baton.wire import ModelInfo, NodeRecord
-from kvtransfer.negotiation import differences
+from kvtransfer.link import differences
 from kvtransfer.writer import Handoff
 from node.peers import Peers
 from node.pool import DevicePool

@@ -22,8 +22,7 @@ from engine.model_config import (
     load_model_config,
     weight_shapes,
 )
-from engine.native.kernels import Epilogue, Operand, Workspace, native_kernels
-from engine.native.packing import PANEL, SCALED, pack, quantise
+from engine.native.kernels import PANEL, SCALED, Epilogue, Operand, Workspace, native_kernels, pack, quantise
 from engine.runner import TorchRunner
 from engine.types import Batch, NullSink
 from tests.unit.engine.test_native import piece
