@@ -8,7 +8,7 @@ from typing import Final
 
 _LINK: Final = {
     "connect_ms_max": 5000,
-    "abandoned_grants_max": 1 << 20,
+    "ABANDONED_GRANTS_MAX": 1 << 20,
     "seals_waiting_max": 4096,
     "drain_ms_max": 2000,
     "bye_ms_max": 2000,
@@ -42,9 +42,9 @@ _TRANSPORTS: Final[Mapping[tuple[str, str], Mapping[str, int]]] = {
         "handshake_ms_max": 2000,
         "SEALS_PARTIAL_MAX": 4096,
         "stream.frame_bytes_max=FRAME_BYTES_MAX": 1 << 25,
-        "stream.frame_segments_max": 1024,
-        "stream.ack_frames_max": 16,
-        "stream.outbox_bytes_max": 1 << 16,
+        "stream.frame_segments_max=SEGMENTS_MAX": 1024,
+        "stream.ACK_FRAMES_MAX": 16,
+        "stream.OUTBOX_BYTES_MAX": 1 << 16,
     },
     ("shm", "shm_writer"): {
         **_LINK,
