@@ -1,7 +1,6 @@
-"""Configuration: a frozen dataclass next to its owner, filled from flags, environment and one TOML file.
+"""Configuration: a frozen dataclass next to its owner, filled from flags, environment and one TOML file, in this order.
 
-Precedence: flags, then environment, then file, then the defaults of the dataclass. Every wrong or unknown key is
-reported, all at once, with the place it came from.
+All wrong and unknown keys are reported at once, each with the place that it came from.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class ConfigProblem:
 
 
 class ConfigError(BatonError):
-    """All problems of one configuration, or of those of several processes, each of them once."""
+    """All problems of one configuration, or of several processes' ones; each once."""
 
     def __init__(self, problems: Iterable[ConfigProblem]) -> None:
         self.problems = tuple(dict.fromkeys(problems))
@@ -65,7 +64,7 @@ def setting(default: T, help: str, when: str) -> T:  # noqa: A002
 
 
 def fixed(default: T) -> T:
-    """A field of a configuration class that is no setting: no file, variable or flag reaches it. Tests pass others."""
+    """A field of a configuration class that no file, variable or flag can set; only tests pass another value."""
     made: T = dataclasses.field(default=default, metadata={"setting": False})
     return made
 

@@ -1,10 +1,10 @@
-"""How many cores this process may use: those that it may run on, or fewer where a cgroup gives it less time (Linux).
+"""How many cores this process may use: its affinity, or less if a cgroup has a CPU quota (Linux).
 
 A container's CPU limit is such a quota: its processes see all cores of the machine, and threads beyond the quota take
-the time from each other. Of a quota that cannot be read nothing is known, and nothing is taken off.
+time from each other. A quota that cannot be read counts as none.
 
-Both layouts of cgroups, https://docs.kernel.org/admin-guide/cgroup-v2.html (cpu.max) and
-https://docs.kernel.org/scheduler/sched-bwc.html (cpu.cfs_quota_us), each at the place that mountinfo names.
+Both versions of cgroups: https://docs.kernel.org/admin-guide/cgroup-v2.html (cpu.max) and
+https://docs.kernel.org/scheduler/sched-bwc.html (cpu.cfs_quota_us), where mountinfo says they are mounted.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Cores:
     allowed: int
     """Cores that it may run on."""
     quota: float | None
-    """Cores' worth of time that its cgroups allow, the least of all; None: no limit."""
+    """The smallest quota of its cgroups, in cores; None: no limit."""
 
     @property
     def usable(self) -> int:
-        """How many threads can run at the same time; a part of a core counts as one. At least 1."""
+        """How many threads can run at the same time, at least 1. A part of a core counts as one."""
         return self.allowed if self.quota is None else max(1, min(self.allowed, math.ceil(self.quota)))
 
     def __str__(self) -> str:
@@ -44,67 +44,44 @@ def own_cores(root: Path = Path("/")) -> Cores:
     return Cores(allowed=len(os.sched_getaffinity(0)), quota=min(_quotas(root), default=None))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Mount:
-    """A place where cgroups that limit CPU time show."""
-
-    place: str
-    top: PurePosixPath
-    """The group that is seen there."""
-    is_v2: bool
-
-
 def _quotas(root: Path) -> Iterator[float]:
-    """Of the groups that this process is in and of those above them, as far as they are seen from here."""
-    mounts = [mount for line in _lines(root / "proc/self/mountinfo") if (mount := _mount(line)) is not None]
-    for line in _lines(root / "proc/self/cgroup"):
-        _, _, rest = line.partition(":")
-        controllers, _, own = rest.partition(":")
-        for mount in mounts:
-            if controllers == "" if mount.is_v2 else "cpu" in controllers.split(","):
-                yield from _quotas_at(root, mount, PurePosixPath(own))
+    """Of the groups that this process is in and of those above them, as far as they are visible here."""
+    groups = [line.split(":", 2) for line in _lines(root / "proc/self/cgroup") if line.count(":") >= 2]
+    for line in _lines(root / "proc/self/mountinfo"):
+        # proc(5): ... root, mount point, options ..., "-", type, source, options of the type
+        before, _, after = line.partition(" - ")
+        fields, types = before.split(" "), after.split(" ")
+        if len(fields) < 6 or len(types) < 3:
+            continue
+        top, place = (_OCTAL.sub(lambda found: chr(int(found[1], 8)), field) for field in fields[3:5])
+        for _, controllers, own in groups:
+            if types[0] == "cgroup2" and not controllers:
+                files = ["cpu.max"]
+            elif types[0] == "cgroup" and all("cpu" in each.split(",") for each in (types[2], controllers)):
+                files = ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+            else:
+                continue
+            yield from _quotas_at(root / place.lstrip("/"), PurePosixPath(top), PurePosixPath(own), files)
 
 
-def _mount(line: str) -> _Mount | None:
-    """Of a line of mountinfo (proc(5)): ... root, mount point, options ..., "-", type, source, options of the type."""
-    before, _, after = line.partition(" - ")
-    fields, types = before.split(" "), after.split(" ")
-    if len(fields) < 6 or len(types) < 3 or types[0] not in ("cgroup", "cgroup2"):
-        return None
-    is_v2 = types[0] == "cgroup2"
-    if not is_v2 and "cpu" not in types[2].split(","):
-        return None
-    top, place = (_OCTAL.sub(lambda found: chr(int(found[1], 8)), field) for field in fields[3:5])
-    return _Mount(place=place, top=PurePosixPath(top), is_v2=is_v2)
-
-
-def _quotas_at(root: Path, mount: _Mount, own: PurePosixPath) -> Iterator[float]:
-    folder = top = root / mount.place.lstrip("/")
-    # A group outside of what is mounted here, as from within a container that has none of its own: what is seen is its.
-    if ".." not in own.parts and own.is_relative_to(mount.top):
-        folder = top / own.relative_to(mount.top)
+def _quotas_at(mounted: Path, top: PurePosixPath, own: PurePosixPath, files: list[str]) -> Iterator[float]:
+    """Of the group `own` and those above it, where `mounted` shows the group `top`."""
+    folder = mounted
+    # A container without a cgroup mount of its own has its group outside of `top`: what is mounted counts.
+    if ".." not in own.parts and own.is_relative_to(top):
+        folder = mounted / own.relative_to(top)
     for each in (folder, *folder.parents):
-        quota = _quota_v2(each) if mount.is_v2 else _quota_v1(each)
+        quota = _quota(" ".join(line for file in files for line in _lines(each / file)).split())
         if quota is not None:
             yield quota
-        if each == top:
+        if each == mounted:
             return
 
 
-def _quota_v2(folder: Path) -> float | None:
-    words = " ".join(_lines(folder / "cpu.max")).split()
-    return _share(words[0], words[1]) if len(words) == 2 else None
-
-
-def _quota_v1(folder: Path) -> float | None:
-    words = " ".join(_lines(folder / "cpu.cfs_quota_us") + _lines(folder / "cpu.cfs_period_us")).split()
-    return _share(words[0], words[1]) if len(words) == 2 else None
-
-
-def _share(quota_us: str, period_us: str) -> float | None:
-    """None: no limit ("max", -1), or no numbers."""
+def _quota(words: list[str]) -> float | None:
+    """None: no limit ("max", -1), or not two numbers."""
     try:
-        quota, period = int(quota_us), int(period_us)
+        quota, period = (int(word) for word in words)
         return quota / period if quota > 0 and period > 0 else None
     except (ValueError, OverflowError):
         return None

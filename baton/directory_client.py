@@ -1,15 +1,15 @@
-"""How nodes see the directory: one interface, and the embedded directory behind it."""
+"""How nodes see the directory: one interface, and the client of the embedded directory."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from batonpb import directory_pb2, directory_pb2_grpc
 
-from baton.errors import BatonError, Reason, check_positive
+from baton.errors import BatonError, Reason
 from baton.ids import Incarnation, NodeName
 from baton.log import get_log
 from baton.rpc import Channels, rpc_errors
@@ -17,14 +17,17 @@ from baton.wire import NodeRecord, record_from_proto, record_to_proto
 
 log = get_log("directory")
 
+CALL_MS_MAX: Final = 1_000
+"""Time limit of one call to the directory."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """All records at one moment, ordered by name.
 
-    `left` are names that are known to have left or run out since the watch's last snapshot, as far as the directory
-    remembers; in a watch's first one, only those that said goodbye. A name that is in neither was not heard of by this
-    directory lately, which may be the directory's own fault.
+    `left` has the names that were removed or expired since the watch's last snapshot, as far as the directory
+    remembers, and in the first one only those that were removed. This directory has not heard lately from a name that
+    is in neither, which may be its own fault.
     """
 
     records: tuple[NodeRecord, ...]
@@ -32,47 +35,38 @@ class Snapshot:
 
 
 class Directory(Protocol):
-    """Who is in the cluster. Calls end within `call_ms_max`; all raise BatonError, PEER_UNREACHABLE or DEADLINE where
-    the directory does not answer."""
+    """Who is in the cluster: embedded (`EmbeddedDirectory`) or in Redis (`RedisDirectory`).
+
+    Each call has a time limit and raises BatonError: PEER_UNREACHABLE or DEADLINE if the directory does not answer.
+    """
 
     async def push(self, record: NodeRecord, *, ttl_ms: int) -> None:
-        """Register or renew. Raises NAME_IN_USE, DIRECTORY_FULL, INCARNATION_MISMATCH or for a bad record too."""
+        """Register or renew. Also raises NAME_IN_USE, DIRECTORY_FULL, INCARNATION_MISMATCH, or for a bad record."""
         ...
 
     async def remove(self, name: NodeName, incarnation: Incarnation) -> bool:
-        """False where that incarnation does not hold the name."""
+        """False if that incarnation does not hold the name."""
         ...
 
     async def list(self) -> Snapshot: ...
 
     def watch(self) -> AsyncGenerator[Snapshot, None]:
-        """The cluster now, and again after each change (some may be merged). Ends by BatonError only.
-
-        Close it (`aclosing`) when leaving it early.
-        """
+        """The cluster now, and after each change (some may be merged). Ends by BatonError only; use `aclosing`."""
         ...
 
     async def close(self) -> None:
-        """Give back what this client holds; end its calls and watches first. Idempotent."""
+        """End its calls and watches first. Idempotent."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DirectoryClientConfig:
-    call_ms_max: int = 1_000
-
-    def __post_init__(self) -> None:
-        check_positive(self, "call_ms_max")
 
 
 class EmbeddedDirectory:
     """`Directory` over gRPC, to the process that `baton up` or `baton directory` starts. Does not own `channels`."""
 
-    def __init__(self, endpoint: str, *, channels: Channels, config: DirectoryClientConfig) -> None:
+    def __init__(self, endpoint: str, *, channels: Channels, call_ms_max: int = CALL_MS_MAX) -> None:
         """Raises BatonError BAD_ENDPOINT."""
         self._peer = f"The directory at {endpoint}"
         self._stub = directory_pb2_grpc.DirectoryStub(channels.get(endpoint))
-        self._timeout_s = config.call_ms_max / 1e3
+        self._timeout_s = call_ms_max / 1e3
 
     async def push(self, record: NodeRecord, *, ttl_ms: int) -> None:
         request = directory_pb2.PushRequest(record=record_to_proto(record), ttl_ms=ttl_ms)
@@ -107,7 +101,7 @@ class EmbeddedDirectory:
 
 
 def apply_event(event: directory_pb2.WatchEvent, records: dict[NodeName, NodeRecord]) -> frozenset[NodeName]:
-    """Bring `records` up to date; returns the names that have left."""
+    """Bring `records` up to date. Returns the names that have left."""
     if event.snapshot:
         records.clear()
     left = frozenset(NodeName(removal.name) for removal in event.removals)
@@ -119,7 +113,7 @@ def apply_event(event: directory_pb2.WatchEvent, records: dict[NodeName, NodeRec
 
 
 def readable_records(messages: Iterable[directory_pb2.NodeRecord]) -> list[NodeRecord]:
-    """A node of a later version must not take the others from us."""
+    """Without those that this version cannot read."""
     records = []
     for message in messages:
         try:

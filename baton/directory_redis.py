@@ -1,6 +1,6 @@
-"""The directory in a Redis server: the same rules as the embedded one, in one script that Redis runs as one step.
+"""The directory in a Redis server: the rules of the embedded one, in a script that Redis runs as one step.
 
-Hints only: Redis may lose everything at any moment, and the nodes' next heartbeats fill it again.
+Hints only: Redis may lose everything at any moment, and the next heartbeats fill it again.
 """
 
 from __future__ import annotations
@@ -50,23 +50,22 @@ KEYS: Final = tuple(
 _SCRIPT: Final = resources.files("baton").joinpath("directory_redis.lua").read_text(encoding="utf-8")
 _Answer = list[Any]
 """Byte strings and lists of them."""
-_SEQUENCE_DIGITS: Final = 20
-"""Of 2**64."""
+_SEQUENCE_DIGITS: Final = len(str(2**64))
 _PASSING: Final = (BusyLoadingError, MasterDownError, OutOfMemoryError, ReadOnlyError)
-"""Redis answers, and will answer better later: it loads its data, has lost its primary, is full, is a replica."""
+"""Redis answers, and may recover: it loads its data, has lost its primary, is full, or is a replica."""
 _REFUSED: Final = (AuthenticationError, AuthorizationError, NoPermissionError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisDirectoryConfig:
     call_ms_max: int = 1_000
-    """For one operation, connecting included."""
+    """For one operation, with connecting."""
     watch_interval_ms: int = 100
-    """Between two looks of a watcher. A look without news is one small call; notifications by Redis instead (PUBLISH)
-    would need the same look for records that run out and messages that are lost."""
+    """Time between two looks of a watcher. A look without news is one small call. Notifications by Redis (PUBLISH)
+    would need the same looks, for expired records and lost messages."""
     connections_max: int = 8
     limits: DirectoryLimits = field(default_factory=DirectoryLimits)
-    """The same for all clients of one Redis database."""
+    """Must be the same for all clients of one Redis database."""
 
     def __post_init__(self) -> None:
         check_positive(self, "call_ms_max", "watch_interval_ms", "connections_max")
@@ -75,7 +74,7 @@ class RedisDirectoryConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Changes:
     identity: str
-    """Of the running Redis process and the data in it: another one has lost what was there."""
+    """Of the running Redis process and its data: if it is another one, records were lost."""
     version: str
     event: directory_pb2.WatchEvent
 
@@ -83,8 +82,7 @@ class _Changes:
 class RedisDirectory:
     """`Directory` over one Redis database. Lives on one event loop; connects at the first call and again after a loss.
 
-    A call is tried once: when to try again is the caller's business (`Membership` backs off). Redis's clock counts the
-    time to live.
+    Each call is tried once; `Membership` decides when to try again. Records expire by Redis's clock.
     """
 
     def __init__(self, address: RedisAddress, *, clock: Clock, config: RedisDirectoryConfig) -> None:
@@ -98,8 +96,8 @@ class RedisDirectory:
             db=address.database,
             username=address.username,
             password=address.password,
-            # `_call` limits the time of the whole. The library would limit each write by asyncio.wait_for, which
-            # swallows a cancellation that comes as the write ends (Python 3.11).
+            # `_call` limits the whole call. The library limits each write by asyncio.wait_for, which swallows a
+            # cancellation that comes as the write ends (Python 3.11).
             socket_timeout=None,
             socket_connect_timeout=config.call_ms_max / 1e3,
             retry=Retry(NoBackoff(), 0),
@@ -113,7 +111,7 @@ class RedisDirectory:
         await self.push_message(record_to_proto(record), ttl_ms=ttl_ms)
 
     async def push_message(self, record: directory_pb2.NodeRecord, *, ttl_ms: int) -> None:
-        """As `push`, with the fields of a later version that the message has. Does not change it."""
+        """As `push`, keeping fields of a later version. Does not change `record`."""
         check_push(record, ttl_ms, self._config.limits)
         message = directory_pb2.NodeRecord()
         message.CopyFrom(record)
@@ -195,7 +193,7 @@ class RedisDirectory:
         except _PASSING as error:
             raise BatonError(Reason.PEER_UNREACHABLE, f"The {self._peer} cannot answer now: {error}.") from error
         except ResponseError as error:
-            if "unauthenticated" in str(error):  # its word for a call of more than ten parts before a password
+            if "unauthenticated" in str(error):  # a call of more than ten parts before a password
                 raise self._not_let_in(error) from error
             raise BatonError(
                 Reason.BAD_CONFIG,
@@ -215,25 +213,21 @@ class RedisDirectory:
 
 
 def _records(flat: Sequence[bytes]) -> list[directory_pb2.NodeRecord]:
-    """The readable ones of name, value, name, value, ..."""
+    """Those of name, value, name, value, ... that the script has written."""
     records = []
     for name, value in zip(flat[::2], flat[1::2], strict=True):
+        header, _, body = value.partition(b"\n")
         try:
-            records.append(_unpack(name, value))
+            _, sequence, _ = header.split(b" ")
+            record = directory_pb2.NodeRecord.FromString(body)
+            if record.name.encode() != name:
+                raise ValueError(f"it is the record of {record.name!r}")
+            record.sequence = int(sequence)
         except (ValueError, DecodeError) as error:
             log.warning("no record of ours in Redis, ignored", name=name.decode(errors="replace"), problem=str(error))
+        else:
+            records.append(record)
     return records
-
-
-def _unpack(name: bytes, value: bytes) -> directory_pb2.NodeRecord:
-    """Raises ValueError or DecodeError where it is not what the script writes."""
-    header, _, body = value.partition(b"\n")
-    _, sequence, _ = header.split(b" ")
-    record = directory_pb2.NodeRecord.FromString(body)
-    if record.name.encode() != name:
-        raise ValueError(f"it is the record of {record.name!r}")
-    record.sequence = int(sequence)
-    return record
 
 
 def _hex(incarnation: int) -> str:
@@ -241,7 +235,7 @@ def _hex(incarnation: int) -> str:
 
 
 def _why(error: Exception) -> str:
-    """Of a connection that did not come about, or broke. The library has the system's error behind its own."""
+    """Why a connection failed. The library hides the system's error behind its own."""
     cause = error.__cause__ or error.__context__
     if isinstance(cause, ConnectionRefusedError):
         return "nothing listens there"

@@ -7,7 +7,7 @@ from typing import Any, Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from baton.clock import Clock
-from baton.directory_client import Directory, DirectoryClientConfig, EmbeddedDirectory
+from baton.directory_client import CALL_MS_MAX, Directory, EmbeddedDirectory
 from baton.endpoint import REDIS_PORT, RedisAddress, check_reachable
 from baton.errors import BatonError, InvalidField, Reason
 from baton.rpc import Channels
@@ -34,7 +34,7 @@ def parse_directory(setting: str) -> RedisAddress | str:
     if "://" not in setting:
         check_reachable(setting)
         return setting
-    # Nothing of the setting is repeated in an error: it may be a password with an unescaped '/' or '@'.
+    # No error repeats the setting: a part may be a password with an unescaped '/' or '@'.
     try:
         parts = urlsplit(setting)
         port = parts.port
@@ -71,17 +71,14 @@ def describe_directory(setting: str) -> str:
     return str(parse_directory(setting))
 
 
-def open_directory(
-    setting: str, *, channels: Channels, clock: Clock, config: DirectoryClientConfig | None = None
-) -> Directory:
-    """A client of the directory that `setting` names; nothing is connected yet. Close it before `channels`.
+def open_directory(setting: str, *, channels: Channels, clock: Clock, call_ms_max: int = CALL_MS_MAX) -> Directory:
+    """A client of the directory that `setting` names, not connected yet. Close it before `channels`.
 
-    Raises BatonError BAD_ENDPOINT for a setting that is none, BAD_CONFIG where the `redis` package is missing.
+    Raises BatonError BAD_ENDPOINT for a bad setting, BAD_CONFIG if the `redis` package is missing.
     """
     address = parse_directory(setting)
-    config = config or DirectoryClientConfig()
     if isinstance(address, str):
-        return EmbeddedDirectory(address, channels=channels, config=config)
+        return EmbeddedDirectory(address, channels=channels, call_ms_max=call_ms_max)
     try:
         from baton.directory_redis import RedisDirectory, RedisDirectoryConfig
     except ModuleNotFoundError as error:
@@ -93,7 +90,7 @@ def open_directory(
             "pip install 'baton-serve[redis]'.",
             field="directory",
         ) from error
-    return RedisDirectory(address, clock=clock, config=RedisDirectoryConfig(call_ms_max=config.call_ms_max))
+    return RedisDirectory(address, clock=clock, config=RedisDirectoryConfig(call_ms_max=call_ms_max))
 
 
 def _tls_options(query: str, *, tls: bool) -> dict[str, Any]:

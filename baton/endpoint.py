@@ -1,4 +1,4 @@
-"""Where something is reached: `host:port` as text, as in configuration and node records, or a Redis server."""
+"""Addresses: `host:port` as text, as in configuration and node records, or a Redis server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WILDCARDS: Final = frozenset({"", "0.0.0.0", "::", "*"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisAddress:
-    """Where a Redis server is and how to get in. Its text has no password."""
+    """A Redis server and its login. As text it has no password."""
 
     host: str
     port: int = REDIS_PORT
@@ -24,7 +24,7 @@ class RedisAddress:
     password: str | None = field(default=None, repr=False)
     tls: bool = False
     tls_options: Mapping[str, Any] = field(default_factory=dict)
-    """Files and switches by the names that the `redis` package gives them."""
+    """Options by the names that the `redis` package gives them."""
 
     def __str__(self) -> str:
         return f"redis{'s' if self.tls else ''}://{join_endpoint(self.host, self.port)}/{self.database}"
@@ -61,7 +61,7 @@ def check_reachable(text: str) -> None:
 
 
 def from_here(text: str) -> str:
-    """Where a process of this machine reaches what listens at `text`: for a wildcard address, this machine's own."""
+    """The address at which this machine reaches what listens at `text`; for a wildcard address, the loopback."""
     host, port = split_endpoint(text)
     if host not in _WILDCARDS:
         return text

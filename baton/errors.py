@@ -1,7 +1,4 @@
-"""The errors that leave a node or a command: what is wrong, what to do about it, and a reason for machines.
-
-Pure: no gRPC here. The mapping to a gRPC status and back is in `baton.status`.
-"""
+"""The errors that leave a node or a command. Pure: `baton.status` maps them to gRPC statuses and back."""
 
 from __future__ import annotations
 
@@ -109,7 +106,7 @@ class Reason(Enum):
 
 
 REGION_BLOCKS_KEY: Final = "region_blocks"
-"""In the metadata of a PROMPT_TOO_LONG: one prefill node's own region is too small, and another one's may do."""
+"""In the metadata of PROMPT_TOO_LONG: this prefill node's region is too small, and another one's may do."""
 
 
 class BatonError(Exception):
@@ -139,6 +136,17 @@ class BatonError(Exception):
         self.field = field
         self.retry_after_ms = retry_after_ms
         self.metadata: dict[str, str] = dict(metadata or {})
+
+    def reworded(self, message: str) -> BatonError:
+        """The same error with another message."""
+        return BatonError(
+            self.reason,
+            message,
+            code=self.code,
+            field=self.field,
+            retry_after_ms=self.retry_after_ms,
+            metadata=self.metadata,
+        )
 
     def __repr__(self) -> str:
         return f"BatonError({self.code.name}, {self.reason.name}, {self.message!r})"

@@ -1,6 +1,6 @@
-"""How late the control thread is: one short sleep after another, and how much longer each took than asked for.
+"""How late the control thread is: it sleeps shortly again and again, and each sleep's excess is the lag.
 
-Everything that a node promises in time (heartbeats, leases, revocations, answers) is done on that thread.
+All that a node promises in time (heartbeats, leases, revocations, answers) runs on that thread.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from baton.tasks import end_task
 log = get_log("node")
 
 LOOK_MS: Final = 50
-"""Between two looks: a stall of the thread is seen when it is longer than what is left of one."""
+"""One sleep. A stall shows if it is longer than what is left of one."""
 LAG_LOG_MS_MIN: Final = 500
-"""A lag that is worth a line in the log."""
 WINDOW_S: Final = 30.0
-"""`max_ms` is over this much time at least, and twice as much at most."""
+"""`max_ms` covers at least this time, and at most twice as much."""
 BUCKETS_MS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000)
 
 
@@ -48,11 +47,11 @@ class LoopLag:
 
     @property
     def max_ms(self) -> float:
-        """The longest lately (`WINDOW_S`)."""
+        """The longest lag lately (`WINDOW_S`)."""
         return max(self._max_ms, self._max_before_ms)
 
     def below_ms(self, share: float) -> float:
-        """The bucket under which this share of all lags lies; infinite beyond the last bucket."""
+        """The upper bound of the bucket with this quantile of all lags; infinite beyond the last bucket."""
         seen = 0
         for bound_ms, count in zip((*BUCKETS_MS, float("inf")), self._counts, strict=True):
             seen += count

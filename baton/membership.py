@@ -286,11 +286,4 @@ class Membership:
 def _gave_up(error: BatonError, waited_ms: float) -> BatonError:
     unanswered = error.reason in (Reason.PEER_UNREACHABLE, Reason.DEADLINE)
     hint = " Start the directory first, or say where it is with --directory." if unanswered else ""
-    return BatonError(
-        error.reason,
-        f"Not registered after {waited_ms:.0f} ms. {error.message}{hint}",
-        code=error.code,
-        field=error.field,
-        retry_after_ms=error.retry_after_ms,
-        metadata=error.metadata,
-    )
+    return error.reworded(f"Not registered after {waited_ms:.0f} ms. {error.message}{hint}")

@@ -1,8 +1,7 @@
-"""C code of our own: built with the package where a compiler is at hand, or at its first use, or done without.
+"""C code of our own: built with the package, or at its first use, or done without where there is no compiler.
 
-A library's file name carries a hash of its source, with the headers of our own that it includes, and of how it is
-built, so that one of another version is never loaded. This file stands alone: the build of the package runs it by its
-path.
+A library's file name has a hash of its source, of the headers of ours that it includes and of the build, so that no
+other version is ever loaded. This file imports nothing of ours: the build of the package runs it by its path.
 """
 
 from __future__ import annotations
@@ -37,24 +36,21 @@ class NotBuilt(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeLibrary:
-    """`handle` is None where there is none: `status` says why then, and from where it was loaded else."""
+    """`handle` is None if there is no library. `status` says why, or where it was loaded from."""
 
     handle: ctypes.CDLL | None
     status: str
 
 
 def library_name(source: Path, libraries: tuple[str, ...] = ()) -> str:
-    """File name of what `source` is built to on this kind of machine.
-
-    Raises OSError: the source, or a header that it includes by a name in quotes, cannot be read.
-    """
+    """File name of the library of `source` on this kind of machine. Raises OSError if a source cannot be read."""
     digest = hashlib.blake2b(b"\0".join(_texts(source)), digest_size=8)
     digest.update("\0".join((*FLAGS, *libraries, platform.machine(), platform.libc_ver()[0])).encode())
     return f"{source.stem}-{digest.hexdigest()}.so"
 
 
 def _texts(source: Path) -> list[bytes]:
-    """Of the source and of each header that it includes, or one of these does, by a path from where it lies itself."""
+    """The texts of the source and of all headers that it includes in quotes, directly or not."""
     texts: dict[Path, bytes] = {}
     waiting = [source]
     while waiting:
@@ -67,13 +63,10 @@ def _texts(source: Path) -> list[bytes]:
 
 
 def build(source: Path, folder: Path, libraries: tuple[str, ...] = ()) -> Path:
-    """Compile `source` into `folder` unless it is there, whole. Several processes may do so at once.
+    """Compile `source` into `folder` unless it is there. Several processes may do so at once.
 
-    `libraries` are linked to, as for "-l".
-
-    Raises:
-        NotBuilt: no compiler, an error of the compiler, or a folder that cannot be written to.
-        OSError: as `library_name`.
+    `libraries` are linked, as by "-l". Raises NotBuilt (no compiler, its error, a folder that cannot be written to) or
+    OSError, as `library_name` does.
     """
     target = folder / library_name(source, libraries)
     if _is_whole(target):
@@ -106,7 +99,7 @@ def build(source: Path, folder: Path, libraries: tuple[str, ...] = ()) -> Path:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """What processes have left that were killed while they compiled: older than any compiler may take."""
+    """Remove what a killed compilation has left: files older than any compilation may take."""
     for part in folder.glob(f"*{PART_SUFFIX}"):
         with contextlib.suppress(OSError):
             if time.time() - part.stat().st_mtime > COMPILE_S_MAX:
@@ -114,10 +107,9 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def _is_whole(library: Path) -> bool:
-    """It is there, from the first bytes to the last, which in a 64-bit ELF file are the section headers.
+    """It is there up to its last bytes, which in a 64-bit ELF file are the section headers.
 
-    A copy that broke off, or a full disk, may have left less: the loader would not notice, and the process end with
-    SIGBUS. What is damaged otherwise the loader refuses.
+    An interrupted copy or a full disk may leave less. The loader does not notice that: the process gets SIGBUS.
     """
     try:
         with library.open("rb") as file:
@@ -128,16 +120,16 @@ def _is_whole(library: Path) -> bool:
     if len(head) < 64 or head[:4] != b"\x7fELF":
         return False
     if head[4] != 2:
-        return True  # no 64-bit file: laid out in another way
+        return True  # no 64-bit file: another layout
     order: Literal["little", "big"] = "little" if head[5] == 1 else "big"
     sections, size, count = (int.from_bytes(head[a:b], order) for a, b in ((40, 48), (58, 60), (60, 62)))
     return nbytes >= sections + size * count
 
 
 def load(source: Path, libraries: tuple[str, ...] = ()) -> NativeLibrary:
-    """The library of `source`: the one beside it, else one built there, else one built in the user's cache folder.
+    """The library of `source`: the one beside it, or built there, or built in the user's cache folder.
 
-    May take a second, the first time. Never raises for want of a compiler or of a place to write to.
+    The first call may take a second. Never raises if there is no compiler or no place to write to.
     """
     reasons = []
     for beside in (True, False):
@@ -151,7 +143,7 @@ def load(source: Path, libraries: tuple[str, ...] = ()) -> NativeLibrary:
 
 
 def _cache_folder() -> Path:
-    """Raises NotBuilt: this user has no home, as in a container that runs under an id of no account."""
+    """Raises NotBuilt if this user has no home, as in a container whose user has no account."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
         return (Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()) / "baton"
@@ -160,9 +152,9 @@ def _cache_folder() -> Path:
 
 
 def _check_owner(path: Path, source: Path) -> None:
-    """A library that another user could have put there is not loaded. Raises NotBuilt.
+    """Raises NotBuilt for a library that another user could have put there.
 
-    Beside the source its owner is trusted: whose the package is can put anything into this process.
+    Beside the source, the owner of the source is trusted: it can put anything into this process anyway.
     """
     trusted = {0, os.geteuid()}
     if path.parent == source.parent:
@@ -176,7 +168,7 @@ def _check_owner(path: Path, source: Path) -> None:
 
 
 def _is_private(group: int, owner: int) -> bool:
-    """The group has the owner alone, as most distributions make one for each user, whose umask is 002 then."""
+    """Only the owner is in the group: most distributions make such a group for each user, with umask 002."""
     try:
         user, members = pwd.getpwuid(owner), grp.getgrgid(group)
     except KeyError:

@@ -1,4 +1,4 @@
-"""When to come back to what is full: from how much has to leave first, and how fast it has been leaving. Pure."""
+"""When to try again: at what is full by how fast it empties, at what has failed after growing pauses. Pure."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import zlib
 from collections import deque
 
 RETRY_MS_MAX = 30_000
-"""The longest retry time that a client gets: the present load says little about a later time."""
+"""The longest retry time that a client gets: the load now says little about a later time."""
 ROOM_SHARE = 0.125
-"""Of a full queue, what is to have left when those come back that were refused: they come together."""
+"""The share of a full queue that must have left before the refused requests come back: they come together."""
 SPREAD = 0.5
-"""At most so much later, as a share of the time, so that they do not come at once."""
+"""Retry times are longer by up to this share, so that not all come back at once."""
 ENDS_KEPT_MAX = 32
 RESUMED_PAUSE_MS_MAX = 400
-"""A router looks again for room for a request in the middle of its answer after no longer pause than this."""
+"""The longest pause after which a router looks again for room for a request in the middle of its answer."""
 RESUMED_WAIT_MS_MIN = 2 * RESUMED_PAUSE_MS_MAX
-"""So long at least a full node has to keep room for such a request to ask again: the pause, and its way there."""
+"""The least time that a full node keeps room for such a request to ask again: the pause and its way there."""
 
 
 def retry_after_ms(wait_s: float | None, *, ms_min: int, spread: float) -> int:
-    """The retry time to return, from `ms_min` to RETRY_MS_MAX (or `ms_min`, where that is larger).
+    """The retry time to return, at least `ms_min` and at most RETRY_MS_MAX if that is larger.
 
-    `wait_s` is the time expected, None where nothing is known yet; `spread` is the asker's place from 0 to 1.
+    `wait_s` is the expected time, None if unknown; `spread` is the asker's place from 0 to 1.
     """
     assert ms_min > 0 and 0 <= spread <= 1, (ms_min, spread)
     most = max(ms_min, RETRY_MS_MAX)
@@ -36,33 +36,27 @@ def backoff_s(attempt: int, ms_min: int, ms_max: int, rng: random.Random) -> flo
 
 
 def wait_s(amount: float, per_s: float) -> float | None:
-    """How long until so much has left. None while the rate is not known."""
+    """How long until `amount` has left; None while the rate is unknown."""
     return amount / per_s if per_s > 0 else None
 
 
 def spread_of(name: str) -> float:
-    """A place from 0 to 1 for whoever has this name (a request's id), always the same."""
+    """A place from 0 to 1 for this name (a request's id), always the same."""
     return zlib.crc32(name.encode()) / 0xFFFFFFFF
 
 
 class LeaveRate:
-    """How fast something leaves: the amounts of the last `ENDS_KEPT_MAX` times, over the time since the first of them.
-
-    It falls by itself while nothing leaves. Owned by one thread.
-    """
+    """How fast something leaves, over the last `ENDS_KEPT_MAX` times. Falls while nothing leaves. Of one thread."""
 
     def __init__(self) -> None:
         self._ends: deque[tuple[float, float]] = deque(maxlen=ENDS_KEPT_MAX)
 
     def left(self, amount: float, now_s: float) -> None:
-        """So much has left now. Times do not go back."""
+        """`amount` has left now. Times do not go back."""
         self._ends.append((now_s, amount))
 
     def per_s(self, now_s: float) -> float:
-        """0 while it is not known: fewer than two times, or all of them in the same moment as now.
-
-        What left at the first time had been leaving before it, so it does not count.
-        """
+        """0 while unknown: fewer than two times, or all at `now_s`. The first one's amount left before the span."""
         if len(self._ends) < 2 or now_s <= self._ends[0][0]:
             return 0.0
         return sum(amount for _, amount in list(self._ends)[1:]) / (now_s - self._ends[0][0])

@@ -94,11 +94,10 @@ class RpcLimits:
 
 
 def time_left_s(context: _Context, limits: RpcLimits) -> float:
-    """Seconds until the current call ends by its deadline, or by the server's default or maximum for public calls."""
+    """Seconds until the current public call ends, by its deadline or by the server's default or maximum."""
     left_s = _deadline_left_s(context)
     return min(
-        limits.public_deadline_ms_default / 1e3 if left_s is None else left_s,
-        limits.public_deadline_ms_max / 1e3,
+        limits.public_deadline_ms_default / 1e3 if left_s is None else left_s, limits.public_deadline_ms_max / 1e3
     )
 
 
@@ -147,14 +146,14 @@ class RpcServer:
             self._health.set_ready(ready)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new calls, give running ones `grace_s` to end, cancel the rest and see their handlers end. Idempotent.
+        """Refuse new calls, give running ones `grace_s`, cancel the rest and wait for their handlers. Idempotent.
 
-        A handler that does not end within `handler_end_ms_max` of being cancelled is logged and left.
+        A handler that does not end within `handler_end_ms_max` after that is logged and left.
         """
         if self._server is None:
             return
         await self._server.stop(grace_s if grace_s > 0 else None)
-        # gRPC has closed the calls by now, but does not wait for what their handlers still do.
+        # gRPC has closed the calls, but does not wait for their handlers.
         left = await self._edge.ended(self._limits.handler_end_ms_max / 1e3)
         if left:
             log.error("handlers still running after stop", methods=",".join(sorted(left)))
@@ -178,7 +177,7 @@ class RpcServer:
         return server
 
     def _add_health(self, names: list[str], server: grpc.aio.Server) -> None:
-        """Health and reflection. Nodes do not need them of each other, so a machine without the packages serves."""
+        """Health and reflection. Other nodes do not use them, so a machine without the packages serves too."""
         try:
             from grpc_health.v1 import health_pb2_grpc
             from grpc_reflection.v1alpha import reflection
@@ -268,7 +267,7 @@ class _Edge(grpc.aio.ServerInterceptor):
                 failure = self._internal()
                 log.exception("handler failed", method=method, incident=failure.metadata["incident"])
         status = to_status(failure)
-        # gRPC keeps the abort, whose traceback keeps this frame: the failure and its frames are not to stay with it.
+        # gRPC keeps the abort, and its traceback keeps this frame: drop the failure, or it stays too.
         del failure
         await context.abort_with_status(status)
         raise AssertionError("abort_with_status returned")
@@ -287,7 +286,7 @@ class _Edge(grpc.aio.ServerInterceptor):
         if method in UNTIMED_METHODS:
             return None
         left_s = _deadline_left_s(context)
-        if _service_of(method) in PUBLIC_SERVICES:
+        if _is_public(method):
             limit_s = time_left_s(context, self._limits)
             return None if left_s is not None and left_s <= limit_s else limit_s
         if left_s is None:
@@ -300,21 +299,19 @@ class _Edge(grpc.aio.ServerInterceptor):
             yield
             return
         if self._running >= self._limits.rpcs_max:
-            if _service_of(method) in PUBLIC_SERVICES:
-                self.refused(self._full())
-            raise self._full()
+            full = BatonError(
+                Reason.TOO_MANY_CALLS,
+                f"This server is answering {self._running} calls already, its limit; try again later.",
+                retry_after_ms=self._limits.busy_retry_ms,
+            )
+            if _is_public(method):
+                self.refused(full)
+            raise full
         self._running += 1
         try:
             yield
         finally:
             self._running -= 1
-
-    def _full(self) -> BatonError:
-        return BatonError(
-            Reason.TOO_MANY_CALLS,
-            f"This server is answering {self._running} calls already, its limit; try again later.",
-            retry_after_ms=self._limits.busy_retry_ms,
-        )
 
 
 async def _write_all(behavior: Callable[..., Any], request: Any, context: _Context) -> None:
@@ -332,8 +329,8 @@ def _deadline_left_s(context: _Context) -> float | None:
     return left_s
 
 
-def _service_of(method: str) -> str:
-    return method[1:].partition("/")[0]
+def _is_public(method: str) -> bool:
+    return method[1:].partition("/")[0] in PUBLIC_SERVICES
 
 
 async def check_can_bind(listen: str, *, setting: str = "listen") -> None:
@@ -396,9 +393,7 @@ class ChannelLimits:
     """A peer that is stopped or cut off ends its calls after its `heartbeat_ms` and `answer_ms_max`."""
 
     def __post_init__(self) -> None:
-        check_positive(
-            self, "channels_max", "message_bytes_max", "connect_ms_max", "reconnect_ms_min", "reconnect_ms_max"
-        )
+        check_positive(self, *(name for name in self.__slots__ if name != "liveness"))
         if self.reconnect_ms_min > self.reconnect_ms_max:
             raise InvalidField("reconnect_ms_min", "must not exceed reconnect_ms_max")
 
@@ -433,7 +428,7 @@ class Channels:
         return channel
 
     async def drop(self, endpoint: str) -> None:
-        """Forget a peer that is gone. Its running calls end as if their tasks were cancelled: stop them first."""
+        """Forget a peer that is gone. Stop its calls first: they end as if their tasks were cancelled."""
         channel = self._channels.pop(endpoint, None)
         if channel is not None:
             await channel.close()
@@ -464,11 +459,10 @@ class Channels:
 
 
 async def begun(call: Any) -> bool:
-    """Wait until the peer's handler has sent its initial metadata, by which it says that it has the call. False: the
-    call is over. (In the moment in which it fails, True may come first.)
+    """Wait until the peer's handler has sent its initial metadata, which says that it has the call.
 
-    What the peer has written is left to be read, also where a failure came behind it: `wait_for_connection` would
-    raise that first. Cancelling the caller cancels the call.
+    False: the call is over. (True may be returned at the moment in which it fails.) Unlike `wait_for_connection`, this
+    leaves what the peer wrote before a failure to be read. Cancelling the caller cancels the call.
     """
     try:
         await call.initial_metadata()
@@ -480,10 +474,7 @@ async def begun(call: Any) -> bool:
 
 @contextmanager
 def rpc_errors(peer: str) -> Iterator[None]:
-    """Turn a call's failure inside the block into the BatonError that the peer raised, or one that names `peer`.
-
-    Cancellation of the calling task passes through.
-    """
+    """Turn a failed call inside the block into the BatonError that the peer raised, or into one that names `peer`."""
     try:
         yield
     except grpc.aio.AioRpcError as error:

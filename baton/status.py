@@ -7,7 +7,7 @@ from typing import Final
 
 import grpc
 import grpc.aio
-from google.protobuf import any_pb2, duration_pb2
+from google.protobuf import duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
@@ -16,7 +16,7 @@ from baton.errors import BatonError, Code, Reason
 
 DOMAIN: Final = "baton"
 MESSAGE_BYTES_MAX: Final = 800
-"""Status text and details travel as HTTP/2 trailers: together, encoded, they must stay under the usual 8 KiB."""
+"""Text and details are HTTP/2 trailers: encoded, all of them must stay under the usual 8 KiB."""
 METADATA_ENTRIES_MAX: Final = 8
 METADATA_BYTES_MAX: Final = 96
 
@@ -30,7 +30,7 @@ _PLAIN_REASONS: Final[Mapping[Code, Reason]] = {
     Code.RESOURCE_EXHAUSTED: Reason.TOO_MANY_CALLS,
     Code.INTERNAL: Reason.INTERNAL,
 }
-"""What a status without our details means: it was made by gRPC itself, not by a node."""
+"""The reason of a status without our details: gRPC itself made it, not a node."""
 
 _WORDS: Final = (
     ("larger than max", "takes and gives no message as large as this one (rpc.message_bytes_max)"),
@@ -59,8 +59,7 @@ _WORDS: Final = (
     ("GOAWAY", "wants no more calls on this connection, and has closed it"),
     ("Deadline Exceeded", "did not answer in time"),
 )
-"""What gRPC says, by a part of it, and what that means of the peer. The first that fits counts: the cause stands in the
-same text as what came of it."""
+"""A part of gRPC's text, and what it means about the peer. The first match counts: a text has both cause and effect."""
 _TOO_LARGE: Final = _WORDS[0][0]
 
 
@@ -71,26 +70,29 @@ def to_status(error: BatonError) -> grpc.Status:
         _cut(key, METADATA_BYTES_MAX): _cut(value, METADATA_BYTES_MAX)
         for key, value in list(error.metadata.items())[:METADATA_ENTRIES_MAX]
     }
-    status = status_pb2.Status(code=error.code.value, message=message)
-    status.details.append(
-        _packed(error_details_pb2.ErrorInfo(reason=error.reason.value, domain=DOMAIN, metadata=metadata))
-    )
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.reason.value, domain=DOMAIN, metadata=metadata)]
     if error.field is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=message)
-        status.details.append(_packed(error_details_pb2.BadRequest(field_violations=[violation])))
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if error.retry_after_ms is not None:
         delay = duration_pb2.Duration()
         delay.FromMilliseconds(error.retry_after_ms)
-        status.details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    status = status_pb2.Status(code=error.code.value, message=message)
+    for detail in details:
+        status.details.add().Pack(detail)
     result = rpc_status.to_status(status)
     assert isinstance(result, grpc.Status)
     return result
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, *, peer: str | None = None) -> BatonError:
-    """What a failed call means. `peer` (a name or an endpoint) goes into the text of statuses that no node wrote."""
+    """What a failed call means. `peer` (a name or an endpoint) goes into the text of a status that no node made."""
     code = Code(error.code().value[0])
-    rich = _rich_status(error)
+    try:
+        rich = rpc_status.from_call(error)
+    except ValueError:  # The details contradict the status since a proxy changed one of them: the status counts.
+        rich = None
     if rich is None:
         return _plain(code, error.details() or "", peer)
     reason, field, retry_after_ms, metadata = Reason.UNRECOGNISED, None, None, {}
@@ -108,23 +110,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError, *, peer: str | None = None) -> B
             field = bad_request.field_violations[0].field
         elif detail.Unpack(retry):
             retry_after_ms = max(0, retry.retry_delay.ToMilliseconds())
-    return BatonError(
-        reason,
-        rich.message or code.name,
-        code=code,
-        field=field,
-        retry_after_ms=retry_after_ms,
-        metadata=metadata,
-    )
-
-
-def _rich_status(error: grpc.aio.AioRpcError) -> status_pb2.Status | None:
-    try:
-        status = rpc_status.from_call(error)
-    except ValueError:  # details that contradict the status: a proxy rewrote one of them, the status itself counts
-        return None
-    assert status is None or isinstance(status, status_pb2.Status)
-    return status
+    message = rich.message or code.name
+    return BatonError(reason, message, code=code, field=field, retry_after_ms=retry_after_ms, metadata=metadata)
 
 
 def _plain(code: Code, details: str, peer: str | None) -> BatonError:
@@ -135,15 +122,8 @@ def _plain(code: Code, details: str, peer: str | None) -> BatonError:
     for part, words in _WORDS:
         if part in details:
             return BatonError(reason, f"{peer or 'The peer'} {words}.", code=code)
-    where = f"{peer}: " if peer is not None else ""
     text = _cut(details, MESSAGE_BYTES_MAX) or code.name.lower()
-    return BatonError(reason, f"{where}{text}", code=code)
-
-
-def _packed(message: Message) -> any_pb2.Any:
-    packed = any_pb2.Any()
-    packed.Pack(message)
-    return packed
+    return BatonError(reason, text if peer is None else f"{peer}: {text}", code=code)
 
 
 def _cut(text: str, bytes_max: int) -> str:

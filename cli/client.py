@@ -231,17 +231,5 @@ def is_unreached(error: BatonError, router: str) -> bool:
     return error.reason is Reason.PEER_UNREACHABLE and error.message.startswith(_named(router))
 
 
-def reworded(error: BatonError, message: str) -> BatonError:
-    """The same error with another message."""
-    return BatonError(
-        error.reason,
-        message,
-        code=error.code,
-        field=error.field,
-        retry_after_ms=error.retry_after_ms,
-        metadata=error.metadata,
-    )
-
-
 def _named(router: str) -> str:
     return f"The router at {router}"

@@ -21,7 +21,7 @@ from batonpb import inference_pb2
 from baton.cores import own_cores
 from baton.errors import BatonError, InvalidField, Reason
 from baton.rpc import Channels
-from cli.client import Answer, InferenceClient, answer_data, open_channels, reworded
+from cli.client import Answer, InferenceClient, answer_data, open_channels
 from cli.demo_model import FAMILIES
 from cli.invocation import EXIT_ERROR, EXIT_INTERRUPTED
 from cli.nodes import NodeView, view_nodes
@@ -297,7 +297,7 @@ async def _send_wave(client: InferenceClient, wave: Sequence[DemoRequest]) -> _R
             else:
                 answer = await client.generate(message, _show if live else None)
         except BatonError as error:
-            raise reworded(error, f"The demo's request {request.name} failed: {error.message}") from error
+            raise error.reworded(f"The demo's request {request.name} failed: {error.message}") from error
         if live:
             click.echo("")
             first_ended.set()

@@ -24,7 +24,6 @@ from cli.client import (
     logprobs_text,
     no_router,
     open_channels,
-    reworded,
     router_option,
     stats_text,
 )
@@ -155,7 +154,7 @@ async def _run(
             except BatonError as error:
                 printer.live.end()
                 if not printer.live.empty:
-                    raise reworded(error, f"The answer broke off. {error.message}") from error
+                    raise error.reworded(f"The answer broke off. {error.message}") from error
                 if is_unreached(error, router):
                     raise no_router(router) from error
                 raise

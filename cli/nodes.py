@@ -16,7 +16,6 @@ import click
 from batonpb import common_pb2, node_pb2, node_pb2_grpc
 
 from baton.clock import Clock
-from baton.directory_client import DirectoryClientConfig
 from baton.directory_setting import describe_directory, open_directory
 from baton.errors import BatonError, Reason
 from baton.rpc import Channels, rpc_errors
@@ -153,8 +152,7 @@ class NodeView:
 
 async def list_records(directory: str, *, channels: Channels, call_ms_max: int) -> tuple[NodeRecord, ...]:
     """Who the directory knows. Raises BatonError."""
-    config = DirectoryClientConfig(call_ms_max=call_ms_max)
-    client = open_directory(directory, channels=channels, clock=Clock(), config=config)
+    client = open_directory(directory, channels=channels, clock=Clock(), call_ms_max=call_ms_max)
     try:
         return (await client.list()).records
     except BatonError as error:
@@ -310,10 +308,10 @@ _PIN_HEADER: Final = ("PIN", "BLOCKS", "HERE", "LEASE")
 def describe(node: str, directory: str, timeout_s: float, output: str) -> int:
     """Show everything that NODE says of itself: its life so far, what it holds, its links and counters.
 
-    Links show which transport is in use for each peer, whether it is open, how fast it moves bytes while it has any to
-    move (since it is used, and in the last 10 s), which better ones were given up and when they are tried again, and
-    which it is used instead of and why. Of a node that others write into, each writer with the blocks that it may still
-    write to: granted, and quarantined since when and why; and the bytes that have landed, in all and a second.
+    Of each peer that NODE writes to: the transport in use, and why no better one is; whether the link is open; its
+    speed while it moves data, since its start and in the last 10 s; the transports that were given up, and when they
+    are tried again. Of each node that writes to NODE: the blocks that it may still write to, since when and why some
+    are quarantined, and the bytes that have landed.
 
     \b
     Example:

@@ -18,7 +18,7 @@ from baton.lifecycle import Lifecycle
 from baton.log import get_log
 from baton.repeats import RepeatLog
 from baton.wire import ModelInfo, NodeRecord
-from kvtransfer.negotiation import differences
+from kvtransfer.link import differences
 from kvtransfer.writer import Handoff
 from node.peers import Peers
 from node.pool import DevicePool
@@ -347,11 +347,4 @@ def _named(record: NodeRecord, error: BatonError) -> BatonError:
     text = error.message
     if record.name not in text:
         text = f"The decode node {record.name} did not grant: {text}"
-    return BatonError(
-        error.reason,
-        text,
-        code=error.code,
-        field=error.field,
-        retry_after_ms=error.retry_after_ms,
-        metadata=error.metadata,
-    )
+    return error.reworded(text)

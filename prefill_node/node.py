@@ -33,7 +33,6 @@ from engine.types import (
     params_from_proto,
 )
 from kvtransfer.protocol.writer import HandoffEnd
-from kvtransfer.status import block_load
 from kvtransfer.writer import Handoff, Metadata, StepWrites
 from node.peers import Peers
 from node.pool import DevicePool
@@ -305,7 +304,7 @@ class PrefillNode:
         """Pin the prompt's blocks until the transport has let go of them, and send what decode lacks of the cached."""
         self.ledger.hold(table)
         job.pinned = list(table)
-        handoff.pin(len(table))
+        handoff.pinned_blocks = len(table)
         job.next_block = handoff.prefix_skip
         writes = self._plan_writes(job, handoff, cached_blocks)
         if writes is not None:
@@ -418,7 +417,7 @@ class PrefillNode:
             waiting_requests=len(self._queue),
             running_requests=sum(not job.local for job in self._admitted.values()),
             waiting_tokens=self._tokens_left((*self._admitted.values(), *self._queue)),
-            blocks=block_load(self.ledger),
+            blocks=self.ledger.books(),
             prefill_tokens_per_s=self._rate.per_s(self._loop.time()),
             requests_taken=self._requests_taken,
             transports_given_up=self._peers.transports_given_up,

@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 
 from baton.clock import Clock
-from baton.directory_client import DirectoryClientConfig
 from baton.directory_setting import open_directory
 from baton.errors import BatonError
 from baton.rpc import ChannelLimits, Channels
@@ -55,9 +54,7 @@ def cluster(redis: RedisServer) -> Iterator[RunningCluster]:
 async def listed(cluster: RunningCluster) -> list[str]:
     """Whom Redis knows; nobody where it does not answer."""
     channels = Channels(limits=ChannelLimits())
-    directory = open_directory(
-        cluster.cluster.directory, channels=channels, clock=Clock(), config=DirectoryClientConfig()
-    )
+    directory = open_directory(cluster.cluster.directory, channels=channels, clock=Clock())
     try:
         return [record.name for record in (await directory.list()).records]
     except BatonError:

@@ -11,7 +11,7 @@ from batonpb import directory_pb2
 
 from baton.clock import Clock
 from baton.directory import DirectoryLimits
-from baton.directory_client import Directory, DirectoryClientConfig, EmbeddedDirectory
+from baton.directory_client import Directory, EmbeddedDirectory
 from baton.directory_redis import RedisDirectory, RedisDirectoryConfig
 from baton.directory_service import DirectoryConfig, DirectoryService
 from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer
@@ -30,8 +30,7 @@ class EmbeddedPlace(Place):
         self._server: RpcServer | None = None
 
     def client(self) -> Directory:
-        config = DirectoryClientConfig(call_ms_max=CALL_MS_MAX)
-        return EmbeddedDirectory(f"127.0.0.1:{self._port}", channels=self._channels, config=config)
+        return EmbeddedDirectory(f"127.0.0.1:{self._port}", channels=self._channels, call_ms_max=CALL_MS_MAX)
 
     async def start(self) -> None:
         self._service = DirectoryService(config=self._config, clock=Clock())

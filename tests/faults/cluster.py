@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from baton.clock import Clock
-from baton.directory_client import DirectoryClientConfig
 from baton.directory_setting import open_directory
 from baton.errors import BatonError
 from baton.rpc import ChannelLimits, Channels
@@ -164,9 +163,7 @@ class FaultyCluster(RunningCluster):
     async def listed(self) -> set[str]:
         """Whom the directory knows; nobody where it does not answer."""
         channels = Channels(limits=ChannelLimits())
-        directory = open_directory(
-            self.cluster.directory, channels=channels, clock=Clock(), config=DirectoryClientConfig()
-        )
+        directory = open_directory(self.cluster.directory, channels=channels, clock=Clock())
         try:
             return {record.name for record in (await directory.list()).records}
         except BatonError:

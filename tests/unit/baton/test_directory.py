@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from baton.clock import Clock
 from baton.directory import DirectoryLimits, DirectoryState, PushOutcome
-from baton.directory_client import DirectoryClientConfig, EmbeddedDirectory
+from baton.directory_client import EmbeddedDirectory
 from baton.directory_service import DirectoryConfig, DirectoryService
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation, NodeName
@@ -316,9 +316,7 @@ async def directory(config: DirectoryConfig | None = None) -> AsyncIterator[Clus
     service.start(server)
     try:
         port = await server.start("127.0.0.1:0")
-        client = EmbeddedDirectory(
-            f"127.0.0.1:{port}", channels=channels, config=DirectoryClientConfig(call_ms_max=10_000)
-        )
+        client = EmbeddedDirectory(f"127.0.0.1:{port}", channels=channels, call_ms_max=10_000)
         yield Cluster(service, server, client)
     finally:
         await channels.close()

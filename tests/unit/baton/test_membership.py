@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from baton.clock import Clock
-from baton.directory_client import DirectoryClientConfig, EmbeddedDirectory
+from baton.directory_client import EmbeddedDirectory
 from baton.directory_service import DirectoryConfig, DirectoryService
 from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import Incarnation
@@ -199,9 +199,7 @@ class RealDirectory:
 
 @asynccontextmanager
 async def member(directory: RealDirectory, channels: Channels, own: NodeRecord) -> AsyncIterator[WatchedMembership]:
-    client = EmbeddedDirectory(
-        f"127.0.0.1:{directory.port}", channels=channels, config=DirectoryClientConfig(call_ms_max=5_000)
-    )
+    client = EmbeddedDirectory(f"127.0.0.1:{directory.port}", channels=channels, call_ms_max=5_000)
     membership = WatchedMembership(
         directory=client,
         own_record=lambda: own,
@@ -267,9 +265,7 @@ def test_a_node_that_is_replaced_by_its_successor() -> None:
                 async with member(directory, channels, successor) as new:
                     await new.wait_until(lambda: [each.incarnation for each in new.nodes()] == [77])
                     await old.stop()
-                    client = EmbeddedDirectory(
-                        f"127.0.0.1:{directory.port}", channels=channels, config=DirectoryClientConfig()
-                    )
+                    client = EmbeddedDirectory(f"127.0.0.1:{directory.port}", channels=channels)
                     assert [each.incarnation for each in (await client.list()).records] == [77]
         finally:
             await channels.close()

@@ -12,7 +12,6 @@ import pytest
 from batonpb import node_pb2, node_pb2_grpc
 
 from baton.clock import Clock
-from baton.directory_client import DirectoryClientConfig
 from baton.directory_setting import open_directory
 from baton.errors import BatonError, Code, Reason
 from baton.rpc import ChannelLimits, Channels, RpcLimits, rpc_errors
@@ -185,9 +184,7 @@ def test_no_redis_there(host: str) -> None:
 
     async def scene() -> BatonError:
         channels = Channels(limits=ChannelLimits())
-        directory = open_directory(
-            setting, channels=channels, clock=Clock(), config=DirectoryClientConfig(call_ms_max=20_000)
-        )
+        directory = open_directory(setting, channels=channels, clock=Clock(), call_ms_max=20_000)
         try:
             with pytest.raises(BatonError) as caught:
                 await directory.list()

@@ -17,7 +17,7 @@ from batonpb import directory_pb2
 
 from baton.clock import Clock
 from baton.directory import DirectoryLimits, DirectoryState, Standstill
-from baton.directory_client import Directory, DirectoryClientConfig, EmbeddedDirectory
+from baton.directory_client import Directory, EmbeddedDirectory
 from baton.directory_redis import RedisDirectory, RedisDirectoryConfig
 from baton.directory_service import DirectoryConfig, DirectoryService
 from baton.errors import BatonError, InvalidField, Reason
@@ -266,7 +266,7 @@ def test_an_embedded_directory_is_stopped_and_goes_on(tmp_path: Path) -> None:
 
     async def scene(process: Foreground, endpoint: str) -> None:
         channels = Channels(limits=ChannelLimits())
-        directory = EmbeddedDirectory(endpoint, channels=channels, config=DirectoryClientConfig(call_ms_max=10_000))
+        directory = EmbeddedDirectory(endpoint, channels=channels, call_ms_max=10_000)
         try:
             views, listed = await stand_still(directory, ttl_ms=2_000, signal_it=process.process.send_signal)
             assert listed == NAMES
