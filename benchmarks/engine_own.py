@@ -17,9 +17,8 @@ from benchmarks.engine_cases import Steps, serve, write_config
 from cachestore.block_manager import BlockManager, growth_blocks
 from cachestore.ledger import Ledger
 from engine.core import Engine
-from engine.model_config import Quantisation, load_model_config
-from engine.models.weights import weight_shapes
-from engine.native.packing import huge_pages
+from engine.model_config import Quantisation, load_model_config, weight_shapes
+from engine.native.kernels import huge_pages
 from engine.runner import TorchRunner, configure_threads
 from engine.scheduler import SchedulerConfig, Sequence, SequenceMode
 from engine.types import NullSink, SamplingParams

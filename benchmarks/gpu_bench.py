@@ -13,8 +13,7 @@ from baton.ids import Attempt, BlockId, RequestId, RequestKey
 from engine.gpu.config import GpuConfig, GraphConfig
 from engine.gpu.graphs import Capture
 from engine.gpu.runner import GpuRunner
-from engine.model_config import ModelConfig, Quantisation, parse_model_config
-from engine.models.weights import weight_shapes
+from engine.model_config import ModelConfig, Quantisation, parse_model_config, weight_shapes
 from engine.runner import TorchRunner
 from engine.types import Batch, SamplingParams, SequenceSlice
 

@@ -21,8 +21,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from engine.model_config import ModelError, ModelFamily, parse_model_config
-from engine.models.weights import EMBEDDING, LM_HEAD, weight_shapes
+from engine.model_config import EMBEDDING, LM_HEAD, ModelError, ModelFamily, parse_model_config, weight_shapes
 
 _PEOPLE = """
 the runner, the carrier, the baker, the teacher, the sailor, the painter, the farmer, the doctor, the driver,

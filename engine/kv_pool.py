@@ -33,6 +33,11 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def record_bytes(spec: KvSpec) -> int:
+    """Of one layer of one block."""
+    return 2 * spec.num_kv_heads * spec.block_size * spec.head_dim * int(getattr(torch, spec.dtype).itemsize)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotMapping:
     """Where the K and V of each new token go: block id and slot in it, int64 [T] each, on the pool's device."""
@@ -53,7 +58,7 @@ class KvPool:
         assert region_U8.dim() == 1, region_U8.shape
         dtype = getattr(torch, spec.dtype)
         shape = (spec.num_layers, num_blocks, 2, spec.num_kv_heads, spec.block_size, spec.head_dim)
-        num_bytes = int(np.prod(shape)) * dtype.itemsize
+        num_bytes = spec.num_layers * num_blocks * record_bytes(spec)
         assert region_U8.numel() >= num_bytes, (region_U8.numel(), num_bytes)
         assert region_U8.data_ptr() % dtype.itemsize == 0, "region is not aligned to its element type"
         self.spec = spec
@@ -116,10 +121,7 @@ class DeviceMirror:
 
         Raises torch.OutOfMemoryError: the device has not the room.
         """
-        itemsize = getattr(torch, spec.dtype).itemsize
-        shape = (
-            spec.num_layers, num_blocks, 2 * spec.num_kv_heads * spec.block_size * spec.head_dim * itemsize
-        )  # fmt: skip
+        shape = (spec.num_layers, num_blocks, record_bytes(spec))
         copy_U8 = torch.zeros(math.prod(shape), dtype=torch.uint8, device=self.device)
         self._host_LNR = region_U8[: copy_U8.numel()].reshape(shape)
         self._device_LNR = copy_U8.view(shape)

@@ -1,5 +1,5 @@
-"""What a model is, read from `config.json` and `generation_config.json`, and where its folder is. Imports no torch:
-the router reads it too.
+"""What a model is, read from `config.json` and `generation_config.json`: its shapes, its tensors, and where its folder
+is. Imports no torch: the router reads it too.
 
 Configs describe the rotary position embedding in two spellings: `rope_theta` with `rope_scaling` (transformers before
 5), and `rope_parameters` (transformers 5). The `dynamic` scaling begins beyond the stated context
@@ -503,6 +503,49 @@ def _eos_token_ids(values: Mapping[str, Any], source: str) -> frozenset[int]:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
             raise ConfigFileError(f"{source}: eos_token_id must be a token id or a list of them, found {eos!r}")
     return frozenset(ids)
+
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+LM_HEAD = "lm_head.weight"
+
+
+def layer_prefix(layer: int) -> str:
+    """What the names of all tensors of one layer start with."""
+    return f"model.layers.{layer}."
+
+
+def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that the model reads, by its Hugging Face name, in the order of computation. Matrices: [out, in]."""
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
+    for layer in range(config.num_layers):
+        shapes |= {layer_prefix(layer) + name: shape for name, shape in _layer_shapes(config).items()}
+    shapes[FINAL_NORM] = (config.hidden_size,)
+    if not config.tie_word_embeddings:
+        shapes[LM_HEAD] = (config.vocab_size, config.hidden_size)
+    return shapes
+
+
+def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    attention = {"q_proj": (q_size, hidden), "k_proj": (kv_size, hidden), "v_proj": (kv_size, hidden)}
+    attention["o_proj"] = (hidden, q_size)
+    mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+
+    shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
+    for name, matrix in attention.items():
+        shapes[f"self_attn.{name}.weight"] = matrix
+        if config.output_bias if name == "o_proj" else config.attention_bias:
+            shapes[f"self_attn.{name}.bias"] = matrix[:1]
+    if config.qk_norm:
+        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (config.head_dim,)
+    shapes["post_attention_layernorm.weight"] = (hidden,)
+    for name, matrix in mlp.items():
+        shapes[f"mlp.{name}.weight"] = matrix
+        if config.mlp_bias:
+            shapes[f"mlp.{name}.bias"] = matrix[:1]
+    return shapes
 
 
 def resolve_model(name_or_folder: str, *, weights: bool = True, download: Callable[[str], str] | None = None) -> Path:

@@ -19,11 +19,17 @@ import torch
 from engine.attention import AttentionBackend, AttentionMetadata, Ends, TorchAttention, ends_of
 from engine.checkpoint import Progress, load_tensors
 from engine.kv_pool import DeviceMirror, KvPool, SlotMapping
-from engine.model_config import ComputeDtype, ModelConfig, Quantisation, UnsupportedModelError, load_model_config
+from engine.model_config import (
+    ComputeDtype,
+    ModelConfig,
+    Quantisation,
+    UnsupportedModelError,
+    load_model_config,
+    weight_shapes,
+)
 from engine.models.decoder import Decoder, rotate
 from engine.models.matmul import NativePacking, OneDnnPacking, Packing
 from engine.models.native_decoder import NativeDecoder, supports
-from engine.models.weights import weight_shapes
 from engine.native.kernels import PACKED_ROWS_MIN, TASK_ROWS_MAX, AttentionPlan, Kernels, Workspace, native_kernels
 from engine.sampler import ScoredRows, draw_kernel, sample
 from engine.types import Batch, KvSink, KvSpec, NullSink, SequenceSlice, StepResult

@@ -19,6 +19,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,7 +32,7 @@ from engine.attention import AttentionMetadata, TorchAttention
 from engine.gpu import kernels
 from engine.gpu.config import AUTO
 from engine.gpu.kernels import SPLIT_TOKENS_MIN
-from engine.kv_pool import KvPool, to_device
+from engine.kv_pool import KvPool, record_bytes, to_device
 from engine.types import Batch, KvSpec, SamplingParams, SequenceSlice
 
 
@@ -470,8 +471,12 @@ def _trial(
     spec, size = replace(spec, num_layers=2), spec.block_size
     # The long one: a kernel's loop goes round, and the last of its splits has one token.
     lengths = (2 * size + 1, size, max(1, size // 2), 3 * SPLIT_TOKENS_MIN + 1)
-    tables, num_blocks = _scattered([-(-length // size) for length in lengths])
-    pool = _nan_pool(spec, num_blocks, device)
+    # Scattered blocks, none next to another of its own sequence, one unused at either end.
+    counts = [-(-length // size) for length in lengths]
+    order = iter(sorted(range(1, sum(counts) + 1), key=lambda block: (block % 3, -block)))
+    tables = [[BlockId(block) for block in islice(order, count)] for count in counts]
+    num_bytes = (sum(counts) + 2) * spec.num_layers * record_bytes(spec)
+    pool = KvPool(torch.full((num_bytes,), 0xFF, dtype=torch.uint8, device=device), sum(counts) + 2, spec)
     generator = torch.Generator().manual_seed(0)
     for table, length in zip(tables, lengths, strict=True):
         at_T = torch.arange(length)
@@ -498,20 +503,3 @@ def _trial(
     wide = KvPool(pool.kv_LN2KSD.float().reshape(-1).view(torch.uint8), pool.num_blocks, replace(spec, dtype="float32"))
     reference = TorchAttention(wide)
     return pool, batch, q_RHD, reference.attend(1, q_RHD.float(), reference.prepare(batch))
-
-
-def _scattered(counts: Sequence[int]) -> tuple[list[list[BlockId]], int]:
-    """So many blocks for each sequence, none next to another of its own, one unused at either end."""
-    total = sum(counts)
-    order = sorted(range(1, total + 1), key=lambda block: (block % 3, -block))
-    tables, taken = [], 0
-    for count in counts:
-        tables.append([BlockId(block) for block in order[taken : taken + count]])
-        taken += count
-    return tables, total + 2
-
-
-def _nan_pool(spec: KvSpec, num_blocks: int, device: torch.device) -> KvPool:
-    itemsize = getattr(torch, spec.dtype).itemsize
-    nbytes = spec.num_layers * num_blocks * 2 * spec.num_kv_heads * spec.block_size * spec.head_dim * itemsize
-    return KvPool(torch.full((nbytes,), 0xFF, dtype=torch.uint8, device=device), num_blocks, spec)

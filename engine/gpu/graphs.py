@@ -11,7 +11,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -39,18 +38,20 @@ def bucket_sizes(rows_max: int) -> tuple[int, ...]:
     return (*sizes, rows_max) if rows_max else ()
 
 
-class Capture(Protocol):
-    """How a computation on fixed tensors becomes something to launch again and again."""
+class Capture:
+    """How a computation on fixed tensors becomes something to launch again and again. This one is for a device without
+    graphs: it computes again."""
 
     def capture(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Run `compute` at least once, and return what repeats it: same tensors read, same tensor written.
 
         The returned tensor is overwritten by the next repetition of this or any other graph of the same capture.
         """
-        ...
+        out = compute().clone()
+        return lambda: out.copy_(compute())
 
 
-class CudaCapture:
+class CudaCapture(Capture):
     """torch.cuda.CUDAGraph, all graphs out of one memory pool. Runs on a GPU only."""
 
     WARM_UP_RUNS = 2
@@ -79,14 +80,6 @@ class CudaCapture:
             return out
 
         return replay
-
-
-class NoCapture:
-    """For a device without graphs: computes again. For tests."""
-
-    def capture(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        out = compute().clone()
-        return lambda: out.copy_(compute())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from baton.ids import Attempt, BlockId, RequestId, RequestKey
 from engine.gpu import kernels
 from engine.gpu.attention import DecodePlan, GpuAttention, Phase, TritonDecode, admit
 from engine.gpu.config import GpuConfig
-from engine.gpu.graphs import HOST_KNOWS, Capture, CudaCapture, DecodeGraphs, DecodeInputs, NoCapture
+from engine.gpu.graphs import HOST_KNOWS, Capture, CudaCapture, DecodeGraphs, DecodeInputs
 from engine.gpu.linears import admit_weights
 from engine.kv_pool import KvPool, SlotMapping, to_device
 from engine.model_config import ModelConfig, Quantisation
@@ -215,7 +215,7 @@ class GpuRunner(ModelRunner):
             padding_block=padding_block,
             device=self.device,
             row_of=self._future.row_of,
-            capture=self._capture or (CudaCapture(self.device) if self.device.type == "cuda" else NoCapture()),
+            capture=self._capture or (CudaCapture(self.device) if self.device.type == "cuda" else Capture()),
             config=replace(limits, graph_context_max=context_max),
         )
         graphs.warm_up(progress)

@@ -16,8 +16,17 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from engine.model_config import LinearScaling, Llama3Scaling, ModelConfig, RopeConfig, YarnScaling
-from engine.models import weights
+from engine.model_config import (
+    EMBEDDING,
+    FINAL_NORM,
+    LM_HEAD,
+    LinearScaling,
+    Llama3Scaling,
+    ModelConfig,
+    RopeConfig,
+    YarnScaling,
+    layer_prefix,
+)
 from engine.models.matmul import Linear, Matmul, Packing, PlainPacking
 
 
@@ -158,17 +167,15 @@ class Decoder:
         packing: Packing | None = None,
         norm: Norm = rms_norm,
     ) -> None:
-        """Takes the tensors of `weights.weight_shapes(config)`, without copying them but as `packing` does."""
+        """Takes the tensors of `weight_shapes(config)`, without copying them but as `packing` does."""
         self.config = config
         self.norm = norm
         packing = packing or PlainPacking()
-        self.embedding_VE = packing.placed(tensors[weights.EMBEDDING])
-        self.final_norm = packing.placed(tensors[weights.FINAL_NORM])
+        self.embedding_VE = packing.placed(tensors[EMBEDDING])
+        self.final_norm = packing.placed(tensors[FINAL_NORM])
         tied = config.tie_word_embeddings
-        self.output = packing.output(
-            Linear(weight=self.embedding_VE if tied else packing.placed(tensors[weights.LM_HEAD]))
-        )
-        prefixes = map(weights.layer_prefix, range(config.num_layers))
+        self.output = packing.output(Linear(weight=self.embedding_VE if tied else packing.placed(tensors[LM_HEAD])))
+        prefixes = map(layer_prefix, range(config.num_layers))
         self.layers = tuple(Layer.of(tensors, prefix, packing) for prefix in prefixes)
         self.frequencies = rotary_frequencies(config.rope, config.head_dim).to(self.embedding_VE.device)
         self.rope_factor = attention_factor(config.rope)

@@ -13,8 +13,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from engine.native.kernels import Epilogue, Kernels, Operand, Workspace
-from engine.native.packing import PANEL, pack
+from engine.native.kernels import PANEL, Epilogue, Kernels, Operand, Workspace, pack
 
 HALF_PANEL = PANEL // 2
 LOGITS = "logits"

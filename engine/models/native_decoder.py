@@ -94,7 +94,7 @@ class NativeDecoder(Decoder):
         packing: Packing,
         workspace: Workspace,
     ) -> None:
-        """Takes the tensors of `weights.weight_shapes(config)`, bfloat16, and copies the matrices."""
+        """Takes the tensors of `weight_shapes(config)`, bfloat16, and copies the matrices."""
         assert supports(config), config.head_dim
         super().__init__(config, tensors, packing)
         self._kernels = kernels

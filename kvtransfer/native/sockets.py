@@ -53,9 +53,7 @@ class NativeSockets:
     ) -> None:
         """Send prefix, table and segments over a blocking socket, but for the first `done_nbytes` of it all.
 
-        All arrays but the source are int64.
-
-        The caller has checked the segments against the source. Raises OSError.
+        All arrays but the source are int64. The caller has checked the segments against the source. Raises OSError.
         """
         for array in (table_S2, src_S, nbytes_S):
             assert array.dtype == np.int64 and array.flags.c_contiguous and len(array) == len(src_S)

@@ -217,12 +217,6 @@ class PostQueue(Generic[PartT, LoanT]):
         with self.lock:
             return bool(self._out)
 
-    @property
-    def drained(self) -> bool:
-        """Nothing waits, and nothing is on its way."""
-        with self.lock:
-            return not (self._out or self._waiting)
-
     # For the lanes, with the lock held.
 
     @property

@@ -279,7 +279,7 @@ class ReceiveStream:
             self._sock.shutdown(socket.SHUT_RD)
 
     def join(self) -> None:
-        """Let go of the thread and the socket. After `stop` or `ended`; `release` follows, or `leave_behind`."""
+        """Let go of the thread and the socket. After `stop` or `ended`; `release` follows, or `release_or_leave`."""
         self._thread.join()
         self.joined = True
         close_politely(self._sock)
@@ -397,7 +397,8 @@ class ReceiveStream:
             landed = not left
             if self._share is not None:
                 landed = self._copy(frame, int(place_S2[0, 0]), table_S2, received=landed)
-        self._drop(left)
+        while left:
+            left -= self._read_some(self._scratch[:left])
         if not landed:
             self.frames_dropped += 1
             return False
@@ -414,7 +415,8 @@ class ReceiveStream:
         have = self._head_have
         table[:have] = self._head[:have]
         self._head_have = 0
-        self._read(table[have:])
+        while have < len(table):
+            have += self._read_some(table[have:])
         table_S2 = np.frombuffer(table, dtype=_TABLE_DTYPE).reshape(-1, 2)
         if not self._holds(frame, table_S2):
             raise StreamEnded("a frame whose table contradicts itself or the region", RefusalReason.MALFORMED)
@@ -490,16 +492,6 @@ class ReceiveStream:
                     raise self._cut_off()
                 case Received.INTERRUPTED:
                     time.sleep(INTERRUPTED_PAUSE_S)
-
-    def _drop(self, left: int) -> None:
-        while left:
-            left -= self._read_some(self._scratch[: min(left, len(self._scratch))])
-
-    def _read(self, into: memoryview) -> None:
-        """Fill `into`, which is not the region."""
-        have = 0
-        while have < len(into):
-            have += self._read_some(into[have:])
 
     def _read_some(self, into: memoryview, *, between_messages: bool = False) -> int:
         while True:

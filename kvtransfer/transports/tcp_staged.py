@@ -62,11 +62,8 @@ class Stager:
         over: Callable[[str], None],
         name: str,
     ) -> None:
-        """Starts the thread, and takes the share over. `post` is called on that thread, with what has been copied;
-        `over` once on the loop's, when the thread is at its end, with the reason if it failed.
-
-        Raises RuntimeError: there can be no more threads; the share is the caller's.
-        """
+        """Starts the thread, which calls `post` with what has been copied; `over` is called on the loop's when it is at
+        its end, with the reason if it failed. Raises RuntimeError: there can be no more threads."""
         self.queue: PostQueue[StagedPart, None] = PostQueue(
             self._cut, self, src_nbytes=source.nbytes, dst_nbytes=dst_nbytes, loop=loop, completed=completed
         )
@@ -201,7 +198,7 @@ class StagedTcpLink(TcpWriterLink):
     """
 
     def __init__(self, *, source: StagedRegion, share: StagingShare[Any], **link: Any) -> None:
-        """`link`: as for `TcpWriterLink`. Raises RuntimeError: as `Stager`; the sockets are the caller's too."""
+        """`link`: as for `TcpWriterLink`. Raises RuntimeError: as `Stager`; share and sockets are the caller's then."""
         super().__init__(source_region_U8=source.host_U8, **link)
         self._staging = True
         """The stager's thread has not reported its end."""

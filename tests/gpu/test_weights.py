@@ -33,10 +33,9 @@ from engine.gpu.linears import (
 )
 from engine.gpu.runner import GpuRunner
 from engine.kv_pool import KvPool
-from engine.model_config import Quantisation, UnsupportedModelError, load_model_config
+from engine.model_config import Quantisation, UnsupportedModelError, load_model_config, weight_shapes
 from engine.models.decoder import Decoder, fused_rms_norm, rms_norm
 from engine.models.matmul import Linear
-from engine.models.weights import weight_shapes
 from engine.runner import TorchForward
 from engine.types import Batch, KvSpec, NullSink
 from tests.unit.engine.test_native import piece

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tests.support.triton_interpreter  # noqa: F401  # before anything that imports the kernels
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
-from engine.model_config import ModelConfig, parse_model_config
-from engine.models.weights import weight_shapes
+from engine.gpu.graphs import Capture
+from engine.model_config import ModelConfig, parse_model_config, weight_shapes
 from engine.types import SamplingParams, SequenceSlice
 
 BLOCK_SIZE = 4
@@ -55,7 +55,7 @@ def random_tensors(config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-class FakeCapture:
+class FakeCapture(Capture):
     """Captures by remembering what to compute; its graphs share their memory, as those of one pool do."""
 
     def __init__(self) -> None:

@@ -28,8 +28,8 @@ from engine.model_config import (
     UnsupportedModelError,
     load_model_config,
     resolve_model,
+    weight_shapes,
 )
-from engine.models.weights import weight_shapes
 
 PARAMS = DemoModelParams(num_layers=2, hidden_size=16, intermediate_size=24, num_heads=2, head_dim=8, vocab_size=300)
 SHAPES = {"a": (4, 3), "b": (5,), "c": (2, 2)}

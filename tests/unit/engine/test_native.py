@@ -15,10 +15,9 @@ from baton.cores import Cores
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
 from baton.native import NativeLibrary
 from engine.kv_pool import KvPool
-from engine.model_config import ModelConfig, Quantisation, parse_model_config
+from engine.model_config import ModelConfig, Quantisation, parse_model_config, weight_shapes
 from engine.models.decoder import Decoder
 from engine.models.matmul import Linear, NativeMatmul, NativePacking, OneDnnPacking, Packing
-from engine.models.weights import weight_shapes
 from engine.native import kernels as kernels_module
 from engine.native.kernels import Epilogue, Workspace, native_kernels
 from engine.runner import Forward, TorchForward, TorchRunner

@@ -14,10 +14,15 @@ from baton.errors import InvalidField
 from engine.build import ComputeDevice, EngineConfig
 from engine.checkpoint import load_tensors
 from engine.demo_model import DemoModelParams, write_demo_model
-from engine.model_config import ComputeDtype, Quantisation, UnsupportedModelError, load_model_config
-from engine.models.weights import LM_HEAD, weight_shapes
-from engine.native.kernels import Epilogue, Operand, Workspace, native_kernels
-from engine.native.packing import PANEL, SCALED, pack, quantise
+from engine.model_config import (
+    LM_HEAD,
+    ComputeDtype,
+    Quantisation,
+    UnsupportedModelError,
+    load_model_config,
+    weight_shapes,
+)
+from engine.native.kernels import PANEL, SCALED, Epilogue, Operand, Workspace, native_kernels, pack, quantise
 from engine.runner import TorchRunner
 from engine.types import Batch, NullSink
 from tests.unit.engine.test_native import piece
