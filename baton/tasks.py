@@ -1,15 +1,19 @@
-"""Background tasks of one owner: kept until they end, logged if they fail, ended together. Calls from threads."""
+"""Background tasks of one owner: kept until they end, logged if they fail, ended together. Callers that wait for an
+answer. Calls from threads."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine, Hashable
+from typing import Any, Generic, TypeVar
 
 from baton.log import Log, get_log
 
 _log = get_log("tasks")
+
+KeyT = TypeVar("KeyT", bound=Hashable)
+AnswerT = TypeVar("AnswerT")
 
 
 class Tasks:
@@ -79,3 +83,46 @@ def call_loop(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *a
         # At the end of the process the loop may be closed first; then nobody is left to call.
         if not loop.is_closed():
             raise
+
+
+class PendingCalls(Generic[KeyT, AnswerT]):
+    """Callers that wait for an answer. All under one key get the same answer, once. Control thread only; the caller
+    bounds the time."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: dict[KeyT, list[asyncio.Future[AnswerT]]] = {}
+
+    def __contains__(self, key: KeyT) -> bool:
+        return key in self._waiting
+
+    async def ask(self, key: KeyT, ask: Callable[[], object]) -> AnswerT:
+        """Wait from before `ask` is called, during which the answer may come. Raises what `fail` is given."""
+        waiter: asyncio.Future[AnswerT] = self._loop.create_future()
+        self._waiting.setdefault(key, []).append(waiter)
+        try:
+            ask()
+            return await waiter
+        finally:
+            others = self._waiting.get(key, [])
+            if waiter in others:
+                others.remove(waiter)
+                if not others:
+                    del self._waiting[key]
+
+    def answer(self, key: KeyT, answer: AnswerT) -> None:
+        for waiter in self._pop(key):
+            waiter.set_result(answer)
+
+    def fail(self, key: KeyT, error: Callable[[], Exception]) -> None:
+        """Each gets an error of its own."""
+        for waiter in self._pop(key):
+            waiter.set_exception(error())
+
+    def fail_all(self, error: Callable[[], Exception]) -> None:
+        for key in list(self._waiting):
+            self.fail(key, error)
+
+    def _pop(self, key: KeyT) -> list[asyncio.Future[AnswerT]]:
+        """Without those that were cancelled."""
+        return [waiter for waiter in self._waiting.pop(key, []) if not waiter.done()]

@@ -57,7 +57,8 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLoad:
-    """Blocks of a region by class (I4). The promised ones are also counted in free or cached."""
+    """Blocks of a region by class (I4). Their sum is the region, but for `promised`, a count that is set aside within
+    free + cached (and host memory, where there is some), and `pinned`."""
 
     quarantined: int = 0
     writer_owned: int = 0

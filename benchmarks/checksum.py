@@ -25,7 +25,7 @@ from baton.ids import BlockId, GrantId
 from cachestore.layout import Layout, kv_layout
 from kvtransfer.checksums import ChecksumThread, RecordChecks, SourceSample, checksums_from_proto
 from kvtransfer.protocol.receiver import RecordsChecked
-from kvtransfer.transport import whole_records
+from kvtransfer.transport import RecordPlan
 
 FRACTIONS = (0.0, 0.01, 0.1, 1.0)
 
@@ -81,13 +81,13 @@ async def handoff(layout: Layout, source_U8: np.ndarray, target_U8: np.ndarray, 
         ChecksumThread(target_U8, name="target"), layout, num_blocks=blocks, loop=loop
     )  # fmt: skip
     sample = SourceSample(reader, grant, fraction=fraction, records=layout.num_layers * blocks)
+    plan = RecordPlan(layout, ids_B, ids_B, src_num_blocks=blocks, dst_num_blocks=blocks)
     layer_bytes = blocks * layout.record_bytes
     told: list[RecordsChecked] = []
     try:
         began_s = time.perf_counter()
         for layer in range(layout.num_layers):
-            ops = whole_records(layout, layer, ids_B, ids_B, src_num_blocks=blocks, dst_num_blocks=blocks)
-            sample.take(layer, ids_B, ops)
+            sample.take(layer, ids_B, plan.of_layer(layer))
             at = slice(layer * layer_bytes, (layer + 1) * layer_bytes)
             np.copyto(target_U8[at], source_U8[at])
         copied_s = time.perf_counter()

@@ -2,7 +2,7 @@
 
     python -m benchmarks.handoff --json handoff.json --plot handoff.png --trace handoff-trace
 
-A prefill node in this process with an observer in its writer, and a decode node, a router and a directory as processes
+A prefill node in this process, whose writer is watched, and a decode node, a router and a directory as processes
 of their own; one request at a time, one compute thread each. The model has random weights. Cases:
 
     cold            nothing is cached anywhere
@@ -25,7 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,7 +34,6 @@ from typing import Any
 from batonpb import inference_pb2
 
 from baton.errors import BatonError
-from baton.ids import RequestKey
 from baton.rpc import ChannelLimits, Channels
 from benchmarks.handoff_trace import Event, What, chrome_trace, figures, spans
 from cli.child import Child, stop_children
@@ -42,8 +41,8 @@ from cli.client import InferenceClient
 from cli.services import Service, load_config
 from engine.core import Engine
 from engine.demo_model import DemoModelParams, write_demo_model
-from engine.types import Batch, KvSink, StepResult
-from kvtransfer.status import HandoffObserver
+from kvtransfer.protocol.writer import HandoffEnd, ReportEnd
+from kvtransfer.writer import Handoff, StepWrites, WriterPeer
 from prefill_node.main import serve
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
@@ -56,8 +55,8 @@ BLOCK = 16
 VOCAB = 2048
 
 
-class Recorder(HandoffObserver):
-    """Takes the time at every trace point. Appends, safe on any thread."""
+class Recorder:
+    """Takes the time at each stage of a handoff. Appends, safe on any thread."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -65,38 +64,52 @@ class Recorder(HandoffObserver):
     def _add(self, what: What, layer: int = -1, writes: int = 0, nbytes: int = 0) -> None:
         self.events.append(Event(time.perf_counter(), what, layer, writes, nbytes))
 
-    def watch(self, engine: type[Engine]) -> None:
-        """Take the time on the engine's thread where a step ends."""
-        run, add = engine.run, self._add
+    def watch(self) -> None:
+        """Take the time on the engine's thread where a step ends and a layer is posted, and in the writers here."""
+        add = self._add
 
-        def timed(self: Engine, batch: Batch, sink: KvSink) -> StepResult:
-            result = run(self, batch, sink)
-            add(What.COMPUTED)
-            return result
+        def planned(self: Handoff, src_blocks_B: Any, dst_blocks_B: Any, layers: range) -> None:
+            add(What.PLANNED, writes=len(layers) * len(src_blocks_B))
 
-        engine.run = timed  # type: ignore[method-assign]
+        def posted(self: StepWrites, layer: int) -> None:
+            writes = len(self.src_blocks_B)
+            add(What.POSTED, layer, writes, writes * self.handoff.peer.layout.record_bytes)
 
-    def granted(self, key: RequestKey, *, prefix_skip: int) -> None:
-        self._add(What.GRANTED)
+        def ended(self: WriterPeer, instruction: ReportEnd) -> None:
+            assert instruction.end is HandoffEnd.COMMITTED, instruction
+            add(What.ENDED)
 
-    def planned(self, key: RequestKey, *, layers: int, writes: int) -> None:
-        self._add(What.PLANNED, writes=writes)
+        after(Engine, "run", lambda *_: add(What.COMPUTED))
+        after(WriterPeer, "_start_writing", lambda *_: add(What.GRANTED))
+        after(Handoff, "plan_step", planned)
+        after(StepWrites, "_post", posted)
+        after(WriterPeer, "_seal_now", lambda *_: add(What.SEALED))
+        after(WriterPeer, "_report_end", ended)
+        before(WriterPeer, "completed", lambda _peer, _handoff, writes: add(What.COMPLETED, writes=writes))
+        before(Handoff, "all_posted", lambda *_: add(What.DRAWN))
 
-    def layer_posted(self, key: RequestKey, layer: int, *, writes: int, nbytes: int) -> None:
-        self._add(What.POSTED, layer, writes, nbytes)
 
-    def completed(self, key: RequestKey, *, writes: int) -> None:
-        self._add(What.COMPLETED, writes=writes)
+def before(owner: type, method: str, look: Callable[..., None]) -> None:
+    """Call `look` with the arguments of this method each time before it runs."""
+    real = getattr(owner, method)
 
-    def all_posted(self, key: RequestKey) -> None:
-        self._add(What.DRAWN)
+    def looked(*args: Any) -> Any:
+        look(*args)
+        return real(*args)
 
-    def sealed(self, key: RequestKey) -> None:
-        self._add(What.SEALED)
+    setattr(owner, method, looked)
 
-    def ended(self, key: RequestKey, *, committed: bool) -> None:
-        assert committed, key
-        self._add(What.ENDED)
+
+def after(owner: type, method: str, look: Callable[..., None]) -> None:
+    """The same after it has returned."""
+    real = getattr(owner, method)
+
+    def looked(*args: Any) -> Any:
+        result = real(*args)
+        look(*args)
+        return result
+
+    setattr(owner, method, looked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +120,7 @@ class Setting:
 
 
 @asynccontextmanager
-async def cluster(setting: Setting, transport: str, recorder: Recorder) -> AsyncIterator[InferenceClient]:
+async def cluster(setting: Setting, transport: str) -> AsyncIterator[InferenceClient]:
     """A client of a router; the prefill node is here, the others are processes. All end at the end."""
     channels = Channels(limits=ChannelLimits())
     engine = {
@@ -144,7 +157,7 @@ async def cluster(setting: Setting, transport: str, recorder: Recorder) -> Async
                 Service.PREFILL, toml_path=None, env={}, flags={key: str(value) for key, value in flags.items()}
             )
             serving = asyncio.create_task(
-                serve(config, stop=stop, on_ready=lambda _: ready.set(), progress=lambda *_: None, observer=recorder)
+                serve(config, stop=stop, on_ready=lambda _: ready.set(), progress=lambda *_: None)
             )
             waiting = asyncio.create_task(ready.wait())
             await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -196,9 +209,9 @@ async def one(
 
 async def measure(setting: Setting, transport: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     recorder, samples = Recorder(), []
-    recorder.watch(Engine)
+    recorder.watch()
     rng = random.Random(f"{args.seed} {transport}")
-    async with cluster(setting, transport, recorder) as client:
+    async with cluster(setting, transport) as client:
         await until_placed(client)
         plan = [(length, case) for _ in range(args.rounds) for length in args.lengths for case in args.cases]
         for done, (length, case) in enumerate(plan):

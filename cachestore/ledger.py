@@ -15,30 +15,9 @@ promises <= free + cached, and all promises <= free + cached + host_room.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 
 from baton.ids import BlockId, GrantId
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockCounts:
-    """Blocks by class; the sum is the region.
-
-    Not classes: `promised` is a count set aside within free + cached (and host memory, where there is some), `pinned`
-    are those within cached that must stay.
-    """
-
-    quarantined: int
-    writer_owned: int
-    held: int
-    cached: int
-    free: int
-    promised: int
-    pinned: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.quarantined + self.writer_owned + self.held + self.cached + self.free
+from baton.wire import BlockLoad
 
 
 class ConservationError(AssertionError):
@@ -231,7 +210,7 @@ class Ledger:
             self._host_backed.remove(key)
             self._promised_host_backed -= left
 
-    def counts(self) -> BlockCounts:
+    def counts(self) -> BlockLoad:
         """Recount every block from its own state. O(num_blocks)."""
         quarantined = writer_owned = held = cached = free = 0
         for block in range(self.num_blocks):
@@ -245,7 +224,7 @@ class Ledger:
                 cached += 1
             else:
                 free += 1
-        return BlockCounts(
+        return BlockLoad(
             quarantined=quarantined,
             writer_owned=writer_owned,
             held=held,
@@ -257,12 +236,12 @@ class Ledger:
             ),
         )
 
-    def books(self) -> BlockCounts:
+    def books(self) -> BlockLoad:
         """The same figures from the running books: a hundred times cheaper than `counts`, for load reports."""
         quarantined = self._quarantined.count(True)
         writer_owned = self.num_blocks - self._writer.count(None) - quarantined
         free = len(self._free)
-        return BlockCounts(
+        return BlockLoad(
             quarantined=quarantined,
             writer_owned=writer_owned,
             held=self.num_blocks - quarantined - writer_owned - self._cached_count - free,
@@ -272,7 +251,7 @@ class Ledger:
             pinned=self._pinned_idle,
         )
 
-    def check(self) -> BlockCounts:
+    def check(self) -> BlockLoad:
         """Compare the recount with the running books.
 
         Raises:

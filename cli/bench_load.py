@@ -171,42 +171,32 @@ class OpenAiTarget:
     async def _chunks(self, request: list[h11.Event]) -> AsyncGenerator[dict[str, Any], None]:
         """The objects of one stream of events (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
         reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls)
+        connection, status, rest = h11.Connection(h11.CLIENT), 200, b""
         try:
-            connection = h11.Connection(h11.CLIENT)
             writer.write(b"".join(connection.send(event) or b"" for event in request))
-            rest = b""
-            async with aclosing(self._body(connection, reader)) as parts:
-                async for part in parts:
-                    *lines, rest = (rest + part).split(b"\n")
-                    if len(rest) > LINE_BYTES_MAX:
-                        raise TargetError("BAD_ANSWER", f"{self.name} sent a line of over {LINE_BYTES_MAX} bytes.")
-                    for line in lines:
-                        data = line.strip().removeprefix(_DATA).strip() if line.startswith(_DATA) else b""
-                        if data == _DONE:
-                            return
-                        if data:
-                            yield self._object(data)
+            while not isinstance(event := connection.next_event(), h11.EndOfMessage | h11.ConnectionClosed):
+                lines: list[bytes] = []
+                if event is h11.NEED_DATA:
+                    connection.receive_data(await reader.read(RECEIVE_BYTES))
+                elif isinstance(event, h11.Response):
+                    status = event.status_code
+                elif isinstance(event, h11.Data) and status == 200:
+                    *lines, rest = (rest + event.data).split(b"\n")
+                elif isinstance(event, h11.Data) and len(rest) < BODY_BYTES_MAX:
+                    rest += event.data
+                if status == 200 and len(rest) > LINE_BYTES_MAX:
+                    raise TargetError("BAD_ANSWER", f"{self.name} sent a line of over {LINE_BYTES_MAX} bytes.")
+                for line in lines:
+                    data = line.strip().removeprefix(_DATA).strip() if line.startswith(_DATA) else b""
+                    if data == _DONE:
+                        return
+                    if data:
+                        yield self._object(data)
+            if status != 200:
+                raise TargetError(f"HTTP_{status}", f"{self.name} answered {status}: {_problem(rest)}")
             raise TargetError("CUT_OFF", f"{self.name} ended an answer in its middle.")
         finally:
             writer.transport.abort()
-
-    async def _body(self, connection: h11.Connection, reader: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
-        status, refusal = 200, b""
-        while True:
-            event = connection.next_event()
-            if event is h11.NEED_DATA:
-                connection.receive_data(await reader.read(RECEIVE_BYTES))
-            elif isinstance(event, h11.Response):
-                status = event.status_code
-            elif isinstance(event, h11.Data):
-                if status == 200:
-                    yield bytes(event.data)
-                elif len(refusal) < BODY_BYTES_MAX:
-                    refusal += event.data
-            elif isinstance(event, h11.EndOfMessage | h11.ConnectionClosed):
-                break
-        if status != 200:
-            raise TargetError(f"HTTP_{status}", f"{self.name} answered {status}: {_problem(refusal)}")
 
     def _object(self, data: bytes) -> dict[str, Any]:
         try:

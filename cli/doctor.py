@@ -27,9 +27,6 @@ from kvtransfer.transports.ucx_nixl import UcxUnavailable, destruction_fences, i
 
 CAP_IPC_LOCK = 14
 """Its bit among the capabilities (linux/capability.h): memory may be locked without limit."""
-_UCX = "ucx"
-_INSTALL_UCX = "pip install 'baton-serve[ucx]', only where `transports` is to name ucx"
-
 _API_VERSION = (1, 17)
 _FIELD_FEATURES, _FEATURES_RMA_AM = 1, 1 << 1 | 1 << 6
 _PARAMS_BYTES = 1 << 10
@@ -64,13 +61,18 @@ class Machine:
     memlock_bytes: Callable[[], int] = field(default=lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
 
 
+def _finding(what: str, text: str, todo: str = "", *, else_: Verdict = Verdict.MISSING) -> Finding:
+    """GOOD where there is nothing to do."""
+    return Finding(what=what, verdict=else_ if todo else Verdict.GOOD, text=text, todo=todo)
+
+
 def check_rdma(machine: Machine | None = None, *, region_bytes: int = 0, wanted: str = "") -> list[Finding]:
     """All that a node needs to offer rdma for a region of this size, on the device `wanted` (empty: any)."""
     machine = machine or Machine()
     ports = find_ports(machine.sysfs)
     return [
         *_device(ports, wanted),
-        *_character_device(ports, machine),
+        *(_character_device(port, machine) for port in ports),
         *_libraries(machine),
         _memory(machine, region_bytes),
         _gpu_memory(machine),
@@ -87,10 +89,11 @@ def _device(ports: list[RdmaPort], wanted: str) -> Iterator[Finding]:
             "load the driver of the card (such as mlx5_ib); without a card, Soft-RoCE: modprobe rdma_rxe && "
             "rdma link add rxe0 type rxe netdev eth0"
         )
-        yield Finding(what="device", verdict=Verdict.MISSING, text="no RDMA device", todo=todo)
+        yield _finding("device", "no RDMA device", todo)
         return
+    usable = choose_port(ports, wanted) is not None
     for port in ports:
-        name = f"{port.device}:{port.number}"
+        name, todo = f"{port.device}:{port.number}", ""
         if port.state != "ACTIVE":
             text, todo = f"{name} is {port.state}", "bring its network interface up: ip link set DEVICE up"
         elif not port.gids:
@@ -98,82 +101,65 @@ def _device(ports: list[RdmaPort], wanted: str) -> Iterator[Finding]:
         else:
             gid = port.best_gid
             text = f"{name} is active, {gid.kind.name} at index {gid.index}{f' of {gid.netdev}' if gid.netdev else ''}"
-            todo = ""
-        usable = choose_port(ports, wanted) is not None
-        verdict = Verdict.GOOD if not todo else Verdict.SLOWER if usable else Verdict.MISSING
-        yield Finding(what="device", verdict=verdict, text=text, todo=todo)
-    if wanted and choose_port(ports, wanted) is None:
-        todo = "name one of the above in rdma.device, or none"
-        yield Finding(what="device", verdict=Verdict.MISSING, text=f"{wanted} cannot be used", todo=todo)
+        yield _finding("device", text, todo, else_=Verdict.SLOWER if usable else Verdict.MISSING)
+    if wanted and not usable:
+        yield _finding("device", f"{wanted} cannot be used", "name one of the above in rdma.device, or none")
 
 
-def _character_device(ports: list[RdmaPort], machine: Machine) -> Iterator[Finding]:
-    for port in ports:
-        path = machine.devices / "infiniband" / port.uverbs
-        if not port.uverbs:
-            text = f"{port.device} is not open to programs: the module ib_uverbs is not loaded"
-            yield Finding(what="module", verdict=Verdict.MISSING, text=text, todo="modprobe ib_uverbs")
-        elif not path.exists():
-            todo = "pass the device into the container (--device /dev/infiniband), or run udev"
-            yield Finding(what="module", verdict=Verdict.MISSING, text=f"{path} is not there", todo=todo)
-        elif not os.access(path, os.R_OK | os.W_OK):
-            todo = f"let this user read and write {path} (group rdma, a udev rule)"
-            yield Finding(what="module", verdict=Verdict.MISSING, text=f"{path} may not be opened", todo=todo)
-        else:
-            yield Finding(what="module", verdict=Verdict.GOOD, text=f"{port.device} by {path}")
+def _character_device(port: RdmaPort, machine: Machine) -> Finding:
+    path = machine.devices / "infiniband" / port.uverbs
+    if not port.uverbs:
+        text = f"{port.device} is not open to programs: the module ib_uverbs is not loaded"
+        return _finding("module", text, "modprobe ib_uverbs")
+    if not path.exists():
+        todo = "pass the device into the container (--device /dev/infiniband), or run udev"
+        return _finding("module", f"{path} is not there", todo)
+    if not os.access(path, os.R_OK | os.W_OK):
+        todo = f"let this user read and write {path} (group rdma, a udev rule)"
+        return _finding("module", f"{path} may not be opened", todo)
+    return _finding("module", f"{port.device} by {path}")
 
 
 def _libraries(machine: Machine) -> Iterator[Finding]:
+    text, todo = "loaded", ""
     try:
         load_verbs(machine.verbs_folders)
-        yield Finding(what="pyverbs", verdict=Verdict.GOOD, text="loaded")
     except RdmaUnavailable as error:
         text, _, todo = str(error).partition("; ")
-        yield Finding(what="pyverbs", verdict=Verdict.MISSING, text=text, todo=todo)
+    yield _finding("pyverbs", text, todo)
     library = load(SOURCE)
-    if library.handle is not None:
-        yield Finding(what="poster", verdict=Verdict.GOOD, text=library.status)
-    else:
-        todo = "apt-get install gcc libibverbs-dev, then start again: it is built at its first use"
-        yield Finding(what="poster", verdict=Verdict.MISSING, text=library.status, todo=todo)
+    todo = "apt-get install gcc libibverbs-dev, then start again: it is built at its first use"
+    yield _finding("poster", library.status, "" if library.handle is not None else todo)
 
 
 def _memory(machine: Machine, region_bytes: int) -> Finding:
     """The whole region is pinned, which counts against the limit of locked memory unless a capability lifts that."""
     limit = machine.memlock_bytes()
     if limit == resource.RLIM_INFINITY:
-        return Finding(what="memory", verdict=Verdict.GOOD, text="memory may be locked without limit")
+        return _finding("memory", "memory may be locked without limit")
     if _capabilities(machine.proc) >> CAP_IPC_LOCK & 1:
-        return Finding(what="memory", verdict=Verdict.GOOD, text="memory may be locked: capability IPC_LOCK")
+        return _finding("memory", "memory may be locked: capability IPC_LOCK")
     text = f"{limit:,} bytes of memory may be locked" + (f", the region has {region_bytes:,}" if region_bytes else "")
     todo = "ulimit -l unlimited, LimitMEMLOCK=infinity (systemd), or the capability IPC_LOCK (containers)"
     # Without a size to compare with: the usual default is far below any region.
     enough = limit >= region_bytes if region_bytes else limit > 1 << 30
-    return Finding(
-        what="memory", verdict=Verdict.GOOD if enough else Verdict.MISSING, text=text, todo="" if enough else todo
-    )
+    return _finding("memory", text, "" if enough else todo)
 
 
 def _gpu_memory(machine: Machine) -> Finding:
-    """What can be seen without a GPU's context. Whether its driver makes a dma-buf of the region, and the card's takes
-    it, a node finds out when it registers: its log and `baton describe` say."""
+    """What can be seen without a GPU's context. A node finds out only when it registers the region whether the GPU's
+    driver makes a dma-buf of it and the card's driver takes it: its log and `baton describe` say."""
     try:
         driver = (machine.proc / "driver/nvidia/version").read_text()
     except OSError:
-        text = "memory of the host; there is no NVIDIA driver, and no GPU's to register"
-        return Finding(what="regions", verdict=Verdict.GOOD, text=text)
+        return _finding("regions", "memory of the host; there is no NVIDIA driver, and no GPU's to register")
     ways = ["as dma-bufs (open kernel modules)"] if "Open Kernel Module" in driver else []
     if (machine.sysfs / "module/nvidia_peermem").exists():
         ways.append("as peer memory (nvidia_peermem)")
     if ways:
-        text = f"memory of the host, and of GPUs {' or '.join(ways)}"
-        return Finding(what="regions", verdict=Verdict.GOOD, text=text)
-    return Finding(
-        what="regions",
-        verdict=Verdict.SLOWER,
-        text="memory of the host; regions on GPUs go by tcp: neither open kernel modules nor nvidia_peermem",
-        todo=WHAT_GPUS_NEED,
-    )
+        return _finding("regions", f"memory of the host, and of GPUs {' or '.join(ways)}")
+    text = "memory of the host; regions on GPUs go by tcp: neither open kernel modules nor nvidia_peermem"
+    return _finding("regions", text, WHAT_GPUS_NEED, else_=Verdict.SLOWER)
 
 
 def _capabilities(proc: Path) -> int:
@@ -186,17 +172,15 @@ def _capabilities(proc: Path) -> int:
 def check_ucx(tls: str) -> Finding:
     """One line. Makes an agent, which loads NIXL and UCX into this process, and destroys it."""
     if installed() is None:
-        return Finding(what=_UCX, verdict=Verdict.OPTIONAL, text="NIXL is not installed", todo=_INSTALL_UCX)
+        todo = "pip install 'baton-serve[ucx]', only where `transports` is to name ucx"
+        return _finding("ucx", "NIXL is not installed", todo, else_=Verdict.OPTIONAL)
     try:
         used = try_ucx(tls)
     except UcxUnavailable as error:
-        return Finding(what=_UCX, verdict=Verdict.OPTIONAL, text=str(error), todo="look at what UCX has said")
+        return _finding("ucx", str(error), "look at what UCX has said", else_=Verdict.OPTIONAL)
     fence = "fenced by the receiver alone" if destruction_fences(used) else "a fence needs the writer, or its death"
-    return Finding(
-        what=_UCX,
-        verdict=Verdict.GOOD,
-        text=f"{installed()} with UCX {', '.join(ucx_here()) or 'of unknown transports'}; with {used!r} {fence}",
-    )
+    here = ", ".join(ucx_here()) or "of unknown transports"
+    return _finding("ucx", f"{installed()} with UCX {here}; with {used!r} {fence}")
 
 
 def ucx_here() -> list[str]:

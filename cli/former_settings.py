@@ -8,7 +8,7 @@ from typing import Final
 
 _LINK: Final = {
     "connect_ms_max": 5000,
-    "abandoned_grants_max": 1 << 20,
+    "ABANDONED_GRANTS_MAX": 1 << 20,
     "seals_waiting_max": 4096,
     "drain_ms_max": 2000,
     "bye_ms_max": 2000,
@@ -42,9 +42,9 @@ _TRANSPORTS: Final[Mapping[tuple[str, str], Mapping[str, int]]] = {
         "handshake_ms_max": 2000,
         "SEALS_PARTIAL_MAX": 4096,
         "stream.frame_bytes_max=FRAME_BYTES_MAX": 1 << 25,
-        "stream.frame_segments_max": 1024,
-        "stream.ack_frames_max": 16,
-        "stream.outbox_bytes_max": 1 << 16,
+        "stream.frame_segments_max=SEGMENTS_MAX": 1024,
+        "stream.ACK_FRAMES_MAX": 16,
+        "stream.OUTBOX_BYTES_MAX": 1 << 16,
     },
     ("shm", "shm_writer"): {
         **_LINK,
@@ -90,8 +90,8 @@ _OTHERS: Final[Mapping[str, float]] = {
     "writer.drift_per_mille": 20,
     "writer.unacked_bytes_max": 1 << 30,
     "writer.pinned_blocks_max": 65_536,
-    "fallback.failures_max": 2,
-    "fallback.failure_window_ms": 60_000,
+    "fallback.FAILURES_MAX": 2,
+    "fallback.FAILURE_WINDOW_MS": 60_000,
     "membership.backoff_ms_min": 50,
     "membership.backoff_ms_max": 1_000,
     "liveness.jitter_percent=JITTER_MAX": 0.2,

@@ -308,10 +308,10 @@ _PIN_HEADER: Final = ("PIN", "BLOCKS", "HERE", "LEASE")
 def describe(node: str, directory: str, timeout_s: float, output: str) -> int:
     """Show everything that NODE says of itself: its life so far, what it holds, its links and counters.
 
-    Links show which transport is in use for each peer, whether it is open, how fast it moves bytes while it has any to
-    move (since it is used, and in the last 10 s), which better ones were given up and when they are tried again, and
-    which it is used instead of and why. Of a node that others write into, each writer with the blocks that it may still
-    write to: granted, and quarantined since when and why; and the bytes that have landed, in all and a second.
+    Of each peer that NODE writes to: the transport in use, and why no better one is; whether the link is open; its
+    speed while it moves data, since its start and in the last 10 s; the transports that were given up, and when they
+    are tried again. Of each node that writes to NODE: the blocks that it may still write to, since when and why some
+    are quarantined, and the bytes that have landed.
 
     \b
     Example:

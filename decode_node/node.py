@@ -39,7 +39,6 @@ from engine.types import (
 from kvtransfer.checksums import checksums_from_proto
 from kvtransfer.protocol.receiver import AnswerGranted, CommitAsked, GrantState
 from kvtransfer.receiver import Receiver
-from kvtransfer.status import block_load
 from node.pool import DevicePool
 
 log = get_log("decode")
@@ -349,7 +348,7 @@ class DecodeNode:
         return NodeLoad(
             waiting_requests=self._engine.scheduler.waiting,
             running_requests=len(self._jobs),
-            blocks=block_load(self.ledger),
+            blocks=self.ledger.books(),
             swapped_out_requests=self._engine.scheduler.swapped_out,
             host_blocks_filled=0 if host is None else host.filled,
             host_blocks_free=0 if host is None else host.free,

@@ -15,7 +15,7 @@ from baton.runtime import NodeRuntime
 from baton.wire import check_header, model_from_proto
 from decode_node.node import DecodeNode
 from engine.types import key_from_proto
-from kvtransfer.negotiation import (
+from kvtransfer.link import (
     check_compatible,
     choose,
     host_difference,
@@ -60,16 +60,13 @@ class ReceiverService(transfer_pb2_grpc.TransferServicer):
             secret=endpoint.secret,
             epoch=endpoint.epoch,
             num_blocks=self._node.ledger.num_blocks,
-            rejected_transports=[
-                common_pb2.RejectedTransport(transport=other.transport, why=other.why)
-                for other in rejected_transports(
-                    transport,
-                    request.transports,
-                    own,
-                    withdrawn=self._receiver.ports.withdrawn,
-                    apart="" if same_host else host_difference(request.host_parts, self._host_parts),
-                )
-            ],
+            rejected_transports=rejected_transports(
+                transport,
+                request.transports,
+                own,
+                withdrawn=self._receiver.ports.withdrawn,
+                apart="" if same_host else host_difference(request.host_parts, self._host_parts),
+            ),
         )
 
     async def Liveness(

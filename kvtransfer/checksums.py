@@ -2,9 +2,9 @@
 a difference.
 
 The checksum is CRC-32 by zlib: it finds every burst of up to 32 wrong bits, and releases the interpreter lock while it
-reads. A record is read as its written segments, one after the other, in the order of its write operations.
+reads.
 
-Shape suffixes: B blocks of one post   R records   S segments of one record   W write operations
+Shape suffixes: B blocks of one post   R records
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -70,9 +70,8 @@ class RecordChecksums:
         return f"block {min(strange)}, which the grant does not have" if strange else None
 
     def offsets(self, layout: Layout, num_blocks: int) -> Int64Array:
-        """Where these records lie in the receiver's region -> [R, 1]: whole records are of one segment."""
-        offsets_R = (self.layers_R.astype(np.int64) * num_blocks + self.blocks_R) * layout.record_bytes
-        return offsets_R[:, None]
+        """Where these records begin in the receiver's region -> [R]."""
+        return (self.layers_R.astype(np.int64) * num_blocks + self.blocks_R) * layout.record_bytes
 
 
 def sample_fraction(fraction: float, records: int) -> float:
@@ -96,40 +95,26 @@ def in_sample(grant: GrantId, layer: int, blocks_B: Int64Array, fraction: float)
     return drawn_B
 
 
-def segments(offsets_W: Int64Array, records: int) -> Int64Array:
-    """The write operations of `records` blocks (`plan`: segment by segment, block by block) as [R, S]."""
-    assert records > 0 and offsets_W.size % records == 0, (offsets_W.shape, records)
-    return offsets_W.reshape(-1, records).T
-
-
-class Readable(Protocol):
-    """Bytes that may lie anywhere, read part by part."""
-
-    def __getitem__(self, part: slice, /) -> bytes | memoryview: ...
-
-
-def crcs(region: Readable, offsets_RS: Int64Array, nbytes_S: Int64Array) -> Uint32Array:
-    """CRC-32 of each record -> [R]. Reads the region; from any thread."""
-    lengths = [int(nbytes) for nbytes in nbytes_S]
-    found = np.empty(len(offsets_RS), dtype=np.uint32)
-    for row, starts in enumerate(offsets_RS.tolist()):
-        crc = 0
-        for start, nbytes in zip(starts, lengths, strict=True):
-            crc = zlib.crc32(region[start : start + nbytes], crc)
-        found[row] = crc
-    return found
+def crcs(region: memoryview | DeviceRegion, offsets_R: Int64Array, nbytes: int) -> Uint32Array:
+    """CRC-32 of each record of `nbytes` -> [R]. Reads the region, from a device by way of the host; from any thread."""
+    found_R = np.empty(len(offsets_R), dtype=np.uint32)
+    for row, start in enumerate(offsets_R.tolist()):
+        end = start + nbytes
+        found_R[row] = zlib.crc32(region.read(start, end) if isinstance(region, DeviceRegion) else region[start:end])
+    return found_R
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorruptRecords:
-    """What a receiver found: never empty. `records` are the first (layer, block), at most `CORRUPT_NAMED_MAX`."""
+    """What a receiver found: never empty. `named` are the first, as layer/block, at most `CORRUPT_NAMED_MAX`."""
 
     checked: int
     count: int
-    records: tuple[tuple[int, BlockId], ...]
+    named: str
 
-    def named(self) -> str:
-        return " ".join(f"{layer}/{block}" for layer, block in self.records)
+
+UNREADABLE: Final = CorruptRecords(checked=0, count=0, named="")
+"""Records that could not be read to be compared."""
 
 
 def differing(sent: RecordChecksums, found_R: Uint32Array) -> CorruptRecords | None:
@@ -137,21 +122,8 @@ def differing(sent: RecordChecksums, found_R: Uint32Array) -> CorruptRecords | N
     at_R = np.flatnonzero(sent.crcs_R != found_R)
     if not at_R.size:
         return None
-    first = at_R[:CORRUPT_NAMED_MAX]
-    pairs = zip(sent.layers_R[first].tolist(), sent.blocks_R[first].tolist(), strict=True)
-    return CorruptRecords(
-        checked=len(sent), count=int(at_R.size), records=tuple((layer, BlockId(block)) for layer, block in pairs)
-    )
-
-
-class _DeviceBytes:
-    """A region on a device, as `crcs` reads it: each part is copied to the host."""
-
-    def __init__(self, region: DeviceRegion) -> None:
-        self._region = region
-
-    def __getitem__(self, part: slice) -> bytes:
-        return self._region.read(part.start, part.stop)
+    first = [f"{sent.layers_R[at]}/{sent.blocks_R[at]}" for at in at_R[:CORRUPT_NAMED_MAX]]
+    return CorruptRecords(checked=len(sent), count=int(at_R.size), named=" ".join(first))
 
 
 class ChecksumThread:
@@ -162,19 +134,20 @@ class ChecksumThread:
 
     def __init__(self, region: Any, *, name: str) -> None:
         """`region` is a buffer, or a region on a device, and outlives this object's `close`."""
-        on_device = isinstance(region, DeviceRegion)
-        self._region: memoryview | _DeviceBytes | None = _DeviceBytes(region) if on_device else memoryview(region)
+        self._region: memoryview | DeviceRegion | None = (
+            region if isinstance(region, DeviceRegion) else memoryview(region)
+        )
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"checksum-{name}")
 
-    def submit(self, offsets_RS: Int64Array, nbytes_S: Int64Array) -> Future[Uint32Array]:
+    def submit(self, offsets_R: Int64Array, nbytes: int) -> Future[Uint32Array]:
         """The CRCs of these records, later. In the order of the calls."""
         assert self._region is not None, "closed"
-        return self._thread.submit(crcs, self._region, offsets_RS, nbytes_S)
+        return self._thread.submit(crcs, self._region, offsets_R, nbytes)
 
-    def now(self, offsets_RS: Int64Array, nbytes_S: Int64Array) -> Uint32Array:
+    def now(self, offsets_R: Int64Array, nbytes: int) -> Uint32Array:
         """The same on the caller's thread."""
         assert self._region is not None, "closed"
-        return crcs(self._region, offsets_RS, nbytes_S)
+        return crcs(self._region, offsets_R, nbytes)
 
     def close(self) -> None:
         """Returns when nothing reads the region any more. Idempotent."""
@@ -200,15 +173,14 @@ class SourceSample:
         self._jobs: list[Future[Uint32Array]] = []
 
     def take(self, layer: int, dst_blocks_B: Int64Array, ops: WriteOps) -> None:
-        """These records of one layer have just been posted: their bytes are final. Returns at once."""
+        """These records of one layer have just been posted, whole: their bytes are final. Returns at once."""
         drawn_B = np.flatnonzero(in_sample(self._grant, layer, dst_blocks_B, self._fraction))[: self._left]
         if not drawn_B.size:
             return
         self._left -= drawn_B.size
-        src_BS, nbytes_BS = segments(ops.src, len(dst_blocks_B)), segments(ops.nbytes, len(dst_blocks_B))
         self._layers.append(np.full(drawn_B.shape, layer, dtype=np.uint32))
         self._blocks.append(dst_blocks_B[drawn_B].astype(np.uint32))
-        self._jobs.append(self._thread.submit(src_BS[drawn_B], nbytes_BS[0]))
+        self._jobs.append(self._thread.submit(ops.src[drawn_B], int(ops.nbytes[0])))
 
     @property
     def records(self) -> int:
@@ -216,11 +188,9 @@ class SourceSample:
         return CHECKSUM_RECORDS_MAX - self._left
 
     async def checksums(self) -> RecordChecksums:
-        """All of them, once they are read."""
-        for job in self._jobs:
-            if not job.done():
-                await asyncio.wait([asyncio.wrap_future(job)])
-        parts = [job.result() for job in self._jobs]
+        """All of them, once they are read. Raises what reading them raised."""
+        # A caller that is cancelled must not cancel the reading: the last job is done when all are (see `settled`).
+        parts = [await asyncio.shield(asyncio.wrap_future(job)) for job in self._jobs]
         return RecordChecksums(layers_R=_joined(self._layers), blocks_R=_joined(self._blocks), crcs_R=_joined(parts))
 
     def settled(self, loop: asyncio.AbstractEventLoop, then: Callable[[], None]) -> None:
@@ -281,20 +251,26 @@ class RecordChecks:
         self._found.pop(grant, None)
 
     async def run(self, grant: GrantId, then: Callable[[RecordsChecked], object]) -> None:
-        """Compare, then call `then`. Nothing is called, or kept, for a grant that is forgotten before or meanwhile."""
+        """Compare, then call `then`. Nothing is called, or kept, for a grant that is forgotten before or meanwhile.
+
+        Records that cannot be read are not intact.
+        """
         sent = self._sent.get(grant)
         if sent is None:
             return
-        offsets_RS = sent.offsets(self._layout, self._num_blocks)
-        nbytes_S = np.array([self._layout.record_bytes], dtype=np.int64)
-        if len(sent) * self._layout.record_bytes <= INLINE_BYTES_MAX:
-            found_R = self._thread.now(offsets_RS, nbytes_S)
-        else:
-            found_R = await asyncio.wrap_future(self._thread.submit(offsets_RS, nbytes_S), loop=self._loop)
+        offsets_R, nbytes = sent.offsets(self._layout, self._num_blocks), self._layout.record_bytes
+        try:
+            if len(sent) * nbytes <= INLINE_BYTES_MAX:
+                found_R = self._thread.now(offsets_R, nbytes)
+            else:
+                found_R = await asyncio.wrap_future(self._thread.submit(offsets_R, nbytes), loop=self._loop)
+            corrupt = differing(sent, found_R)
+            self.records += len(sent)
+        except Exception as error:
+            log.error("comparing records failed", grant=grant.hex(), exc_info=error)
+            corrupt = UNREADABLE
         if self._sent.pop(grant, None) is None:
             return
-        self.records += len(sent)
-        corrupt = differing(sent, found_R)
         if corrupt is not None:
             self._found[grant] = corrupt
         then(RecordsChecked(grant=grant, intact=corrupt is None))
@@ -302,6 +278,8 @@ class RecordChecks:
     def report(self, instruction: ReportCorrupt, writer: WriterPlace) -> None:
         """Loud: memory, a network card or a bus between the two is not to be trusted."""
         found = self._found[instruction.grant]
+        if found is UNREADABLE:
+            return  # logged already
         self.corrupt[writer.name, writer.transport.value] += 1
         log.error(
             "CORRUPT RECORDS",
@@ -314,17 +292,20 @@ class RecordChecks:
             transport=writer.transport.value,
             corrupt=found.count,
             checked=found.checked,
-            layer_block=found.named(),
+            layer_block=found.named,
         )
 
     def error(self, grant: GrantId) -> BatonError:
         """What the Commit is answered with, and each repeat of it."""
         found = self._found[grant]
+        if found is UNREADABLE:
+            text = "The sampled records could not be read here to be compared. Nothing of this handoff is used."
+            return BatonError(Reason.HANDOFF_FAILED, text)
         return BatonError(
             Reason.DATA_CORRUPT,
             f"{found.count} of {found.checked} sampled records are not here as they were read at the source: memory, a "
             "network card or a bus of one of the two machines is failing. Nothing of this handoff is used.",
-            metadata={"layer_block": found.named(), "host": socket.gethostname(), "corrupt": str(found.count)},
+            metadata={"layer_block": found.named, "host": socket.gethostname(), "corrupt": str(found.count)},
         )
 
     def close(self) -> None:

@@ -1,29 +1,283 @@
-"""A writer's connections to one receiver process.
+"""Links between two nodes: whether they may hand KV to each other (I9), over which transport, and a writer's
+connections to one receiver process.
 
-The data connection is made when needed, over the best transport that still works. By the liveness stream the two watch
-each other.
+The data connection is made when needed, over the best transport that both offer, less what cannot work or has failed
+too often. By the liveness stream the two watch each other.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
 import threading
-from collections.abc import Awaitable, Callable
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
-from batonpb import transfer_pb2, transfer_pb2_grpc
+from batonpb import common_pb2, transfer_pb2, transfer_pb2_grpc
 
 from baton.clock import Clock
-from baton.errors import BatonError, Reason
+from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import Epoch, Pair
 from baton.liveness import LivenessConfig, Reach
 from baton.log import get_log
 from baton.rpc import rpc_errors
-from kvtransfer.negotiation import Offers, RejectedTransport
+from baton.wire import ModelInfo
 from kvtransfer.status import Moved, PairSpeed
-from kvtransfer.transport import DataEndpoint, TransportName, WriterEvents, WriterLink
+from kvtransfer.transport import DataEndpoint, RegionKind, TransportName, WriterEvents, WriterLink
 
 log = get_log("writer")
+
+PROTOCOL_MIN = 3
+PROTOCOL_MAX = 3
+"""Versions of the Transfer protocol that this build speaks. 2: `writes_in_doubt` of Release and Revoke, without which a
+receiver must not believe a writer's claim. 3: two calls are named Release and Liveness, and all transports use one
+control channel."""
+
+SAME_HOST_ONLY = frozenset({TransportName.CUDA_IPC, TransportName.SHM})
+
+ANOTHER_MACHINE: Final = "another machine"
+OTHER_MEMORY: Final = "one region is in host memory, the other on a device"
+NOT_THERE: Final = "not offered there"
+NOT_HERE: Final = "not offered here"
+LOST_THERE: Final = "its device there is lost"
+"""Why a pair does not use a transport. See `rejected_transports`."""
+NOBODY_CAN_MEND: Final = frozenset({ANOTHER_MACHINE, OTHER_MEMORY})
+"""The log reports these without a warning."""
+
+_HOST_PARTS: Final = ("machine", "user", "network namespace", "PID namespace")
+
+DATA_GOES_ELSEWHERE = frozenset({TransportName.RDMA, TransportName.UCX})
+"""Their links are made over a TCP connection, which says nothing of the devices' way to each other. rdma proves that
+before a link counts as made, ucx with its first writes."""
+
+SERVED_BY: Final[Mapping[RegionKind, frozenset[TransportName]]] = {
+    RegionKind.HOST: frozenset({TransportName.SHM, TransportName.RDMA, TransportName.UCX, TransportName.TCP}),
+    RegionKind.DEVICE: frozenset({TransportName.CUDA_IPC, TransportName.RDMA, TransportName.TCP}),
+}
+"""Which transports can read and write a region of each kind: the one place that says so. rdma reaches device memory
+where the card can register it (`rdma_device`), tcp through pinned memory of the host (`kvtransfer.device.staging`)."""
+
+DEFAULT_TRANSPORTS = (TransportName.CUDA_IPC, TransportName.SHM, TransportName.RDMA, TransportName.TCP)
+"""Those that do not serve the node's kind of region are left out. So is rdma, silently where there is no device,
+and with a warning where one cannot be used for the region (`rdma_device`). ucx is used where a configuration names it
+(docs/transports.md says why)."""
+
+FAILURES_MAX: Final = 2
+"""Failed links of one transport to a receiver within the window before it is given up."""
+FAILURE_WINDOW_MS: Final = 60_000
+COOLDOWN_MS_MIN: Final = 30_000
+"""How long a transport is not offered after it was given up for the first time; each further time doubles it."""
+COOLDOWN_MS_MAX: Final = 1_800_000
+
+
+def differences(own: ModelInfo, peer: ModelInfo) -> list[str]:
+    """What keeps the two apart, in words; empty when they may hand over."""
+    found = []
+    if own.fingerprint != peer.fingerprint:
+        found.append(f"weights or model configuration ({own.name} {own.fingerprint}, {peer.name} {peer.fingerprint})")
+    if own.block_size != peer.block_size:
+        found.append(f"block_size ({own.block_size}, {peer.block_size})")
+    elif own.layout_hash != peer.layout_hash:
+        found.append(f"record layout ({own.layout_hash}, {peer.layout_hash})")
+    if own.protocol_max < peer.protocol_min or peer.protocol_max < own.protocol_min:
+        found.append(
+            f"protocol versions ({own.protocol_min}-{own.protocol_max}, {peer.protocol_min}-{peer.protocol_max})"
+        )
+    must_agree = own.quantisation_must_agree or peer.quantisation_must_agree
+    if must_agree and own.quantisation != peer.quantisation:
+        found.append(f"quantisation of the weights ({own.quantisation or 'none'}, {peer.quantisation or 'none'})")
+    return found
+
+
+def check_compatible(*, own: ModelInfo, peer: ModelInfo, peer_name: str) -> None:
+    """Raises BatonError INCOMPATIBLE_NODE that names every difference."""
+    found = differences(own, peer)
+    if found:
+        raise BatonError(
+            Reason.INCOMPATIBLE_NODE,
+            f"This node and {peer_name} differ in {'; '.join(found)}. Nodes of one cluster must run the same model "
+            "with the same block size: start one of them anew with the other's settings.",
+            metadata={"differs": "; ".join(found)},
+        )
+
+
+def serving(transports: Sequence[TransportName], region: RegionKind) -> tuple[TransportName, ...]:
+    """Those of `transports` that serve such a region, in their order."""
+    return tuple(transport for transport in transports if transport in SERVED_BY[region])
+
+
+def check_transports(transports: Sequence[TransportName], region: RegionKind) -> None:
+    """Raises InvalidField unless `transports` names at least one that serves the node's region, and none twice."""
+    if not transports or len(set(transports)) != len(transports):
+        raise InvalidField("transports", "must name at least one transport, none of them twice")
+    if not serving(transports, region):
+        fit = ", ".join(transport.value for transport in TransportName if transport in SERVED_BY[region])
+        raise InvalidField(
+            "transports", f"names none that serves this node's region, which is in {region.value}: {fit}"
+        )
+
+
+def check_some_work(working: Sequence[TransportName]) -> None:
+    """Raises InvalidField where none is left of several that may be missing. Its own check says why."""
+    if not working:
+        raise InvalidField("transports", "names none that works on this machine; `baton doctor` says why")
+
+
+def host_identity(proc: Path = Path("/proc")) -> str:
+    """The same for two processes that can share memory: one boot of one machine, one user, and the namespaces that the
+    shm transport meets in (network, for its sockets) and watches its writers in (process ids)."""
+    return _hash("|".join(_host(proc)))
+
+
+def host_parts(proc: Path = Path("/proc")) -> list[str]:
+    """What `host_identity` is made of, each by itself, in the order of `_HOST_PARTS`."""
+    return [_hash(part) for part in _host(proc)]
+
+
+def _host(proc: Path) -> list[str]:
+    parts = [(proc / "sys/kernel/random/boot_id").read_text().strip(), str(os.geteuid())]
+    return parts + [os.readlink(proc / "self/ns" / kind) for kind in ("net", "pid")]
+
+
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def host_difference(one: Sequence[str], other: Sequence[str]) -> str:
+    """What keeps two processes with these `host_parts` from sharing memory; "": nothing does."""
+    if len(one) != len(_HOST_PARTS) or len(other) != len(_HOST_PARTS):
+        return "another machine, user or namespace"
+    differ = [name for name, a, b in zip(_HOST_PARTS, one, other, strict=True) if a != b]
+    if _HOST_PARTS[0] in differ:
+        return ANOTHER_MACHINE
+    return f"another {' and '.join(differ)}" if differ else ""
+
+
+def choose(offered: Iterable[str], own: Sequence[TransportName], *, same_host: bool) -> TransportName | None:
+    """The first of the writer's offers that this receiver has too and that can work between the two; None: no such."""
+    for name in offered:
+        for transport in own:
+            if transport.value == name and (same_host or transport not in SAME_HOST_ONLY):
+                return transport
+    return None
+
+
+def rejected_transports(
+    chosen: TransportName,
+    offered: Sequence[str],
+    own: Sequence[TransportName],
+    *,
+    withdrawn: Sequence[TransportName] = (),
+    apart: str = "",
+) -> list[common_pb2.RejectedTransport]:
+    """Why a pair uses none that is better than `chosen`: a reason for each that one of the two offers, as the writer
+    sees it ("here").
+
+    `offered` and `own` as for `choose`; `withdrawn`: what the receiver would offer with its device at work; `apart`:
+    the `host_difference` of the two. What the writer ranks below `chosen` is not better.
+    """
+    there = {transport.value for transport in own}
+    lost = {transport.value for transport in withdrawn}
+    found = []
+    for name in offered[: list(offered).index(chosen.value)]:
+        why = _why_not(name, on_this_side=offered, on_the_other=there, apart=apart) or NOT_THERE
+        found.append(common_pb2.RejectedTransport(transport=name, why=LOST_THERE if name in lost else why))
+    order = [transport.value for transport in TransportName]
+    for name in order[: order.index(chosen.value)]:
+        if name in there | lost and name not in offered:
+            why = _why_not(name, on_this_side=there, on_the_other=offered, apart=apart)
+            found.append(common_pb2.RejectedTransport(transport=name, why=why or NOT_HERE))
+    return found
+
+
+def _why_not(name: str, *, on_this_side: Collection[str], on_the_other: Collection[str], apart: str) -> str:
+    """What is between the two, whether the other side offers it or not; "": nothing is."""
+    same_host = {transport.value for transport in SAME_HOST_ONLY}
+    if name not in same_host:
+        return ""
+    if apart:
+        return apart
+    return OTHER_MEMORY if any(other in on_the_other and other not in on_this_side for other in same_host) else ""
+
+
+class Offers:
+    """What one writer offers to one receiver process, best first. Pure; the caller passes the time in.
+
+    A transport that fails too often is given up for a cooldown. The caller asks for it back with `restore`, and makes
+    the next link with what `names` says then.
+    """
+
+    def __init__(
+        self,
+        transports: Sequence[TransportName],
+        *,
+        failures_max: int = FAILURES_MAX,
+        failure_window_ms: int = FAILURE_WINDOW_MS,
+    ) -> None:
+        self._failures_max = failures_max
+        self._window_s = failure_window_ms / 1000
+        self._transports = tuple(transports)
+        self._failures: dict[TransportName, deque[float]] = {}
+        self._times_given_up: Counter[TransportName] = Counter()
+        self._retry_s: dict[TransportName, float] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return [transport.value for transport in self._offered]
+
+    @property
+    def given_up(self) -> list[TransportName]:
+        """Not offered, in the order in which they were given up."""
+        return list(self._retry_s)
+
+    def cooldown_left_s(self, transport: TransportName, now_s: float) -> float:
+        """Until `restore` offers one of `given_up` again."""
+        return max(0.0, self._retry_s[transport] - now_s)
+
+    def better_restorable(self, used: TransportName, now_s: float) -> bool:
+        """Whether `restore` would offer one that ranks above `used`."""
+        return any(t in self._restorable(now_s) for t in self._transports[: self._transports.index(used)])
+
+    def restore(self, now_s: float) -> list[TransportName]:
+        """Offer those again whose cooldown is over, and return them. One that fails within the window from now on is
+        given up again at once."""
+        restored = self._restorable(now_s)
+        for transport in restored:
+            del self._retry_s[transport]
+            self._failures[transport].extend([now_s] * (self._failures_max - 1))
+        return restored
+
+    def failed(self, transport: TransportName, now_s: float, *, worked: bool = True) -> bool:
+        """A link of this transport could not be made, or broke. True if it has just been given up for the next best.
+
+        `worked` False: what was sent on it, writes or a probe, did not arrive. Where that is how devices look that do
+        not reach each other, it is given up at once. The last that is left is never given up.
+        """
+        offered = self._offered
+        if transport not in offered:
+            return False
+        failures = self._failures.setdefault(transport, deque(maxlen=self._failures_max))
+        failures.append(now_s)
+        recent = now_s - failures[0] <= self._window_s
+        hopeless = not worked and transport in DATA_GOES_ELSEWHERE
+        often = recent and len(failures) == self._failures_max
+        if not (hopeless or often) or transport is offered[-1]:
+            return False
+        doublings = min(self._times_given_up[transport], 16)
+        self._retry_s[transport] = now_s + min(COOLDOWN_MS_MIN << doublings, COOLDOWN_MS_MAX) / 1000
+        self._times_given_up[transport] += 1
+        return True
+
+    def _restorable(self, now_s: float) -> list[TransportName]:
+        return [transport for transport, retry_s in self._retry_s.items() if retry_s <= now_s]
+
+    @property
+    def _offered(self) -> list[TransportName]:
+        return [transport for transport in self._transports if transport not in self._retry_s]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +317,9 @@ class PairLink:
         offers: Offers,
         events: WriterEvents,
         replaced: Callable[[], None],
-        idle: Callable[[], bool],
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        """`request` is filled in with what is offered. `replaced` is called when another process answers. While `idle`
-        says that no handoff uses the connection, it may be closed for a better one."""
+        """`request` is filled in with what is offered. `replaced` is called when another process answers."""
         self.offers = offers
         self.now: WriterLink | None = None
         self.transport: TransportName | None = None
@@ -77,7 +329,7 @@ class PairLink:
         """Of the receiver's region."""
         self.failures = 0
         """Connections that broke or could not be made."""
-        self.rejected_transports: tuple[RejectedTransport, ...] = ()
+        self.rejected_transports: list[common_pb2.RejectedTransport] = []
         """Better transports than the connection's, when it was made; not those that this side has given up."""
         self._address = address
         self._stub = stub
@@ -86,7 +338,6 @@ class PairLink:
         self._make_link = make_link
         self._events = events
         self._replaced = replaced
-        self._idle = idle
         self._outgoing: WriterLink | None = None
         self._loop = loop
         self._connecting: asyncio.Task[None] | None = None
@@ -94,14 +345,15 @@ class PairLink:
         self._speed = PairSpeed()
         self._speed_lock = threading.Lock()
 
-    async def ensure(self) -> None:
-        """Connect if there is no connection, or if a better transport can be tried again and no handoff uses this one.
+    async def ensure(self, *, idle: bool) -> None:
+        """Connect if there is no connection, or if a better transport can be tried again and the pair is `idle`: no
+        handoff uses this one.
 
         All who wait share one try. Raises BatonError.
         """
         if self.now is not None:
             assert self.transport is not None
-            if not (self._idle() and self.offers.better_restorable(self.transport, self._loop.time())):
+            if not (idle and self.offers.better_restorable(self.transport, self._loop.time())):
                 return
         if self._connecting is None:
             self._connecting = self._loop.create_task(self._connect())
@@ -146,11 +398,6 @@ class PairLink:
             self._count_failure(self.transport, reason, worked=self._landed or not self._lost_writes)
         return link.epoch
 
-    def stop_connecting(self) -> None:
-        """End the try that is under way; those who wait for it are woken. `close` waits for its end."""
-        if self._connecting is not None:
-            self._connecting.cancel()
-
     async def close(self) -> None:
         """Close the connection, also one that is still being made."""
         connecting = self._connecting
@@ -167,28 +414,29 @@ class PairLink:
             task.exception()  # retrieved here too: those who waited may have gone away
 
     async def _connect(self) -> None:
-        """Where a transport's data does not pass, the next best one is tried at once. Raises BatonError."""
-        while True:
-            try:
-                await self._connect_once()
-                return
-            except DataDoesNotPass:
-                if self.offers.names == list(self._request.transports):
-                    raise
+        """Where a transport is given up meanwhile, the next best one is tried at once. Raises BatonError.
 
-    async def _connect_once(self) -> None:
+        A connection that still works is closed for a better transport. If that fails again, it is given up again, and
+        the connection is made anew.
+        """
         if self.now is not None:
             self._outgoing, self.now = self.now, None
             await self._outgoing.close()
         restored = self.offers.restore(self._loop.time())
         if restored:
-            log.info(
-                "transport offered again",
-                peer=self._address.name,
-                transports=",".join(transport.value for transport in restored),
-            )
-        del self._request.transports[:]
-        self._request.transports.extend(self.offers.names)
+            names = ",".join(transport.value for transport in restored)
+            log.info("transport offered again", peer=self._address.name, transports=names)
+        while True:
+            offered = self.offers.names
+            try:
+                await self._connect_once(offered)
+                return
+            except BatonError:
+                if self.offers.names == offered:
+                    raise
+
+    async def _connect_once(self, offered: list[str]) -> None:
+        self._request.transports[:] = offered
         try:
             with rpc_errors(self._address.endpoint):
                 reply: transfer_pb2.ConnectReply = await self._stub.Connect(self._request, timeout=self._call_s_max)
@@ -219,18 +467,14 @@ class PairLink:
     def _note_rejected(self, reply: transfer_pb2.ConnectReply) -> None:
         """Log a fall back once, and again when it, or its reason, changes."""
         before, given_up = self.rejected_transports, {transport.value for transport in self.offers.given_up}
-        self.rejected_transports = tuple(
-            RejectedTransport(transport=better.transport, why=better.why)
-            for better in reply.rejected_transports
-            if better.transport not in given_up
-        )
+        self.rejected_transports = [better for better in reply.rejected_transports if better.transport not in given_up]
         if self.rejected_transports and self.rejected_transports != before:
-            write = log.info if all(better.expected for better in self.rejected_transports) else log.warning
-            write(
+            expected = all(better.why in NOBODY_CAN_MEND for better in self.rejected_transports)
+            (log.info if expected else log.warning)(
                 "a better transport is not used",
                 peer=self._address.name,
                 transport=reply.transport,
-                instead_of="; ".join(map(str, self.rejected_transports)),
+                instead_of="; ".join(f"{better.transport} ({better.why})" for better in self.rejected_transports),
             )
 
     def _count_failure(self, transport: TransportName, reason: str, *, worked: bool = True) -> None:
@@ -238,10 +482,7 @@ class PairLink:
         self.failures += 1
         if not worked:
             log.warning(
-                "link lost before anything arrived",
-                peer=self._address.name,
-                transport=transport.value,
-                reason=reason,
+                "link lost before anything arrived", peer=self._address.name, transport=transport.value, reason=reason
             )
         if self.offers.failed(transport, self._loop.time(), worked=worked):
             log.warning(
@@ -265,10 +506,8 @@ class LivenessStream:
     def __init__(
         self,
         *,
-        name: str,
-        endpoint: str,
+        address: PeerAddress,
         stub: transfer_pb2_grpc.TransferStub,
-        request: transfer_pb2.LivenessRequest,
         lost: Callable[[], None],
         gone: Callable[[], None],
         liveness: LivenessConfig,
@@ -276,16 +515,17 @@ class LivenessStream:
     ) -> None:
         self.out_of_reach = False
         """Believed lost, and not reached again since."""
-        self._name = name
+        self._name = address.name
         self._stub = stub
-        self._request = request
+        header = common_pb2.Header(sender=address.pair.writer, receiver=address.pair.receiver)
+        self._request = transfer_pb2.LivenessRequest(header=header)
         self._lost = lost
         self._gone = gone
-        self._reach = Reach(endpoint, liveness, clock)
+        self._reach = Reach(address.endpoint, liveness, clock)
         self._clock = clock
         self._pause_s = liveness.reconnect_ms_max / 1000
         self._stays_s = liveness.failed_stream_ms_max / 1000
-        self._task = asyncio.create_task(self._run(), name=f"liveness-{name}")
+        self._task = asyncio.create_task(self._run(), name=f"liveness-{address.name}")
 
     async def close(self) -> None:
         self._task.cancel()

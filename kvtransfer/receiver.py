@@ -7,57 +7,25 @@ Everything runs on the node's control thread. The node calls the methods; the tr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 import grpc.aio
 from batonpb import common_pb2, transfer_pb2, transfer_pb2_grpc
 
 from baton.config import setting
-from baton.errors import BatonError, Reason
+from baton.errors import BatonError, Reason, check_positive
 from baton.ids import Attempt, Epoch, GrantId, Incarnation, Pair, RequestKey, ReserveNumber
 from baton.liveness import LivenessConfig
 from baton.log import get_log
 from baton.repeats import RepeatLog
 from baton.rpc import Channels, rpc_errors
-from baton.tasks import Tasks
+from baton.tasks import PendingCalls, Tasks
 from cachestore.layout import Layout
 from kvtransfer.checksums import RecordChecks, RecordChecksums
-from kvtransfer.protocol.receiver import (
-    AnswerCommit,
-    AnswerGranted,
-    AnswerRefused,
-    AnswerRelease,
-    AnswerRenew,
-    AnswerResolve,
-    CheckRecords,
-    CommitAsked,
-    CountRefused,
-    FencePair,
-    ForgetGrant,
-    GrantState,
-    GrantTimerFired,
-    PairFenced,
-    ReceiverEvent,
-    ReceiverInstruction,
-    ReceiverMachine,
-    RenewAsked,
-    ReportCorrupt,
-    RequestCancelled,
-    RequestEnded,
-    ReserveAsked,
-    ResolveAsked,
-    ScheduleRequest,
-    SealLanded,
-    SendRevoke,
-    StartGrantTimer,
-    StopGrantTimers,
-    StopRequest,
-    TimerKind,
-    WriterReleased,
-    WriterSuspected,
-)
+from kvtransfer.protocol import receiver as protocol
+from kvtransfer.protocol.receiver import GrantState, ReceiverMachine, ReserveAsked, TimerKind, WriterReleased
 from kvtransfer.status import WriterHoldings, WriterPlace
 from kvtransfer.transport import (
     DataEndpoint,
@@ -71,11 +39,9 @@ from kvtransfer.transport import (
 )
 
 log = get_log("receiver")
-KeyT = TypeVar("KeyT", bound=Hashable)
-AnswerT = TypeVar("AnswerT")
 
 _OVERDUE = {TimerKind.LEASE: "lease ran out", TimerKind.REVOKE: "grant not given back"}
-_ANSWERS = (AnswerGranted, AnswerRefused, AnswerRenew, AnswerResolve)
+_ANSWERS = (protocol.AnswerGranted, protocol.AnswerRefused, protocol.AnswerRenew, protocol.AnswerResolve)
 """Instructions that are for the caller, at once."""
 
 
@@ -103,9 +69,7 @@ class ReceiverConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+        check_positive(self, *self.__slots__)
 
 
 class ReceiverHost(Protocol):
@@ -151,9 +115,8 @@ class Receiver:
         self._host = host
         self._channels = channels
         self._loop = loop
-        self._writers: dict[Pair, str] = {}
-        self._places: dict[Pair, WriterPlace] = {}
-        self.holdings = WriterHoldings(grants, places=self._places, now_s=loop.time)
+        self._writers: dict[Pair, WriterPlace] = {}
+        self.holdings = WriterHoldings(grants, places=self._writers, now_s=loop.time)
         self._repeats = RepeatLog(log, loop.time)
         self._retiring: set[Pair] = set()
         self._timers: dict[tuple[GrantId, TimerKind], asyncio.TimerHandle] = {}
@@ -163,18 +126,18 @@ class Receiver:
         self._revoking: set[tuple[Pair, ReserveNumber]] = set()
         """Grants with a Revoke call under way."""
         self._actions: dict[type, Callable[..., None]] = {
-            AnswerCommit: self._answer_commit,
-            AnswerRelease: lambda i: self._releases.answer((i.pair, i.number), None),
-            SendRevoke: self._send_revoke,
-            FencePair: lambda i: self.ports.fence(i.pair, i.epoch),
-            ScheduleRequest: lambda i: self._host.committed(i.key, i.grant),
-            StopRequest: self._stop_request,
-            StartGrantTimer: self._start_timer,
-            StopGrantTimers: self._stop_timers,
-            CountRefused: self._count_refused,
-            ForgetGrant: self._forget,
-            CheckRecords: lambda i: self._tasks.spawn(self.checks.run(i.grant, self._handle)),
-            ReportCorrupt: lambda i: self.checks.report(i, self._places[i.pair]),
+            protocol.AnswerCommit: self._answer_commit,
+            protocol.AnswerRelease: lambda i: self._releases.answer((i.pair, i.number), None),
+            protocol.SendRevoke: self._send_revoke,
+            protocol.FencePair: lambda i: self.ports.fence(i.pair, i.epoch),
+            protocol.ScheduleRequest: lambda i: self._host.committed(i.key, i.grant),
+            protocol.StopRequest: self._stop_request,
+            protocol.StartGrantTimer: self._start_timer,
+            protocol.StopGrantTimers: self._stop_timers,
+            protocol.CountRefused: self._count_refused,
+            protocol.ForgetGrant: self._forget,
+            protocol.CheckRecords: lambda i: self._tasks.spawn(self.checks.run(i.grant, self._handle)),
+            protocol.ReportCorrupt: lambda i: self.checks.report(i, self._writers[i.pair]),
         }
 
     # What the node asks. Answers that the machine gives at once are returned.
@@ -192,8 +155,7 @@ class Receiver:
                 f"{len(self._writers)} writers are connected here already, the limit.",
                 retry_after_ms=self.config.lease_ms,
             )
-        self._writers[pair] = writer_endpoint
-        self._places[pair] = WriterPlace(name=name, host=host, transport=transport)
+        self._writers[pair] = WriterPlace(endpoint=writer_endpoint, name=name, host=host, transport=transport)
         self._retiring.discard(pair)
         try:
             return self.ports.expect(pair, self.grants.epoch(pair), transport)
@@ -206,20 +168,20 @@ class Receiver:
                 retry_after_ms=self.config.revoke_ms,
             ) from error
 
-    def reserve(self, event: ReserveAsked) -> AnswerGranted | AnswerRefused:
+    def reserve(self, event: ReserveAsked) -> protocol.AnswerGranted | protocol.AnswerRefused:
         """Raises BatonError PAIR_FENCING for a writer that has not connected, or whose books were closed since."""
         if event.pair not in self._writers:
             raise BatonError(Reason.PAIR_FENCING, "This writer is not connected here: connect, then reserve.")
         answer = self._handle(event)
-        assert isinstance(answer, AnswerGranted | AnswerRefused), answer
+        assert isinstance(answer, protocol.AnswerGranted | protocol.AnswerRefused), answer
         return answer
 
     def renew(self, pair: Pair, grant: GrantId) -> bool:
-        answer = self._handle(RenewAsked(pair=pair, grant=grant))
-        assert isinstance(answer, AnswerRenew), answer
+        answer = self._handle(protocol.RenewAsked(pair=pair, grant=grant))
+        assert isinstance(answer, protocol.AnswerRenew), answer
         return answer.renewed
 
-    async def commit(self, event: CommitAsked, checksums: RecordChecksums | None = None) -> bool:
+    async def commit(self, event: protocol.CommitAsked, checksums: RecordChecksums | None = None) -> bool:
         """True once seal and commit are here and agree; False if the grant has been revoked.
 
         Raises BatonError DATA_CORRUPT where sampled records are not what `checksums` says: the grant is over then;
@@ -243,7 +205,7 @@ class Receiver:
         await self._releases.ask((pair, number), lambda: self._handle(event))
 
     def cancel(self, key: RequestKey) -> None:
-        self._handle(RequestCancelled(key=key))
+        self._handle(protocol.RequestCancelled(key=key))
 
     def supersede(self, key: RequestKey) -> None:
         """This attempt runs here without a grant. Earlier attempts let go and get no more grants."""
@@ -252,13 +214,13 @@ class Receiver:
 
     def ended(self, key: RequestKey) -> None:
         grant = self.grants.grant_of(key)
-        self._handle(RequestEnded(key=key))
+        self._handle(protocol.RequestEnded(key=key))
         if grant is not None:
             self._host.let_go(grant)
 
     def resolve(self, key: RequestKey) -> bool:
-        answer = self._handle(ResolveAsked(key=key))
-        assert isinstance(answer, AnswerResolve), answer
+        answer = self._handle(protocol.ResolveAsked(key=key))
+        assert isinstance(answer, protocol.AnswerResolve), answer
         return answer.committed
 
     def writers_seen(self, owners: Mapping[str, Incarnation]) -> None:
@@ -268,12 +230,12 @@ class Receiver:
         ended. Both are fenced, the latter only when nothing of it is under way, and forgotten with the evidence.
         """
         present = set(owners.values())
-        for pair, endpoint in list(self._writers.items()):
-            replaced = owners.get(endpoint, pair.writer) != pair.writer
+        for pair, writer in list(self._writers.items()):
+            replaced = owners.get(writer.endpoint, pair.writer) != pair.writer
             absent = pair.writer not in present and self.grants.is_quiet(pair)
             if (replaced or absent) and pair not in self._retiring:
                 self._retiring.add(pair)
-                self._handle(WriterSuspected(pair=pair))
+                self._handle(protocol.WriterSuspected(pair=pair))
 
     def writer_lost(self, pair: Pair) -> None:
         """The writer is out of reach and may come back. Its open grants are revoked, with a fence."""
@@ -282,7 +244,7 @@ class Receiver:
             return
         log.warning("writer lost", writer=self.holdings.name_of(pair))
         if not self.grants.is_quiet(pair):
-            self._handle(WriterSuspected(pair=pair))
+            self._handle(protocol.WriterSuspected(pair=pair))
 
     def upkeep(self) -> None:
         """Called every second."""
@@ -303,7 +265,7 @@ class Receiver:
 
     def seal_landed(self, pair: Pair, seal: Seal) -> None:
         self._handle(
-            SealLanded(
+            protocol.SealLanded(
                 pair=pair, grant=seal.grant, epoch=seal.epoch, writes=seal.writes, bytes_written=seal.bytes_written
             )
         )
@@ -314,21 +276,25 @@ class Receiver:
         self._repeats.over(writer, "it is fenced")
         if pair not in self._writers:
             return
-        self._handle(PairFenced(pair=pair, epoch=epoch))
+        self._handle(protocol.PairFenced(pair=pair, epoch=epoch))
         if pair in self._retiring:
             self._retiring.discard(pair)
             if self.grants.is_quiet(pair):
                 self._carry_out(self.grants.forget_pair(pair))
-                self._drop_channel(self._writers.pop(pair))
-                del self._places[pair]
+                endpoint = self._writers.pop(pair).endpoint
+                if all(writer.endpoint != endpoint for writer in self._writers.values()):
+                    self._tasks.spawn(self._channels.drop(endpoint))
                 self.holdings.forget(pair)
                 self.ports.forget(pair)
 
     # Carrying out.
 
-    def _handle(self, event: ReceiverEvent) -> ReceiverInstruction | None:
+    def _handle(self, event: protocol.ReceiverEvent) -> protocol.ReceiverInstruction | None:
         if isinstance(event, ReserveAsked | WriterReleased):
             event = self._without_failed_copies(event)
+        return self._handle_as_it_is(event)
+
+    def _handle_as_it_is(self, event: protocol.ReceiverEvent) -> protocol.ReceiverInstruction | None:
         instructions = self.grants.handle(event)
         self.holdings.follow(event, instructions)
         return self._carry_out(instructions)
@@ -345,13 +311,11 @@ class Receiver:
             if isinstance(event, WriterReleased) and named:
                 event = replace(event, in_doubt=True)
             else:
-                failed = WriterReleased(pair=event.pair, number=number, lowest_live=ReserveNumber(0), in_doubt=True)
-                instructions = self.grants.handle(failed)
-                self.holdings.follow(failed, instructions)
-                self._carry_out(instructions)
+                lowest = ReserveNumber(0)
+                self._handle_as_it_is(WriterReleased(pair=event.pair, number=number, lowest_live=lowest, in_doubt=True))
         return event
 
-    def _send_revoke(self, instruction: SendRevoke) -> None:
+    def _send_revoke(self, instruction: protocol.SendRevoke) -> None:
         which = (instruction.pair, instruction.number)
         if which in self._revoking:
             return  # that call ends within revoke_ms, and the timer comes again
@@ -360,7 +324,8 @@ class Receiver:
 
     async def _revoke(self, pair: Pair, number: ReserveNumber) -> None:
         """Ask the writer to release a grant. Its answer is a Release; no answer is no evidence."""
-        endpoint, name = self._writers.get(pair, ""), self.holdings.name_of(pair)
+        writer, name = self._writers.get(pair), self.holdings.name_of(pair)
+        endpoint = writer.endpoint if writer is not None else ""
         try:
             stub = transfer_pb2_grpc.TransferStub(self._channels.get(endpoint))
             header = common_pb2.Header(sender=pair.receiver, receiver=pair.writer)
@@ -378,11 +343,11 @@ class Receiver:
         in_doubt = reply.writes_in_doubt
         self._handle(WriterReleased(pair=pair, number=number, lowest_live=ReserveNumber(0), in_doubt=in_doubt))
 
-    def _carry_out(self, instructions: list[ReceiverInstruction]) -> ReceiverInstruction | None:
+    def _carry_out(self, instructions: list[protocol.ReceiverInstruction]) -> protocol.ReceiverInstruction | None:
         """Act on each instruction in order; the one that answers the caller at once is returned."""
         answer = None
         for instruction in instructions:
-            if isinstance(instruction, AnswerGranted):
+            if isinstance(instruction, protocol.AnswerGranted):
                 ranges = WriteRanges(self._layout, self.grants.ledger.num_blocks, instruction.blocks)
                 self.ports.allow(instruction.pair, instruction.epoch, instruction.grant, ranges)
             if isinstance(instruction, _ANSWERS):
@@ -391,31 +356,30 @@ class Receiver:
                 self._actions[type(instruction)](instruction)
         return answer
 
-    def _answer_commit(self, instruction: AnswerCommit) -> None:
+    def _answer_commit(self, instruction: protocol.AnswerCommit) -> None:
         if instruction.corrupt:
             self._commits.fail(instruction.grant, lambda: self.checks.error(instruction.grant))
         else:
             self._commits.answer(instruction.grant, instruction.committed)
 
-    def _stop_request(self, instruction: StopRequest) -> None:
+    def _stop_request(self, instruction: protocol.StopRequest) -> None:
         self._host.cancelled(instruction.key, instruction.grant)
         self._host.let_go(instruction.grant)
 
-    def _start_timer(self, instruction: StartGrantTimer) -> None:
+    def _start_timer(self, instruction: protocol.StartGrantTimer) -> None:
         key = (instruction.grant, instruction.kind)
         self._cancel_timer(key)
         delay_ms = self.config.lease_ms if instruction.kind is TimerKind.LEASE else self.config.revoke_ms
-        self._timers[key] = self._loop.call_later(delay_ms / 1000, self._fire, key)
+        self._timers[key] = self._loop.call_later(delay_ms / 1000, self._fire, *key)
 
-    def _fire(self, key: tuple[GrantId, TimerKind]) -> None:
-        del self._timers[key]
-        grant, kind = key
+    def _fire(self, grant: GrantId, kind: TimerKind) -> None:
+        del self._timers[grant, kind]
         owner = self.grants.owner(grant)
         if owner is not None:
             self._repeats.warning(_OVERDUE[kind], peer=self.holdings.name_of(owner[0]), grant=grant.hex())
-        self._handle(GrantTimerFired(grant=grant, kind=kind))
+        self._handle(protocol.GrantTimerFired(grant=grant, kind=kind))
 
-    def _stop_timers(self, instruction: StopGrantTimers) -> None:
+    def _stop_timers(self, instruction: protocol.StopGrantTimers) -> None:
         """Comes when a grant is no longer open, before anything else can be done with its blocks."""
         self.ports.forbid(instruction.grant)
         for kind in TimerKind:
@@ -423,7 +387,7 @@ class Receiver:
         if self.grants.state_of(instruction.grant) is not GrantState.COMMITTED:
             self._host.let_go(instruction.grant)
 
-    def _forget(self, instruction: ForgetGrant) -> None:
+    def _forget(self, instruction: protocol.ForgetGrant) -> None:
         assert instruction.grant not in self._commits, instruction
         self.checks.forget(instruction.grant)
 
@@ -432,14 +396,10 @@ class Receiver:
         if timer is not None:
             timer.cancel()
 
-    def _count_refused(self, instruction: CountRefused) -> None:
+    def _count_refused(self, instruction: protocol.CountRefused) -> None:
         self.refused[instruction.what] = self.refused.get(instruction.what, 0) + 1
         writer = self.holdings.name_of(instruction.pair)
         self._repeats.warning(f"refused: {instruction.what}", peer=writer, detail=instruction.detail)
-
-    def _drop_channel(self, endpoint: str) -> None:
-        if endpoint not in self._writers.values():
-            self._tasks.spawn(self._channels.drop(endpoint))
 
 
 class LivenessStreams:
@@ -500,7 +460,7 @@ class ReceiverPorts:
     """
 
     def __init__(self, events: ReceiverEvents) -> None:
-        self._events = events
+        self.events = events
         self._ports: dict[TransportName, ReceiverPort] = {}
         self._closed_last: list[Callable[[], Awaitable[None]]] = []
         self._withdrawn: set[TransportName] = set()
@@ -564,9 +524,6 @@ class ReceiverPorts:
                 waits[transport] = None
                 self._ports[transport].fence(pair, epoch)
 
-    def seal_landed(self, pair: Pair, seal: Seal) -> None:
-        self._events.seal_landed(pair, seal)
-
     def port_events(self, transport: TransportName) -> ReceiverEvents:
         """The `events` to make the port of this transport with."""
         return _PortEvents(self, transport)
@@ -580,7 +537,7 @@ class ReceiverPorts:
             del self._fences[pair, epoch]
             if len(waits) > 1:
                 evidence = "; ".join(f"{name.value}: {waits[name]}" for name in TransportName if name in waits)
-            self._events.writer_gone(pair, epoch, evidence)
+            self.events.writer_gone(pair, epoch, evidence)
 
     def forget(self, pair: Pair) -> None:
         """The writer process is known to have ended and nothing of it is left."""
@@ -600,50 +557,7 @@ class _PortEvents:
     transport: TransportName
 
     def seal_landed(self, pair: Pair, seal: Seal) -> None:
-        self.ports.seal_landed(pair, seal)
+        self.ports.events.seal_landed(pair, seal)
 
     def writer_gone(self, pair: Pair, epoch: Epoch, evidence: str) -> None:
         self.ports.writer_gone_from(self.transport, pair, epoch, evidence)
-
-
-class PendingCalls(Generic[KeyT, AnswerT]):
-    """Callers that wait for an answer. All under one key get the same answer, once. Control thread only; the caller
-    bounds the time."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._waiting: dict[KeyT, list[asyncio.Future[AnswerT]]] = {}
-
-    def __contains__(self, key: KeyT) -> bool:
-        return key in self._waiting
-
-    async def ask(self, key: KeyT, ask: Callable[[], object]) -> AnswerT:
-        """Wait from before `ask` is called, during which the answer may come. Raises what `fail` is given."""
-        waiter: asyncio.Future[AnswerT] = self._loop.create_future()
-        self._waiting.setdefault(key, []).append(waiter)
-        try:
-            ask()
-            return await waiter
-        finally:
-            others = self._waiting.get(key, [])
-            if waiter in others:
-                others.remove(waiter)
-                if not others:
-                    del self._waiting[key]
-
-    def answer(self, key: KeyT, answer: AnswerT) -> None:
-        for waiter in self._pop(key):
-            waiter.set_result(answer)
-
-    def fail(self, key: KeyT, error: Callable[[], Exception]) -> None:
-        """Each gets an error of its own."""
-        for waiter in self._pop(key):
-            waiter.set_exception(error())
-
-    def fail_all(self, error: Callable[[], Exception]) -> None:
-        for key in list(self._waiting):
-            self.fail(key, error)
-
-    def _pop(self, key: KeyT) -> list[asyncio.Future[AnswerT]]:
-        """Without those that were cancelled."""
-        return [waiter for waiter in self._waiting.pop(key, []) if not waiter.done()]

@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -73,8 +74,9 @@ class Region:
         self.nbytes = nbytes
         self._fd = fd
         self._mapping = mapping
-        self._array_U8: np.ndarray | None = np.frombuffer(mapping, dtype=np.uint8, count=nbytes)
-        self.huge_bytes = _huge_bytes(self._array_U8.ctypes.data)
+        self.array_U8: np.ndarray = np.frombuffer(mapping, dtype=np.uint8, count=nbytes)
+        """All bytes, writable. Views of it must be dropped before `close`, which takes it away."""
+        self.huge_bytes = _huge_bytes(self.array_U8.ctypes.data)
         """How much of it lay in huge pages when it was made: they make copies faster where there are many records."""
 
     @classmethod
@@ -89,44 +91,30 @@ class Region:
             RegionTooLarge: there is not the memory for it (with `prefault`; without, the pages come when touched).
         """
         assert nbytes > 0, nbytes
-        if not prefault:
-            return cls._make(nbytes, name, mmap.PAGESIZE, os.MFD_CLOEXEC, lambda _: None)
+        prepare: Callable[[mmap.mmap], None] = (lambda m: _prefault(m, progress)) if prefault else (lambda _: None)
         page_bytes, free_pages = _reserved_huge_pages()
-        if 0 < nbytes <= page_bytes * free_pages:
+        if prefault and nbytes <= page_bytes * free_pages:
             try:
-                return cls._make(
-                    nbytes, name, page_bytes, os.MFD_CLOEXEC | os.MFD_HUGETLB, lambda m: _prefault(m, progress)
-                )
+                return cls._make(-(-nbytes // page_bytes) * page_bytes, nbytes, name, os.MFD_HUGETLB, prepare)
             except (OSError, RegionTooLarge):
                 pass  # somebody else took them; ordinary pages are asked for below
-        if nbytes > (available_bytes := memory_available_bytes()):
+        if prefault and nbytes > (available_bytes := memory_available_bytes()):
             raise RegionTooLarge(nbytes, available_bytes)
-        return cls._make(nbytes, name, mmap.PAGESIZE, os.MFD_CLOEXEC, lambda m: _prefault(m, progress))
+        return cls._make(nbytes, nbytes, name, 0, prepare)
 
     @classmethod
-    def _make(cls, nbytes: int, name: str, page_bytes: int, flags: int, prepare: Callable[[mmap.mmap], None]) -> Region:
-        fd = os.memfd_create(name, flags | os.MFD_ALLOW_SEALING)
-        try:
-            # The kernel takes whole pages only for huge ones, and unmaps nothing else.
-            file_bytes = -(-nbytes // page_bytes) * page_bytes if flags & os.MFD_HUGETLB else nbytes
+    def _make(cls, file_bytes: int, nbytes: int, name: str, flags: int, prepare: Callable[[mmap.mmap], None]) -> Region:
+        """`file_bytes` is whole pages where they are huge: the kernel takes nothing else, and unmaps nothing else."""
+        with ExitStack() as undo:
+            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
+            undo.callback(os.close, fd)
             os.ftruncate(fd, file_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            mapping = mmap.mmap(fd, file_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-            try:
-                prepare(mapping)
-                return cls(fd, mapping, nbytes)
-            except BaseException:
-                mapping.close()
-                raise
-        except BaseException:
-            os.close(fd)
-            raise
-
-    @property
-    def array_U8(self) -> np.ndarray:
-        """All bytes, writable. Views of it must be dropped before `close`."""
-        assert self._array_U8 is not None, "the region is closed"
-        return self._array_U8
+            mapping = undo.enter_context(mmap.mmap(fd, file_bytes))
+            prepare(mapping)
+            region = cls(fd, mapping, nbytes)
+            undo.pop_all()
+            return region
 
     @property
     def memory(self) -> np.ndarray:
@@ -136,7 +124,7 @@ class Region:
     @property
     def fd(self) -> int:
         """The memfd; still owned by the region."""
-        assert self._array_U8 is not None, "the region is closed"
+        assert not self._mapping.closed, "the region is closed"
         return self._fd
 
     def close(self) -> None:
@@ -145,13 +133,13 @@ class Region:
         Raises:
             RegionInUse: a view of `array_U8` is still alive; the region stays open.
         """
-        if self._array_U8 is None:
+        if self._mapping.closed:
             return
-        self._array_U8 = None
+        del self.array_U8
         try:
             self._mapping.close()
         except BufferError as error:
-            self._array_U8 = np.frombuffer(self._mapping, dtype=np.uint8, count=self.nbytes)
+            self.array_U8 = np.frombuffer(self._mapping, dtype=np.uint8, count=self.nbytes)
             raise RegionInUse("arrays or tensors still look into the region; drop them before closing it") from error
         os.close(self._fd)
 

@@ -1,8 +1,7 @@
 """What a node reports and measures of its handoffs. Pure: the caller passes the time in and holds the locks.
 
-How fast the bytes of a pair move; what each writer process holds of a receiver's region; the region's blocks by class;
-and the trace points of a handoff, for whoever measures one. Nothing here changes what it watches. Times are seconds of
-a clock that never goes back.
+How fast the bytes of a pair move, and what each writer process holds of a receiver's region. Nothing here changes what
+it watches. Times are seconds of a clock that never goes back.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from baton.ids import GrantId, Pair, RequestKey
+from batonpb import node_pb2
+
+from baton.ids import GrantId, Pair
 from baton.log import get_log
-from baton.wire import BlockLoad
-from cachestore.ledger import Ledger
 from kvtransfer.protocol.receiver import (
     CommitAsked,
     GrantState,
@@ -74,31 +73,22 @@ class Moved:
         return self.nbytes / self.moving_s if self.moving_s > 0 else 0.0
 
 
-@dataclass(slots=True, kw_only=True)
-class _Second:
-    number: int
-    nbytes: int = 0
-    moving_s: float = 0.0
-
-
 class RecentSums:
     """Bytes and times of the last RECENT_S seconds, at most one entry for each."""
 
     def __init__(self) -> None:
-        self._seconds: deque[_Second] = deque(maxlen=RECENT_S)
+        self._seconds: deque[tuple[int, Moved]] = deque(maxlen=RECENT_S)
 
     def add(self, now_s: float, nbytes: int, moving_s: float = 0.0) -> None:
         number = int(now_s // 1)
-        if not self._seconds or self._seconds[-1].number < number:
-            self._seconds.append(_Second(number=number))
-        newest = self._seconds[-1]
-        newest.nbytes += nbytes
-        newest.moving_s += moving_s
+        if self._seconds and self._seconds[-1][0] >= number:
+            number, before = self._seconds.pop()
+            nbytes, moving_s = nbytes + before.nbytes, moving_s + before.moving_s
+        self._seconds.append((number, Moved(nbytes=nbytes, moving_s=moving_s)))
 
     def sums(self, now_s: float) -> Moved:
-        oldest = now_s // 1 - RECENT_S
-        recent = [second for second in self._seconds if second.number > oldest]
-        return Moved(nbytes=sum(s.nbytes for s in recent), moving_s=sum(s.moving_s for s in recent))
+        recent = [moved for number, moved in self._seconds if number > now_s // 1 - RECENT_S]
+        return Moved(nbytes=sum(m.nbytes for m in recent), moving_s=sum(m.moving_s for m in recent))
 
 
 class PairSpeed:
@@ -167,50 +157,14 @@ class LandedBytes:
         return self._recent.sums(now_s).nbytes / (RECENT_S - 1 + now_s % 1) if self.nbytes else 0.0
 
 
-def block_load(ledger: Ledger) -> BlockLoad:
-    """The region's blocks by class, from the running books."""
-    counts = ledger.books()
-    return BlockLoad(
-        quarantined=counts.quarantined,
-        writer_owned=counts.writer_owned,
-        held=counts.held,
-        cached=counts.cached,
-        free=counts.free,
-        promised=counts.promised,
-        pinned=counts.pinned,
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterPlace:
-    """A writer process, for people. `transport` is that of its newest connection."""
+    """A writer process, by its own word. `transport` is that of its newest connection."""
 
+    endpoint: str
     name: str
     host: str
     transport: TransportName
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriterHolding:
-    """One writer process."""
-
-    pair: Pair
-    place: WriterPlace
-    grants: int
-    """Those under which it may still write."""
-    blocks_granted: int
-    """Under these grants, the quarantined ones left out."""
-    blocks_quarantined: int
-    taken_back_s: float | None
-    """How long ago the oldest of what is being taken back was begun to be; None: nothing is."""
-    quarantined_s: float | None
-    """How long its quarantine has lasted; None: it is not quarantined."""
-    why: str
-    """That the oldest of these is being taken back."""
-    bytes_landed: int
-    """Of handoffs whose seals have come, since the writer was first met."""
-    landed_per_s: float
-    """The same for each of the last seconds (`pair_speed.RECENT_S`), pauses included."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -234,11 +188,10 @@ class _Quarantine:
 
 
 class WriterHoldings:
-    """For people: an operator who sees quarantined blocks wants to know whose they are, since when they are being taken
-    back, and why.
+    """What an operator who sees quarantined blocks wants to know: whose they are, since when and why they go back.
 
-    It watches the receiver's machine from outside, by its events and instructions. `follow` is called after the machine
-    has handled an event, before the instructions are carried out. Control thread only.
+    It watches the receiver's machine: `follow` is called after the machine has handled an event, before the
+    instructions are carried out. Control thread only.
     """
 
     def __init__(
@@ -268,37 +221,30 @@ class WriterHoldings:
         """The writer is not known any more."""
         self._landed.pop(pair, None)
 
-    def of_writers(self) -> list[WriterHolding]:
+    def of_writers(self) -> list[node_pb2.WriterStatus]:
         """Every writer that is known, those that hold nothing included."""
         now_s = self._now_s()
-        grants: dict[Pair, int] = {}
-        blocks: dict[Pair, list[int]] = {}
-        for pair, state, count in self._grants.owned():
-            grants[pair] = grants.get(pair, 0) + 1
-            blocks.setdefault(pair, [0, 0])[state is GrantState.QUARANTINED] += count
-        oldest: dict[Pair, _TakenBack] = {}
-        for taken in self._taken_back.values():  # in the order in which they began
-            oldest.setdefault(taken.pair, taken)
-        found = []
+        found: dict[Pair, node_pb2.WriterStatus] = {}
         for pair, place in self._places.items():
-            taken_back, quarantine = oldest.get(pair), self._quarantines.get(pair)
-            granted, quarantined = blocks.get(pair, (0, 0))
-            landed = self._landed.get(pair) or LandedBytes()
-            found.append(
-                WriterHolding(
-                    pair=pair,
-                    place=place,
-                    grants=grants.get(pair, 0),
-                    blocks_granted=granted,
-                    blocks_quarantined=quarantined,
-                    taken_back_s=None if taken_back is None else now_s - taken_back.since_s,
-                    quarantined_s=None if quarantine is None else now_s - quarantine.since_s,
-                    why="" if taken_back is None else taken_back.why,
-                    bytes_landed=landed.nbytes,
-                    landed_per_s=landed.per_s(now_s),
-                )
+            landed, quarantine = self._landed.get(pair) or LandedBytes(), self._quarantines.get(pair)
+            found[pair] = node_pb2.WriterStatus(
+                writer=place.name,
+                writer_incarnation=pair.writer,
+                host=place.host,
+                transport=place.transport.value,
+                quarantined_ms=0 if quarantine is None else _age_ms(quarantine.since_s, now_s),
+                bytes_landed=landed.nbytes,
+                landed_per_s=landed.per_s(now_s),
             )
-        return found
+        for pair, state, blocks in self._grants.owned():
+            found[pair].grants += 1
+            if state is GrantState.QUARANTINED:
+                found[pair].blocks_quarantined += blocks
+            else:
+                found[pair].blocks_granted += blocks
+        for taken in reversed(self._taken_back.values()):  # they are in the order in which they began
+            found[taken.pair].taken_back_ms, found[taken.pair].why = _age_ms(taken.since_s, now_s), taken.why
+        return list(found.values())
 
     def name_of(self, pair: Pair) -> str:
         """A writer process as the log names it: name and incarnation."""
@@ -311,7 +257,9 @@ class WriterHoldings:
             owner = self._grants.owner(grant)
             assert owner is not None, grant
             pair, blocks = owner
-            taken = _TakenBack(pair=pair, blocks=blocks, since_s=self._now_s(), why=_why(event))
+            lapsed = isinstance(event, GrantTimerFired) and event.kind is TimerKind.LEASE
+            why = LEASE_RAN_OUT if lapsed else _TAKEN_BACK_BY[type(event)]
+            taken = _TakenBack(pair=pair, blocks=blocks, since_s=self._now_s(), why=why)
             self._taken_back[grant] = taken
         if not taken.quarantined and self._grants.state_of(grant) is GrantState.QUARANTINED:
             taken.quarantined = True
@@ -322,18 +270,15 @@ class WriterHoldings:
         quarantine = self._quarantines.get(taken.pair)
         if quarantine is None:
             quarantine = self._quarantines[taken.pair] = _Quarantine(since_s=now_s)
-            place = self._places.get(taken.pair)
+            place = self._places[taken.pair]
+            others = [t for t in self._taken_back.values() if t.pair == taken.pair and not t.quarantined]
             log.warning(
                 "quarantine begins: no evidence that the writer has stopped writing",
                 writer=self.name_of(taken.pair),
-                host=place.host if place is not None else "",
-                transport=place.transport.value if place is not None else "",
+                host=place.host,
+                transport=place.transport.value,
                 blocks=taken.blocks,
-                blocks_to_come=sum(
-                    other.blocks
-                    for other in self._taken_back.values()
-                    if other.pair == taken.pair and not other.quarantined
-                ),
+                blocks_to_come=sum(other.blocks for other in others),
                 why=taken.why,
                 asked_back_s=round(now_s - taken.since_s, 1),
             )
@@ -356,38 +301,6 @@ class WriterHoldings:
             )
 
 
-def _why(event: ReceiverEvent) -> str:
-    if isinstance(event, GrantTimerFired) and event.kind is TimerKind.LEASE:
-        return LEASE_RAN_OUT
-    return _TAKEN_BACK_BY[type(event)]
-
-
-class HandoffObserver:
-    """Trace points of the handoffs of a process, each called as it happens. These do nothing: whoever measures passes a
-    subclass to the writer (`WriterPeer`).
-
-    An observer is called in the middle of things: it must return at once and not raise. No time is passed: it takes its
-    own. On the control thread, except `layer_posted`, which the engine thread calls after each layer, and the control
-    thread for records that were cached.
-    """
-
-    def granted(self, key: RequestKey, *, prefix_skip: int) -> None:
-        """The receiver has so many blocks already."""
-
-    def planned(self, key: RequestKey, *, layers: int, writes: int) -> None:
-        """A step begins that will post so many records."""
-
-    def layer_posted(self, key: RequestKey, layer: int, *, writes: int, nbytes: int) -> None:
-        """A layer of a step is computed, and its finished records are with the transport."""
-
-    def completed(self, key: RequestKey, *, writes: int) -> None:
-        """The transport has let go of so many records, in the order in which they were posted."""
-
-    def all_posted(self, key: RequestKey) -> None:
-        """The first token is drawn; seal and Commit are on their way as soon as may be."""
-
-    def sealed(self, key: RequestKey) -> None:
-        """The last write is completed and the seal is behind it."""
-
-    def ended(self, key: RequestKey, *, committed: bool) -> None:
-        """It is over."""
+def _age_ms(since_s: float, now_s: float) -> int:
+    """At least 1: 0 stands for no age at all."""
+    return max(1, round((now_s - since_s) * 1000))

@@ -1,8 +1,8 @@
 """The contract between the handoff and a transport: what is written, where, and by whom. The same for every transport.
 
-Writes are arrays of offsets, planned from layers, blocks and heads: no Python object per operation.
+Writes are arrays of offsets, planned from layers and blocks: no Python object per operation.
 
-Shape suffixes: B blocks of one handoff step, or of a grant, rising; or write operations   W write operations
+Shape suffixes: B blocks of one handoff step, or of a grant, rising; or write operations
 S segments of a write   R those that run over several records
 
 Threads: `WriterLink.post` may be called from the engine thread and returns at once; everything else is called from the
@@ -40,7 +40,7 @@ class TransportName(Enum):
 
 
 class RegionKind(Enum):
-    """What memory a node's region lies in. Which transports serve it: `kvtransfer.negotiation.SERVED_BY`."""
+    """What memory a node's region lies in. Which transports serve it: `kvtransfer.link.SERVED_BY`."""
 
     HOST = "host memory"
     DEVICE = "device memory"
@@ -112,24 +112,6 @@ def check_ops(ops: WriteOps, src_nbytes: int, dst_nbytes: int) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadRange:
-    """Heads `first .. first+count-1` of every component, counted within the region they are in."""
-
-    first: int
-    count: int
-
-    def __post_init__(self) -> None:
-        assert self.first >= 0 and self.count > 0, self
-
-
-def record_offsets(layout: Layout, num_blocks: int, layer: int, blocks_B: Int64Array) -> Int64Array:
-    """Byte offset of each block's record of one layer in a region of `num_blocks` blocks."""
-    assert 0 <= layer < layout.num_layers, (layer, layout.num_layers)
-    assert (blocks_B.astype(np.uint64) < num_blocks).all(), (blocks_B, num_blocks)  # as these, negative ones are large
-    return (layer * num_blocks + blocks_B.astype(np.int64)) * layout.record_bytes
-
-
 class RecordPlan:
     """Whole records of some blocks, the same ones in each layer: what depends on the layer is one addition.
 
@@ -146,71 +128,24 @@ class RecordPlan:
         dst_num_blocks: int,
     ) -> None:
         assert src_blocks_B.shape == dst_blocks_B.shape, (src_blocks_B.shape, dst_blocks_B.shape)
+        # As unsigned numbers, negative ones are large.
+        assert (src_blocks_B.astype(np.uint64) < src_num_blocks).all(), (src_blocks_B, src_num_blocks)
+        assert (dst_blocks_B.astype(np.uint64) < dst_num_blocks).all(), (dst_blocks_B, dst_num_blocks)
         self._num_layers = layout.num_layers
         self._src_layer_bytes = src_num_blocks * layout.record_bytes
         self._dst_layer_bytes = dst_num_blocks * layout.record_bytes
-        self._src_W = record_offsets(layout, src_num_blocks, 0, src_blocks_B)
-        self._dst_W = record_offsets(layout, dst_num_blocks, 0, dst_blocks_B)
-        self._nbytes_W = np.full(self._src_W.shape, layout.record_bytes, dtype=np.int64)
+        self._src_B = src_blocks_B.astype(np.int64) * layout.record_bytes
+        self._dst_B = dst_blocks_B.astype(np.int64) * layout.record_bytes
+        self._nbytes_B = np.full(self._src_B.shape, layout.record_bytes, dtype=np.int64)
 
     def of_layer(self, layer: int) -> WriteOps:
         """One operation for each block: its whole record of this layer."""
         assert 0 <= layer < self._num_layers, (layer, self._num_layers)
         return WriteOps(
-            src=self._src_W + layer * self._src_layer_bytes,
-            dst=self._dst_W + layer * self._dst_layer_bytes,
-            nbytes=self._nbytes_W,
+            src=self._src_B + layer * self._src_layer_bytes,
+            dst=self._dst_B + layer * self._dst_layer_bytes,
+            nbytes=self._nbytes_B,
         )
-
-
-def whole_records(
-    layout: Layout,
-    layer: int,
-    src_blocks_B: Int64Array,
-    dst_blocks_B: Int64Array,
-    *,
-    src_num_blocks: int,
-    dst_num_blocks: int,
-) -> WriteOps:
-    """One operation for each block: its whole record of one layer. Both regions have the same layout."""
-    plan = RecordPlan(layout, src_blocks_B, dst_blocks_B, src_num_blocks=src_num_blocks, dst_num_blocks=dst_num_blocks)
-    return plan.of_layer(layer)
-
-
-def head_ranges(
-    src_layout: Layout,
-    dst_layout: Layout,
-    layer: int,
-    src_blocks_B: Int64Array,
-    dst_blocks_B: Int64Array,
-    *,
-    src_num_blocks: int,
-    dst_num_blocks: int,
-    src_heads: HeadRange,
-    dst_heads: HeadRange,
-) -> WriteOps:
-    """One operation for each block and component: a range of heads, for two sides of different tensor parallelism.
-
-    The layouts agree in everything but the number of heads of each component. W = components x B, component-major.
-    """
-    assert src_heads.count == dst_heads.count, (src_heads, dst_heads)
-    assert src_layout.block_size == dst_layout.block_size and src_layout.dtype == dst_layout.dtype
-    assert len(src_layout.components) == len(dst_layout.components)
-    src_record_B = record_offsets(src_layout, src_num_blocks, layer, src_blocks_B)
-    dst_record_B = record_offsets(dst_layout, dst_num_blocks, layer, dst_blocks_B)
-    src_W, dst_W, nbytes_W = [], [], []
-    src_start = dst_start = 0
-    for src, dst in zip(src_layout.components, dst_layout.components, strict=True):
-        assert (src.name, src.slot_bytes) == (dst.name, dst.slot_bytes), (src, dst)
-        assert src_heads.first + src_heads.count <= src.num_heads, (src_heads, src)
-        assert dst_heads.first + dst_heads.count <= dst.num_heads, (dst_heads, dst)
-        head_bytes = src_layout.block_size * src.slot_bytes
-        src_W.append(src_record_B + src_start + src_heads.first * head_bytes)
-        dst_W.append(dst_record_B + dst_start + dst_heads.first * head_bytes)
-        nbytes_W.append(np.full(src_record_B.shape, src_heads.count * head_bytes, dtype=np.int64))
-        src_start += src.num_heads * head_bytes
-        dst_start += dst.num_heads * head_bytes
-    return WriteOps(src=np.concatenate(src_W), dst=np.concatenate(dst_W), nbytes=np.concatenate(nbytes_W))
 
 
 class WriteRanges:

@@ -19,53 +19,19 @@ from typing import Any, Final
 from batonpb import common_pb2, decode_pb2, decode_pb2_grpc, node_pb2, transfer_pb2, transfer_pb2_grpc
 
 from baton.config import fixed, setting
-from baton.errors import BatonError, InvalidField, Reason, bad_field
+from baton.errors import BatonError, InvalidField, Reason, bad_field, check_positive
 from baton.ids import BlockId, Epoch, GrantId, Pair, RequestKey, ReserveNumber
 from baton.log import get_log
 from baton.repeats import RepeatLog
 from baton.rpc import Channels, rpc_errors
-from baton.tasks import Tasks
+from baton.tasks import PendingCalls, Tasks
 from cachestore.layout import Layout
 from kvtransfer.checksums import ChecksumThread, SourceSample
-from kvtransfer.link import LinkMaker, PairLink, PeerAddress
-from kvtransfer.negotiation import Offers
+from kvtransfer.link import LinkMaker, Offers, PairLink, PeerAddress
+from kvtransfer.protocol import writer as protocol
 from kvtransfer.protocol.receiver import Refusal
-from kvtransfer.protocol.writer import (
-    AbandonWrites,
-    AllPosted,
-    AnswerRevoke,
-    CommitAnswered,
-    CommitUnanswered,
-    HandoffAsked,
-    HandoffCancelled,
-    HandoffEnd,
-    HandoffEvent,
-    LeaseLapsed,
-    LinkLost,
-    PeerGone,
-    ReleaseAnswered,
-    ReleaseSources,
-    ReleaseUnanswered,
-    RenewRefused,
-    ReportEnd,
-    ReserveGranted,
-    ReserveRefused,
-    ReserveUnanswered,
-    RevokeAsked,
-    SendCommit,
-    SendRelease,
-    SendReserve,
-    SendSeal,
-    StartWriting,
-    WriterEvent,
-    WriterMachine,
-    WriterState,
-    WritesCompleted,
-    WritesDropped,
-    WritesInDoubt,
-    WritesPosted,
-)
-from kvtransfer.status import HandoffObserver, Moved
+from kvtransfer.protocol.writer import GiveUp, HandoffEnd, WriterMachine, WriterState
+from kvtransfer.status import Moved
 from kvtransfer.transport import Int64Array, RecordPlan, Seal, WriterLink, check_granted
 
 log = get_log("writer")
@@ -113,16 +79,12 @@ class WriterConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.checksum_fraction <= 1:
             raise InvalidField("checksum_fraction", f"is {self.checksum_fraction}; must be between 0 and 1")
-        for name in self.__slots__:
-            if name != "checksum_fraction" and getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
-        if self.drift_per_mille >= 1000:
-            raise ValueError("drift_per_mille must be under 1000")
+        check_positive(self, *(name for name in self.__slots__ if name != "checksum_fraction"))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Handoff:
-    """One handoff as the prefill node holds it, from Reserve to its end. Its `WriterPeer` alone changes it.
+    """One handoff as the prefill node holds it, from Reserve to its end.
 
     `granted` is set when writing may start (None), or to what says why not. `ended` is set once, with how it ended.
     `sources_released` is called once if it was ever granted: the transport has let go of the source blocks.
@@ -152,8 +114,7 @@ class Handoff:
     """When the lease is first renewed."""
     link: WriterLink | None = None
     pinned_blocks: int = 0
-    writes_outstanding: int = 0
-    bytes_outstanding: int = 0
+    """Source blocks that are held for it until `sources_released`."""
     writes: int = 0
     bytes_written: int = 0
     progress_s: float = 0.0
@@ -163,26 +124,51 @@ class Handoff:
     retries: int = 0
     sample: SourceSample | None = None
     """What goes along with the Commit; None where nothing is sampled."""
-    revoke_waiters: list[asyncio.Future[bool]] = field(default_factory=list)
 
     def may_post(self) -> bool:
         return self.peer.machine.may_post(self.number)
 
-    def pin(self, blocks: int) -> None:
-        """So many source blocks are held for it until `sources_released`."""
-        self.peer.pinned(self, blocks)
-
     def plan_step(self, src_blocks_B: Int64Array, dst_blocks_B: Int64Array, layers: range) -> StepWrites:
-        """See `WriterPeer.plan_step`."""
-        return self.peer.plan_step(self, src_blocks_B, dst_blocks_B, layers)
+        """What it writes in one engine step. From here on the writes are outstanding, and only `StepWrites.finish`
+        takes back those that were not posted: they count as completed.
+
+        Raises WriteOutOfBounds: a block that the grant does not open.
+        """
+        assert self.link is not None, self
+        peer = self.peer
+        check_granted(dst_blocks_B, self.dst_blocks)
+        plan = RecordPlan(
+            peer.layout,
+            src_blocks_B,
+            dst_blocks_B,
+            src_num_blocks=peer.src_num_blocks,
+            dst_num_blocks=peer.link.num_blocks,
+        )
+        writes = len(layers) * len(src_blocks_B)
+        nbytes = writes * peer.layout.record_bytes
+        peer.handle(protocol.WritesPosted(number=self.number, writes=writes, bytes_written=nbytes))
+        self.writes += writes
+        self.bytes_written += nbytes
+        self.progress_s = peer.loop.time()
+        step = StepWrites(
+            handoff=self,
+            link=self.link,
+            src_blocks_B=src_blocks_B,
+            dst_blocks_B=dst_blocks_B,
+            plan=plan,
+            layers=layers,
+        )
+        self.steps.add(step)
+        return step
 
     def all_posted(self, first_token: int, first_logprobs: common_pb2.TokenLogprobs | None = None) -> None:
         """Seal and commit. Nothing is posted afterwards."""
-        self.peer.all_posted(self, first_token, first_logprobs)
+        self.first_token, self.first_logprobs = first_token, first_logprobs
+        self.peer.handle(protocol.AllPosted(number=self.number))
 
     def cancel(self) -> None:
         """Give it up: drain, then tell the receiver. Idempotent; nothing happens once it has ended."""
-        self.peer.handle(HandoffCancelled(number=self.number))
+        self.peer.handle(GiveUp(number=self.number, end=HandoffEnd.CANCELLED))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -219,7 +205,6 @@ class StepWrites:
         self.posted += 1  # at once: the transport has them, whatever goes wrong from here on
         if self.handoff.sample is not None:
             self.handoff.sample.take(layer, self.dst_blocks_B, ops)
-        peer.observer.layer_posted(self.handoff.key, layer, writes=len(self.src_blocks_B), nbytes=nbytes)
 
     def finish(self) -> None:
         """On the control thread, after the step, or within it when the handoff was given up: no layer is posted from
@@ -229,7 +214,9 @@ class StepWrites:
             self._closed = True
         missing = (len(self.layers) - self.posted) * len(self.src_blocks_B)
         self.posted = len(self.layers)
-        self.handoff.peer.step_finished(self, missing)
+        self.handoff.steps.discard(self)
+        if missing:
+            self.handoff.peer.completed(self.handoff, missing)
 
 
 class WriterPeer:
@@ -249,11 +236,9 @@ class WriterPeer:
         loop: asyncio.AbstractEventLoop,
         config: WriterConfig,
         checksums: ChecksumThread | None = None,
-        observer: HandoffObserver | None = None,
     ) -> None:
         """`checksums` reads the source region, where records are sampled; the caller closes it after this."""
         self.address = address
-        self.observer = observer or HandoffObserver()
         self.machine = machine
         self.layout = layout
         self.src_num_blocks = src_num_blocks
@@ -261,21 +246,20 @@ class WriterPeer:
         self.handoffs_corrupt = 0
         self.records_checksummed = 0
         self._checksums = checksums
-        self._loop = loop
+        self.loop = loop
         self._config = config
         self._channels = channels
-        self._stub = transfer_pb2_grpc.TransferStub(channels.get(address.endpoint))
+        self.stub = transfer_pb2_grpc.TransferStub(channels.get(address.endpoint))
         self._header = common_pb2.Header(sender=address.pair.writer, receiver=address.pair.receiver)
         self.link = PairLink(
             address=address,
-            stub=self._stub,
+            stub=self.stub,
             call_ms_max=config.call_ms_max,
             request=connect_request,
             make_link=make_link,
             offers=offers,
             events=self,
             replaced=self.peer_gone,
-            idle=lambda: not self._handoffs,
             loop=loop,
         )
         self._repeats = RepeatLog(log, loop.time)
@@ -283,18 +267,20 @@ class WriterPeer:
         """Those that are not over; `_granted` has those of them that have a grant."""
         self._granted: dict[GrantId, Handoff] = {}
         self._fewer = asyncio.Event()
+        self._revokes: PendingCalls[ReserveNumber, bool] = PendingCalls(loop)
         self._tasks = Tasks(loop, log, peer=address.name)
-        self._gone = False
+        self.gone = False
+        """The receiver process has ended; this peer is of no more use."""
         self._actions: dict[type, Callable[..., Coroutine[Any, Any, None] | None]] = {
-            SendReserve: self._reserve,
-            StartWriting: self._start_writing,
-            SendSeal: self._send_seal,
-            SendCommit: self._commit,
-            AbandonWrites: self._abandon,
-            ReleaseSources: self._release_sources,
-            SendRelease: self._release,
-            AnswerRevoke: self._answer_revoke,
-            ReportEnd: self._report_end,
+            protocol.SendReserve: self._reserve,
+            protocol.StartWriting: self._start_writing,
+            protocol.SendSeal: self._send_seal,
+            protocol.SendCommit: self._commit,
+            protocol.AbandonWrites: self._abandon,
+            protocol.ReleaseSources: self._release_sources,
+            protocol.SendRelease: self._release,
+            protocol.AnswerRevoke: lambda i: self._revokes.answer(i.number, i.in_doubt),
+            protocol.ReportEnd: self._report_end,
         }
 
     # What the prefill node asks.
@@ -307,23 +293,17 @@ class WriterPeer:
                     self._fewer.clear()
                     await self._fewer.wait()
 
-    @property
-    def gone(self) -> bool:
-        """The receiver process has ended; this peer is of no more use."""
-        return self._gone
-
     def has_room(self) -> bool:
         """Within the limits of unacknowledged bytes and pinned blocks; beyond them nothing new is placed here."""
-        handoffs = self._handoffs.values()
         return (
             self.machine.can_ask
-            and sum(handoff.bytes_outstanding for handoff in handoffs) < self._config.unacked_bytes_max
-            and sum(handoff.pinned_blocks for handoff in handoffs) < self._config.pinned_blocks_max
+            and self.machine.outstanding * self.layout.record_bytes < self._config.unacked_bytes_max
+            and sum(handoff.pinned_blocks for handoff in self._handoffs.values()) < self._config.pinned_blocks_max
         )
 
     def status(self) -> node_pb2.PairStatus:
         """What the node reports of this pair: its path, whether that is open, how fast it is, what it does not use."""
-        link, now_s = self.link, self._loop.time()
+        link, now_s = self.link, self.loop.time()
         in_all, recent = link.moved()
         given_up = link.offers.given_up
         return node_pb2.PairStatus(
@@ -340,10 +320,7 @@ class WriterPeer:
             link_open=link.now is not None,
             moved=_moved(in_all),
             moved_recently=_moved(recent),
-            rejected_transports=[
-                common_pb2.RejectedTransport(transport=other.transport, why=other.why)
-                for other in link.rejected_transports
-            ],
+            rejected_transports=link.rejected_transports,
         )
 
     async def reserve(
@@ -360,21 +337,21 @@ class WriterPeer:
         or what the receiver refused with.
         """
         self._check_here()
-        await self.link.ensure()
+        await self.link.ensure(idle=not self._handoffs)
         self._check_here()
         number = self.machine.next_number
         handoff = Handoff(
             peer=self,
             number=number,
             key=key,
-            granted=self._loop.create_future(),
-            ended=self._loop.create_future(),
+            granted=self.loop.create_future(),
+            ended=self.loop.create_future(),
             metadata=metadata,
             sources_released=sources_released,
             request=request,
         )
         self._handoffs[number] = handoff
-        self.handle(HandoffAsked(key=key))
+        self.handle(protocol.HandoffAsked(key=key))
         try:
             refusal = await handoff.granted
         except BaseException:
@@ -388,65 +365,12 @@ class WriterPeer:
             del refusal, handoff  # or the error would refer to itself, by this frame in its traceback
 
     def _check_here(self) -> None:
-        if self._gone:
+        if self.gone:
             raise BatonError(Reason.PEER_UNREACHABLE, f"{self.address.name} is gone.")
-
-    def pinned(self, handoff: Handoff, blocks: int) -> None:
-        """So many source blocks are held for it until its sources are released."""
-        handoff.pinned_blocks = blocks
-
-    def plan_step(
-        self, handoff: Handoff, src_blocks_B: Int64Array, dst_blocks_B: Int64Array, layers: range
-    ) -> StepWrites:
-        """What the handoff writes in one engine step. From here on the writes are outstanding, and only
-        `StepWrites.finish` takes back those that were not posted: they count as completed.
-
-        Raises WriteOutOfBounds: a block that the grant does not open.
-        """
-        assert handoff.link is not None, handoff
-        check_granted(dst_blocks_B, handoff.dst_blocks)
-        plan = RecordPlan(
-            self.layout,
-            src_blocks_B,
-            dst_blocks_B,
-            src_num_blocks=self.src_num_blocks,
-            dst_num_blocks=self.link.num_blocks,
-        )
-        writes = len(layers) * len(src_blocks_B)
-        nbytes = writes * self.layout.record_bytes
-        self.handle(WritesPosted(number=handoff.number, writes=writes, bytes_written=nbytes))
-        handoff.writes += writes
-        handoff.bytes_written += nbytes
-        handoff.writes_outstanding += writes
-        handoff.bytes_outstanding += nbytes
-        handoff.progress_s = self._loop.time()
-        self.observer.planned(handoff.key, layers=len(layers), writes=writes)
-        step = StepWrites(
-            handoff=handoff,
-            link=handoff.link,
-            src_blocks_B=src_blocks_B,
-            dst_blocks_B=dst_blocks_B,
-            plan=plan,
-            layers=layers,
-        )
-        handoff.steps.add(step)
-        return step
-
-    def step_finished(self, step: StepWrites, missing: int) -> None:
-        """The step is over; `missing` of its writes were never posted."""
-        step.handoff.steps.discard(step)
-        if missing:
-            self._completed(step.handoff, missing, missing * self.layout.record_bytes)
-
-    def all_posted(self, handoff: Handoff, first_token: int, first_logprobs: common_pb2.TokenLogprobs | None) -> None:
-        """Seal and commit. Nothing is posted afterwards."""
-        handoff.first_token, handoff.first_logprobs = first_token, first_logprobs
-        self.observer.all_posted(handoff.key)
-        self.handle(AllPosted(number=handoff.number))
 
     def cancel_request(self, key: RequestKey) -> None:
         """Have the receiver not run this attempt, whatever became of its Commit. One call, best effort."""
-        if not self._gone:
+        if not self.gone:
             self._tasks.spawn(self._cancel(key))
 
     async def revoked(self, number: ReserveNumber) -> bool:
@@ -458,31 +382,25 @@ class WriterPeer:
         """
         if number >= self.machine.next_number:
             raise BatonError(Reason.UNKNOWN_GRANT, f"No Reserve has had the number {number} yet.")
-        handoff = self._handoffs.get(number)
-        if handoff is None:
-            return self.machine.is_in_doubt(number)
-        waiter: asyncio.Future[bool] = self._loop.create_future()
-        handoff.revoke_waiters.append(waiter)
-        self.handle(RevokeAsked(number=number))
-        return await waiter
+        return await self._revokes.ask(number, lambda: self.handle(protocol.RevokeAsked(number=number)))
 
     def peer_gone(self) -> None:
         """The receiver process is known to have ended: give everything up, and call nobody."""
-        if not self._gone:
-            self._gone = True
+        if not self.gone:
+            self.gone = True
             self._repeats.over(self.address.name, "nothing more is asked of it")
-            self.handle(PeerGone())
+            self.handle(protocol.PeerGone())
 
     def receiver_lost(self) -> None:
         """The receiver is out of reach, and may come back: handoffs end as when the link is lost."""
         for number in list(self._handoffs):
-            self.handle(WritesDropped(number=number))
+            self.handle(GiveUp(number=number, end=HandoffEnd.LINK_LOST))
 
     def upkeep(self) -> None:
         """Give up handoffs that stand still. Called every second by the node's reaper."""
-        latest_s = self._loop.time() - self._config.stall_ms_max / 1000
+        latest_s = self.loop.time() - self._config.stall_ms_max / 1000
         for handoff in list(self._handoffs.values()):
-            if handoff.writes_outstanding and handoff.progress_s < latest_s:
+            if self.machine.outstanding_of(handoff.number) and handoff.progress_s < latest_s:
                 self._repeats.warning("handoff stalled", peer=self.address.name, request=handoff.key.request)
                 handoff.cancel()
         self._repeats.upkeep()
@@ -490,9 +408,8 @@ class WriterPeer:
     async def close(self) -> None:
         """Stop calls, unmap the receiver's region. Handoffs still open end as PEER_GONE."""
         self.peer_gone()
-        self.link.stop_connecting()
-        await self._tasks.cancel()
         await self.link.close()
+        await self._tasks.cancel()
         self._repeats.close()
 
     # What the link reports (kvtransfer.transport.WriterEvents).
@@ -504,58 +421,56 @@ class WriterPeer:
             self.bytes_moved += bytes_written
         else:
             # Before the last completion is counted, or a seal would vouch for bytes that were never copied.
-            self.handle(WritesDropped(number=handoff.number))
-        self._completed(handoff, writes, bytes_written)
+            self.handle(GiveUp(number=handoff.number, end=HandoffEnd.LINK_LOST))
+        self.completed(handoff, writes)
 
     def writes_in_doubt(self, grant: GrantId) -> None:
-        self.handle(WritesInDoubt(number=self._granted[grant].number))
+        self.handle(protocol.WritesInDoubt(number=self._granted[grant].number))
 
     def link_lost(self, pair: Pair, reason: str) -> None:
         assert pair == self.address.pair, (pair, self.address)
         log.info("data link lost", peer=self.address.name, reason=reason)
         epoch = self.link.lost(reason)
         if epoch is not None:
-            self.handle(LinkLost(epoch=epoch))
+            self.handle(protocol.LinkLost(epoch=epoch))
             for handoff in self._handoffs.values():
                 if self.machine.state_of(handoff.number) is WriterState.COMMITTING:
                     self._tasks.spawn(self._await_commit(handoff))
 
-    def _completed(self, handoff: Handoff, writes: int, nbytes: int) -> None:
-        handoff.writes_outstanding -= writes
-        handoff.bytes_outstanding -= nbytes
-        handoff.progress_s = self._loop.time()
-        self.observer.completed(handoff.key, writes=writes)
-        if handoff.writes_outstanding == 0 and handoff.seal is not None:
+    def completed(self, handoff: Handoff, writes: int) -> None:
+        """So many of its writes are outstanding no more."""
+        handoff.progress_s = self.loop.time()
+        self.handle(protocol.WritesCompleted(number=handoff.number, writes=writes))
+        if handoff.seal is not None and self.machine.outstanding_of(handoff.number) == 0:
             self._seal_now(handoff)
-        self.handle(WritesCompleted(number=handoff.number, writes=writes))
 
     # Carrying out.
 
-    def handle(self, event: WriterEvent) -> None:
+    def handle(self, event: protocol.WriterEvent) -> None:
         for instruction in self.machine.handle(event):
             call = self._actions[type(instruction)](instruction)
             if call is not None:
                 self._tasks.spawn(call)
-        for number in [event.number] if isinstance(event, HandoffEvent) else list(self._handoffs):
+        for number in [event.number] if isinstance(event, protocol.HandoffEvent) else list(self._handoffs):
             self._forget_if_over(number)
 
     def _forget_if_over(self, number: ReserveNumber) -> None:
         handoff = self._handoffs.get(number)
-        if handoff is None or handoff.writes_outstanding or self.machine.state_of(number) is not WriterState.DONE:
+        if handoff is None or self.machine.knows(number):
             return
         del self._handoffs[number]
         self._granted.pop(handoff.grant, None)
         self._fewer.set()
 
-    def _start_writing(self, instruction: StartWriting) -> None:
+    def _start_writing(self, instruction: protocol.StartWriting) -> None:
         handoff = self._handoffs[instruction.number]
         handoff.epoch = instruction.epoch
-        handoff.progress_s = self._loop.time()
+        handoff.progress_s = self.loop.time()
         self._granted[handoff.grant] = handoff
         link = self.link.now
         if link is None or link.epoch != instruction.epoch:
             # The pair was fenced between Connect and Reserve: the next request reconnects.
-            self.handle(LinkLost(epoch=instruction.epoch))
+            self.handle(protocol.LinkLost(epoch=instruction.epoch))
             return
         handoff.link = link
         if self._checksums is not None:
@@ -565,15 +480,14 @@ class WriterPeer:
                 fraction=self._config.checksum_fraction,
                 records=self.layout.num_layers * len(handoff.dst_blocks),
             )
-        self.observer.granted(handoff.key, prefix_skip=handoff.prefix_skip)
         # Most handoffs are over before it is time to renew: those that are not get a task then.
-        handoff.renewal = self._loop.call_later(
+        handoff.renewal = self.loop.call_later(
             handoff.lease_ms / 3000, lambda: self._tasks.spawn(self._keep_lease(handoff))
         )
         if not handoff.granted.done():
             handoff.granted.set_result(None)
 
-    def _send_seal(self, instruction: SendSeal) -> None:
+    def _send_seal(self, instruction: protocol.SendSeal) -> None:
         handoff = self._handoffs[instruction.number]
         handoff.seal = Seal(
             grant=instruction.grant,
@@ -581,7 +495,7 @@ class WriterPeer:
             writes=instruction.writes,
             bytes_written=instruction.bytes_written,
         )
-        if handoff.writes_outstanding == 0:
+        if self.machine.outstanding_of(handoff.number) == 0:
             self._seal_now(handoff)
 
     def _seal_now(self, handoff: Handoff) -> None:
@@ -590,20 +504,19 @@ class WriterPeer:
         seal, handoff.seal = handoff.seal, None
         if handoff.link is self.link.now:
             handoff.link.seal(seal)
-            self.observer.sealed(handoff.key)
         else:
-            self.handle(WritesDropped(number=handoff.number))
+            self.handle(GiveUp(number=handoff.number, end=HandoffEnd.LINK_LOST))
 
-    def _abandon(self, instruction: AbandonWrites) -> None:
+    def _abandon(self, instruction: protocol.AbandonWrites) -> None:
         handoff = self._handoffs[instruction.number]
         handoff.seal = None
         if handoff.link is not None:
             handoff.link.abandon(instruction.grant)
         for step in handoff.steps:
             # The step posts nothing more, so the answer to the receiver need not wait for its end.
-            self._loop.call_soon(step.finish)
+            self.loop.call_soon(step.finish)
 
-    def _release_sources(self, instruction: ReleaseSources) -> None:
+    def _release_sources(self, instruction: protocol.ReleaseSources) -> None:
         handoff = self._handoffs[instruction.number]
         if handoff.link is not None:
             handoff.link.forget(handoff.grant)
@@ -617,15 +530,9 @@ class WriterPeer:
         if handoff.sample is None:
             released()
         else:
-            handoff.sample.settled(self._loop, released)
+            handoff.sample.settled(self.loop, released)
 
-    def _answer_revoke(self, instruction: AnswerRevoke) -> None:
-        handoff = self._handoffs.get(instruction.number)
-        for waiter in handoff.revoke_waiters if handoff is not None else ():
-            if not waiter.done():
-                waiter.set_result(instruction.in_doubt)
-
-    def _report_end(self, instruction: ReportEnd) -> None:
+    def _report_end(self, instruction: protocol.ReportEnd) -> None:
         handoff = self._handoffs[instruction.number]
         if handoff.sample is not None and instruction.end in (HandoffEnd.COMMITTED, HandoffEnd.CORRUPT):
             self.records_checksummed += handoff.sample.records
@@ -636,7 +543,6 @@ class WriterPeer:
         handoff.ended.set_result(instruction.end)
         if handoff.renewal is not None:
             handoff.renewal.cancel()
-        self.observer.ended(handoff.key, committed=instruction.end is HandoffEnd.COMMITTED)
 
     # Calls to the receiver: each a task, whose outcome becomes an event. None raises, all have their deadlines.
 
@@ -654,9 +560,9 @@ class WriterPeer:
         """The link ended behind a Commit: if the seal still arrived, the Commit is answered within one call's time."""
         await asyncio.wait([handoff.ended], timeout=self._config.call_ms_max / 1000)
         if not handoff.ended.done():
-            self.handle(WritesDropped(number=handoff.number))
+            self.handle(GiveUp(number=handoff.number, end=HandoffEnd.LINK_LOST))
 
-    async def _reserve(self, instruction: SendReserve) -> None:
+    async def _reserve(self, instruction: protocol.SendReserve) -> None:
         """Ask once, and resolve `granted` with what came of it."""
         number = instruction.number
         handoff = self._handoffs.get(number)
@@ -666,55 +572,55 @@ class WriterPeer:
         assert request is not None
         request.number, request.lowest_live = number, instruction.lowest_live
         request.header.CopyFrom(self._header)
-        sent_s = self._loop.time()
+        sent_s = self.loop.time()
         try:
             with rpc_errors(self.address.endpoint):
-                reply: transfer_pb2.ReserveReply = await self._stub.Reserve(
+                reply: transfer_pb2.ReserveReply = await self.stub.Reserve(
                     request, timeout=self._config.reserve_ms_max / 1000, metadata=handoff.metadata
                 )
         except BatonError as error:
             _fail_grant(handoff, error)
             if error.reason is Reason.INCARNATION_MISMATCH:
                 self.peer_gone()
-            self.handle(ReserveUnanswered(number=number))
+            self.handle(protocol.ReserveUnanswered(number=number))
             return
         if reply.WhichOneof("answer") != "granted":
             _fail_grant(handoff, _refusal_error(reply, self.address.name))
-            self.handle(ReserveRefused(number=number))
+            self.handle(protocol.ReserveRefused(number=number))
         elif number in self._handoffs:
             grant = reply.granted
             handoff.grant = GrantId(grant.grant)
             handoff.dst_blocks = [BlockId(b) for b in grant.blocks]
             handoff.prefix_skip = grant.prefix_skip
             self._set_lease(handoff, sent_s, grant.lease_ms)
-            self.handle(ReserveGranted(number=number, grant=handoff.grant, epoch=Epoch(grant.epoch)))
+            self.handle(protocol.ReserveGranted(number=number, grant=handoff.grant, epoch=Epoch(grant.epoch)))
 
     async def _keep_lease(self, handoff: Handoff) -> None:
         """Renew, the first time at once, until the handoff has ended; report the lease lapsed when no renewal was
         answered in time."""
         while not handoff.ended.done():
-            sent_s = self._loop.time()
+            sent_s = self.loop.time()
             left_s = max(handoff.lease_ends_s - sent_s, 0.001)
             request = transfer_pb2.RenewRequest(header=self._header, grant=handoff.grant)
             try:
                 with rpc_errors(self.address.endpoint):
-                    reply: transfer_pb2.RenewReply = await self._stub.Renew(
+                    reply: transfer_pb2.RenewReply = await self.stub.Renew(
                         request, timeout=min(left_s, handoff.lease_ms / 3000)
                     )
             except BatonError as error:
                 if error.reason is Reason.INCARNATION_MISMATCH:
                     self.peer_gone()
-                elif self._loop.time() >= handoff.lease_ends_s:
-                    self.handle(LeaseLapsed(number=handoff.number))
+                elif self.loop.time() >= handoff.lease_ends_s:
+                    self.handle(GiveUp(number=handoff.number, end=HandoffEnd.LEASE_LAPSED))
             else:
                 if reply.renewed:
                     self._set_lease(handoff, sent_s, reply.lease_ms)
                 else:
-                    self.handle(RenewRefused(number=handoff.number))
+                    self.handle(GiveUp(number=handoff.number, end=HandoffEnd.REVOKED))
             if not handoff.ended.done():
                 await asyncio.wait([handoff.ended], timeout=handoff.lease_ms / 3000)
 
-    async def _commit(self, instruction: SendCommit) -> None:
+    async def _commit(self, instruction: protocol.SendCommit) -> None:
         """Ask once; the machine asks again where there was no answer, after a pause. So with `_release`."""
         number = instruction.number
         handoff = self._handoffs.get(number)
@@ -729,7 +635,12 @@ class WriterPeer:
             first_logprobs=handoff.first_logprobs,
         )
         if handoff.sample is not None:
-            checksums = await handoff.sample.checksums()
+            try:
+                checksums = await handoff.sample.checksums()
+            except Exception as error:
+                log.error("reading a handoff's sample failed", request=handoff.key.request, exc_info=error)
+                self.handle(GiveUp(number=number, end=HandoffEnd.LINK_LOST))
+                return
             request.checksum_layers.extend(checksums.layers_R.tolist())
             request.checksum_blocks.extend(checksums.blocks_R.tolist())
             request.checksums.extend(checksums.crcs_R.tolist())
@@ -737,19 +648,21 @@ class WriterPeer:
             return  # given up meanwhile
         try:
             with rpc_errors(self.address.endpoint):
-                reply: transfer_pb2.CommitReply = await self._stub.Commit(
+                reply: transfer_pb2.CommitReply = await self.stub.Commit(
                     request, timeout=self._config.call_ms_max / 1000, metadata=handoff.metadata
                 )
         except BatonError as error:
-            if error.reason is Reason.DATA_CORRUPT:
-                self._log_corrupt(handoff, error)
-                self.handle(CommitAnswered(number=number, committed=False, corrupt=True))
+            if error.reason in (Reason.DATA_CORRUPT, Reason.HANDOFF_FAILED):
+                corrupt = error.reason is Reason.DATA_CORRUPT
+                if corrupt:
+                    self._log_corrupt(handoff, error)
+                self.handle(protocol.CommitAnswered(number=number, committed=False, corrupt=corrupt))
                 return
             await self._after_failed_call(COMMIT_FAILED, error, number)
-            self.handle(CommitUnanswered(number=number))
+            self.handle(protocol.CommitUnanswered(number=number))
             return
         self._repeats.over(self.address.name, "it has answered", what=COMMIT_FAILED)
-        self.handle(CommitAnswered(number=number, committed=reply.committed))
+        self.handle(protocol.CommitAnswered(number=number, committed=reply.committed))
 
     def _log_corrupt(self, handoff: Handoff, error: BatonError) -> None:
         """As loud as at the receiver: either machine may be the one that is failing."""
@@ -767,7 +680,7 @@ class WriterPeer:
             layer_block=error.metadata.get("layer_block", ""),
         )
 
-    async def _release(self, instruction: SendRelease) -> None:
+    async def _release(self, instruction: protocol.SendRelease) -> None:
         request = transfer_pb2.ReleaseRequest(
             header=self._header,
             number=instruction.number,
@@ -776,13 +689,13 @@ class WriterPeer:
         )
         try:
             with rpc_errors(self.address.endpoint):
-                await self._stub.Release(request, timeout=self._config.call_ms_max / 1000)
+                await self.stub.Release(request, timeout=self._config.call_ms_max / 1000)
         except BatonError as error:
             await self._after_failed_call(RELEASE_FAILED, error, instruction.number)
-            self.handle(ReleaseUnanswered(number=instruction.number))
+            self.handle(protocol.ReleaseUnanswered(number=instruction.number))
             return
         self._repeats.over(self.address.name, "it has answered", what=RELEASE_FAILED)
-        self.handle(ReleaseAnswered(number=instruction.number))
+        self.handle(protocol.ReleaseAnswered(number=instruction.number))
 
     async def _after_failed_call(self, what: str, error: BatonError, number: ReserveNumber) -> None:
         """Notice a receiver that is another process by now; otherwise pause before the machine asks again."""

@@ -53,7 +53,7 @@ class MixedHalves:
         channels = runtime.make_channels()
         opened.push_async_callback(channels.close)
         self._decode = DecodeHalf(config, runtime, pool, opened, channels=channels, lent=lent)
-        self.node = MixedNode(policy=config.policy(), decode=self._decode.node, pool=pool, runtime=runtime)
+        self.node = MixedNode(policy=config.policy(), decode=self._decode.node, pool=pool)
         self._prefill = PrefillHalf(config.prefill_half(), runtime, pool, opened, lent=lent, local=self.node)
         self.node.prefill = self._prefill.node
 

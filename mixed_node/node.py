@@ -19,12 +19,9 @@ import asyncio
 import dataclasses
 import secrets
 
-from batonpb import prefill_pb2
-
 from baton.drain import Holdings
 from baton.errors import BatonError, Reason
 from baton.ids import GrantId, Incarnation, RequestKey
-from baton.runtime import NodeRuntime
 from baton.wire import NodeLoad
 from decode_node.job import why_never
 from decode_node.node import DecodeNode
@@ -46,13 +43,12 @@ class MixedNode:
 
     prefill: PrefillNode
 
-    def __init__(self, *, policy: LocalPolicy, decode: DecodeNode, pool: DevicePool, runtime: NodeRuntime) -> None:
+    def __init__(self, *, policy: LocalPolicy, decode: DecodeNode, pool: DevicePool) -> None:
         self.policy = policy
         self.decode = decode
         self._pool = pool
         self._engine = pool.engine
         self._blocks = pool.blocks
-        self._runtime = runtime
         self._first: dict[RequestKey, asyncio.Future[TokenEvent]] = {}
         """Of kept requests without their first token, where it goes."""
         self._kept = 0
@@ -73,27 +69,14 @@ class MixedNode:
     def yields(self, job: Job) -> bool:
         return self.decode.reserving.yields(resumed=job.resumed)
 
-    def avoided(self, job: Job) -> bool:
-        return self._runtime.incarnation in job.request.avoid_decode
-
     def never(self, job: Job) -> str | None:
         return why_never(job.tokens, job.prompt_len, job.request.sampling, self._pool)
-
-    def growth(self, job: Job) -> int:
-        known_len = len(job.tokens)
-        footprint = self._pool.footprint(known_len, job.prompt_len, job.params.max_tokens)
-        return footprint - self._blocks.blocks_for(known_len)
-
-    def granted(self) -> prefill_pb2.Granted:
-        runtime = self._runtime
-        return prefill_pb2.Granted(
-            decode_node=runtime.name, decode_incarnation=runtime.incarnation, decode_endpoint=runtime.endpoint
-        )
 
     def start(self, job: Job) -> Sequence | None:
         self._check_new(job.key)
         prefix = self._blocks.match_prompt(job.tokens, job.request.cache_salt)
-        new, growth = self._blocks.blocks_for(len(job.tokens)) - len(prefix), self.growth(job)
+        known = self._blocks.blocks_for(len(job.tokens))
+        new, growth = known - len(prefix), job.footprint(self._pool) - known
         if not (self.has_place and self._blocks.can_admit(prefix, new, growth)):
             return None
         promise = GrantId(secrets.token_bytes(16))

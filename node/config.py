@@ -10,7 +10,7 @@ from baton.pod import PodConfig
 from baton.runtime import ProcessConfig
 from engine.build import EngineConfig
 from kvtransfer.device.staging import StagingConfig
-from kvtransfer.negotiation import DEFAULT_TRANSPORTS, FallbackConfig, check_transports
+from kvtransfer.link import DEFAULT_TRANSPORTS, check_transports
 from kvtransfer.receiver import ReceiverConfig
 from kvtransfer.transport import TransportName
 from kvtransfer.transports.settings import RdmaConfig, ShmConfig, TcpConfig, UcxConfig
@@ -48,7 +48,6 @@ class WriterNodeConfig(NodeConfig):
     """Of a node that writes to others."""
 
     writer: WriterConfig = field(default_factory=WriterConfig)
-    fallback: FallbackConfig = field(default_factory=FallbackConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

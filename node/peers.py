@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections import OrderedDict
 
-from batonpb import node_pb2, transfer_pb2, transfer_pb2_grpc
+from batonpb import node_pb2, prefill_pb2, transfer_pb2
 
 from baton.drain import Holdings
 from baton.errors import BatonError, Reason
@@ -17,10 +17,16 @@ from baton.tasks import Tasks
 from baton.wire import NodeRecord, Role, model_to_proto
 from kvtransfer.device.event_poster import EventPoster
 from kvtransfer.device.region import DeviceRegion
-from kvtransfer.link import DataDoesNotPass, LivenessStream, PeerAddress
-from kvtransfer.negotiation import Offers, check_some_work, host_identity, host_parts
+from kvtransfer.link import (
+    DataDoesNotPass,
+    LivenessStream,
+    Offers,
+    PeerAddress,
+    check_some_work,
+    host_identity,
+    host_parts,
+)
 from kvtransfer.protocol.writer import WriterMachine
-from kvtransfer.status import HandoffObserver
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriterEvents, WriterLink
 from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
 from kvtransfer.transports.rdma_device import LentRegistration, register_if_usable
@@ -52,12 +58,10 @@ class Peers:
         runtime: NodeRuntime,
         config: WriterNodeConfig,
         pool: DevicePool,
-        observer: HandoffObserver | None = None,
         lent: LentRegistration | None = None,
     ) -> None:
         """Registers the region for rdma itself, unless that is `lent`. Raises InvalidField."""
         self.runtime = runtime
-        self._observer = observer
         self._config = config
         self._copy_turns = copy_turns(config.shm)
         self._pool = pool
@@ -119,20 +123,16 @@ class Peers:
             machine=self._machines.pop(record.incarnation, WriterMachine()),
             channels=runtime.channels,
             make_link=self._make_link,
-            offers=Offers(self.transports, self._config.fallback),
+            offers=Offers(self.transports),
             loop=self._loop,
             config=self._config.writer,
             checksums=self._checksums,
-            observer=self._observer,
         )
 
     def _watch(self, peer: WriterPeer) -> LivenessStream:
-        address, pair = peer.address, peer.address.pair
         return LivenessStream(
-            name=address.name,
-            endpoint=address.endpoint,
-            stub=transfer_pb2_grpc.TransferStub(self.runtime.channels.get(address.endpoint)),
-            request=transfer_pb2.LivenessRequest(header={"sender": pair.writer, "receiver": pair.receiver}),
+            address=peer.address,
+            stub=peer.stub,
             lost=peer.receiver_lost,
             gone=peer.peer_gone,
             liveness=self._config.liveness,
@@ -143,6 +143,13 @@ class Peers:
         """The decode nodes beside this one, by the directory."""
         nodes = self.runtime.membership.nodes(Role.DECODE)
         return [record for record in nodes if record.incarnation != self.runtime.incarnation]
+
+    def granted_here(self) -> prefill_pb2.Granted:
+        """This node, as a decode node is named to a router."""
+        runtime = self.runtime
+        return prefill_pb2.Granted(
+            decode_node=runtime.name, decode_incarnation=runtime.incarnation, decode_endpoint=runtime.endpoint
+        )
 
     def find(self, receiver: Incarnation) -> WriterPeer | None:
         return self._peers.get(receiver)

@@ -24,8 +24,8 @@ from engine.build import BuiltEngine, ComputeDevice, EngineConfig, build_runner
 from engine.core import Engine
 from engine.types import KvSpec, Runner
 from kvtransfer.device.staging import StagedRegion, StagingConfig
+from kvtransfer.link import DEFAULT_TRANSPORTS, PROTOCOL_MAX, PROTOCOL_MIN, serving
 from kvtransfer.native.copy import copies_by
-from kvtransfer.negotiation import DEFAULT_TRANSPORTS, PROTOCOL_MAX, PROTOCOL_MIN, serving
 from kvtransfer.region import Region
 from kvtransfer.transport import RegionKind, TransportName
 from kvtransfer.transports.rdma_verbs import posts_by

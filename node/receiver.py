@@ -13,7 +13,7 @@ from baton.errors import BatonError, Reason
 from baton.ids import Incarnation
 from baton.rpc import Channels
 from kvtransfer.checksums import RecordChecks
-from kvtransfer.negotiation import check_some_work
+from kvtransfer.link import check_some_work
 from kvtransfer.protocol.receiver import ReceiverMachine
 from kvtransfer.receiver import Receiver, ReceiverHost, ReceiverPorts
 from kvtransfer.transport import ReceiverPort, TransportName
@@ -78,21 +78,7 @@ def open_ports(
 
 def add_status(receiver: Receiver, message: node_pb2.NodeStatus) -> None:
     """What each writer holds here, what was refused, and each port's own figures."""
-    for holding in receiver.holdings.of_writers():
-        message.writers.add(
-            writer=holding.place.name,
-            writer_incarnation=holding.pair.writer,
-            host=holding.place.host,
-            transport=holding.place.transport.value,
-            grants=holding.grants,
-            blocks_granted=holding.blocks_granted,
-            blocks_quarantined=holding.blocks_quarantined,
-            taken_back_ms=_ms(holding.taken_back_s),
-            quarantined_ms=_ms(holding.quarantined_s),
-            why=holding.why,
-            bytes_landed=holding.bytes_landed,
-            landed_per_s=holding.landed_per_s,
-        )
+    message.writers.extend(receiver.holdings.of_writers())
     for what, count in sorted(receiver.refused.items()):
         message.counters.add(name=f"refused: {what}", value=count)
     message.counters.add(name="records checked", value=receiver.checks.records)
@@ -107,11 +93,6 @@ def add_status(receiver: Receiver, message: node_pb2.NodeStatus) -> None:
             elif isinstance(figure, dict):
                 for kind, times in figure.items():
                     message.counters.add(name=f"{name.value}: {what} {kind}", value=times)
-
-
-def _ms(age_s: float | None) -> int:
-    """At least 1 where there is an age at all."""
-    return 0 if age_s is None else max(1, round(age_s * 1000))
 
 
 def _open_port(

@@ -18,7 +18,7 @@ from kvtransfer.device.driver import CudaDriver, DeviceDriver, DeviceError
 from kvtransfer.device.host_driver import HostDriver
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.device.staging import STAGING_LIMITS, StagedRegion, StagingConfig
-from kvtransfer.negotiation import serving
+from kvtransfer.link import serving
 from kvtransfer.region import Region, RegionTooLarge
 from kvtransfer.transport import RegionKind, TransportName
 from kvtransfer.transports.rdma_device import DeviceBytes, HostBytes, RdmaRegion

@@ -18,7 +18,7 @@ from baton.lifecycle import Lifecycle
 from baton.log import get_log
 from baton.repeats import RepeatLog
 from baton.wire import ModelInfo, NodeRecord
-from kvtransfer.negotiation import differences
+from kvtransfer.link import differences
 from kvtransfer.writer import Handoff
 from node.peers import Peers
 from node.pool import DevicePool
@@ -100,14 +100,11 @@ class DecodeNodes:
 
     def _may_take(self, job: Job, records: Sequence[NodeRecord]) -> list[NodeRecord]:
         """Those of the same model with a region that is large enough, whatever is free there now."""
-        blocks = self._blocks_needed(job)
+        blocks = job.footprint(self._pool)
         large = [record for record in records if may_hold(record, blocks)]
         return [
             record for record in large if record.model is not None and not differences(self._pool.model, record.model)
         ]
-
-    def _blocks_needed(self, job: Job) -> int:
-        return self._pool.footprint(len(job.tokens), job.prompt_len, job.params.max_tokens)
 
     async def reserve(
         self, job: Job, *, sources_released: Callable[[], None], avoided_too: bool = True
@@ -127,7 +124,7 @@ class DecodeNodes:
                 affinity=self.affinity,
                 chain=chain,
                 avoid=job.request.avoid_decode,
-                blocks=self._blocks_needed(job),
+                blocks=job.footprint(self._pool),
                 avoided_too=avoided_too,
             )
         except BatonError as error:

@@ -17,6 +17,7 @@ from engine.scheduler import Sequence, SequenceMode
 from engine.types import FINISH_TO_PROTO, SamplingParams, logprobs_to_proto
 from kvtransfer.protocol.writer import HandoffEnd
 from kvtransfer.writer import Handoff, Metadata
+from node.pool import DevicePool
 from prefill_node.local_policy import LocalPolicy
 
 
@@ -43,20 +44,8 @@ class LocalRunner(Protocol):
         the end of that: look again every second or so."""
         ...
 
-    def avoided(self, job: Job) -> bool:
-        """Whether the request's router says that it does not get what this node writes."""
-        ...
-
     def never(self, job: Job) -> str | None:
         """Why the request can never run here, whatever is free. None: it can."""
-        ...
-
-    def growth(self, job: Job) -> int:
-        """Blocks to set aside for its answer, on top of the prompt's."""
-        ...
-
-    def granted(self) -> prefill_pb2.Granted:
-        """This node, as a decode node is named to a router."""
         ...
 
     def start(self, job: Job) -> Sequence | None:
@@ -115,6 +104,10 @@ class Job:
     @property
     def prompt_len(self) -> int:
         return len(self.request.prompt)
+
+    def footprint(self, pool: DevicePool) -> int:
+        """Blocks that it comes to hold in the node that writes its answer."""
+        return pool.footprint(len(self.tokens), self.prompt_len, self.params.max_tokens)
 
     @property
     def needs_decode(self) -> bool:

@@ -10,7 +10,6 @@ from batonpb import node_pb2, prefill_pb2_grpc, transfer_pb2_grpc
 
 from baton.runtime import NodeRuntime
 from baton.wire import Role
-from kvtransfer.status import HandoffObserver
 from kvtransfer.transport import TransportName
 from kvtransfer.transports.rdma_device import LentRegistration
 from node.main import Serving, serve_node
@@ -23,11 +22,11 @@ from prefill_node.node import PrefillNode
 from prefill_node.service import PrefillService
 
 
-async def serve(config: PrefillConfig, *, observer: HandoffObserver | None = None, **serving: Unpack[Serving]) -> None:
-    """See `serve_node`. `observer` is called at every stage of every handoff, for measurements."""
+async def serve(config: PrefillConfig, **serving: Unpack[Serving]) -> None:
+    """See `serve_node`."""
 
     def make(runtime: NodeRuntime, pool: DevicePool, opened: AsyncExitStack) -> PrefillHalf:
-        return PrefillHalf(config, runtime, pool, opened, observer=observer)
+        return PrefillHalf(config, runtime, pool, opened)
 
     await serve_node(config, Role.PREFILL, make, decodes=False, **serving)
 
@@ -42,13 +41,12 @@ class PrefillHalf:
         pool: DevicePool,
         opened: AsyncExitStack,
         *,
-        observer: HandoffObserver | None = None,
         lent: LentRegistration | None = None,
         local: LocalRunner | None = None,
     ) -> None:
         """See `Peers` for `lent`, `PrefillNode` for `local`. Raises InvalidField."""
         self._runtime = runtime
-        self.peers = Peers(runtime=runtime, config=config, pool=pool, observer=observer, lent=lent)
+        self.peers = Peers(runtime=runtime, config=config, pool=pool, lent=lent)
         opened.push_async_callback(self.peers.close)
         self.node = PrefillNode(config=config, pool=pool, peers=self.peers, local=local)
 

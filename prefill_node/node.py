@@ -33,7 +33,6 @@ from engine.types import (
     params_from_proto,
 )
 from kvtransfer.protocol.writer import HandoffEnd
-from kvtransfer.status import block_load
 from kvtransfer.writer import Handoff, Metadata, StepWrites
 from node.peers import Peers
 from node.pool import DevicePool
@@ -168,11 +167,11 @@ class PrefillNode:
             if full and not too_long:
                 return
             if not too_long and self._local is not None and self._is_kept(job, self._local):
-                growth = self._local.growth(job)
+                footprint = job.footprint(self.pool)
                 may = self._local.has_place and not self._local.yields(job)
-                job.kept = may and need + growth <= self.ledger.available
+                job.kept = may and footprint <= self.ledger.available
                 if job.kept:
-                    need += growth
+                    need = footprint
                 elif not self._others(job):
                     return  # nobody to hand it to: it waits for room here, and those behind it wait too
             self._queue.popleft()
@@ -194,7 +193,7 @@ class PrefillNode:
 
     def _is_kept(self, job: Job, local: LocalRunner) -> bool:
         """Whether it is to run here, as far as it ever can."""
-        if not job.needs_decode or local.never(job) is not None or self._only_others_reached(job, local):
+        if not job.needs_decode or local.never(job) is not None or self._only_others_reached(job):
             return False
         cached = self._blocks.match_prompt(job.tokens, job.request.cache_salt)
         return is_kept(
@@ -211,7 +210,7 @@ class PrefillNode:
         """
         local = self._local
         if local is not None and job.kept and self._keep(job, local):
-            return prefill_pb2.PrefillEvent(granted=local.granted())
+            return prefill_pb2.PrefillEvent(granted=self._peers.granted_here())
         slow = self._loop.call_later(GRANT_WAIT_MS_MAX / 1000, self._go_past, job)
         try:
             asked = await self.decode_nodes.reserve(
@@ -224,10 +223,10 @@ class PrefillNode:
             return granted_event(asked)
         if local is not None and falls_back(local.policy, asked.reasons):
             # The router reaches one that may have room later.
-            waits = self._only_others_reached(job, local) and asked.reasons & TAKES_NONE_NOW
+            waits = self._only_others_reached(job) and asked.reasons & TAKES_NONE_NOW
             if not waits and not local.yields(job) and self._keep(job, local):
                 self.decode_nodes.wants_no_more(job, asked.full)
-                return prefill_pb2.PrefillEvent(granted=local.granted())
+                return prefill_pb2.PrefillEvent(granted=self._peers.granted_here())
             never = local.never(job)
             if never is not None and asked.reasons <= NOT_THERE and not self.decode_nodes.may_be_held(job):
                 raise bad_field("prompt", f"{never}.", reason=Reason.PROMPT_TOO_LONG)
@@ -236,9 +235,13 @@ class PrefillNode:
         finally:
             del asked  # or the error, and the job with it, would refer to itself, by this frame in its traceback
 
-    def _only_others_reached(self, job: Job, local: LocalRunner) -> bool:
+    def _is_avoided(self, job: Job) -> bool:
+        """Whether its router says that it does not get what this node writes."""
+        return self._peers.runtime.incarnation in job.request.avoid_decode
+
+    def _only_others_reached(self, job: Job) -> bool:
         """Whether its router does not reach this node, and reaches a decode node that may come to hold it."""
-        return local.avoided(job) and self.decode_nodes.ready_for(job, avoided_too=False) > 0
+        return self._is_avoided(job) and self.decode_nodes.ready_for(job, avoided_too=False) > 0
 
     def _others(self, job: Job) -> int:
         """How many decode nodes there are to hand it to."""
@@ -250,7 +253,7 @@ class PrefillNode:
         local = self._local
         if local is None or local.policy.fallback is LocalFallback.NEVER:
             return True
-        return local.avoided(job) or local.never(job) is not None
+        return self._is_avoided(job) or local.never(job) is not None
 
     def _go_past(self, job: Job) -> None:
         """A decode node does not answer: it may be dead, and those behind this request are not to wait until it is."""
@@ -301,7 +304,7 @@ class PrefillNode:
         """Pin the prompt's blocks until the transport has let go of them, and send what decode lacks of the cached."""
         self.ledger.hold(table)
         job.pinned = list(table)
-        handoff.pin(len(table))
+        handoff.pinned_blocks = len(table)
         job.next_block = handoff.prefix_skip
         writes = self._plan_writes(job, handoff, cached_blocks)
         if writes is not None:
@@ -414,7 +417,7 @@ class PrefillNode:
             waiting_requests=len(self._queue),
             running_requests=sum(not job.local for job in self._admitted.values()),
             waiting_tokens=self._tokens_left((*self._admitted.values(), *self._queue)),
-            blocks=block_load(self.ledger),
+            blocks=self.ledger.books(),
             prefill_tokens_per_s=self._rate.per_s(self._loop.time()),
             requests_taken=self._requests_taken,
             transports_given_up=self._peers.transports_given_up,

@@ -53,9 +53,11 @@ class ChatTemplate:
             text = f"The chat template of {folder} cannot be read: {error}."
             raise BatonError(Reason.MODEL_BROKEN, text, field="model") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]], told: Mapping[str, Any], *, field: str = "messages") -> str:
-        """The text, special tokens spelt out. `told` are further variables. Raises BatonError of `field`."""
-        variables = {"tools": None, "documents": None, **self._tokens, **told, "messages": messages}
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any], *, field: str = "messages"
+    ) -> str:
+        """The text, special tokens spelt out. `extra` are further variables. Raises BatonError of `field`."""
+        variables = {"tools": None, "documents": None, **self._tokens, **extra, "messages": messages}
         try:
             return self._template.render(variables)
         except _TEMPLATE_FAULTS as error:

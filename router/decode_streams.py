@@ -141,7 +141,7 @@ class DecodeSubscription:
         self.lost_s = 0.0
         """When the last stream ended for good, by the clock's monotonic time."""
         self.users = 0
-        """Attempts that may still have something to ask of the node or to tell it."""
+        """Attempts that may still call the node."""
 
     def add(self, inbox: Inbox) -> None:
         self._inboxes[inbox.key] = inbox
@@ -158,7 +158,7 @@ class DecodeSubscription:
             self._task = asyncio.create_task(self._run(), name=f"subscribe-{self.name}")
 
     def let_go(self, inbox: Inbox) -> None:
-        """The attempt is over: the node forgets a finished answer, and is told to stop an unfinished one."""
+        """The attempt is over: the node forgets a finished answer, and stops an unfinished one."""
         if self._inboxes.pop(inbox.key, None) is not None:
             self._done(inbox.key)
         if inbox.finish is None:
@@ -305,7 +305,7 @@ class DecodeSubscription:
                 inbox.give_up(_given_up(self.name, message))
 
     def _done(self, key: RequestKey) -> None:
-        """Nothing more is wanted of this request; the node is told on the stream."""
+        """Nothing more is wanted of this request; the stream says so to the node."""
         self._dones.append(key)
         self._wake.set()
 
@@ -359,7 +359,7 @@ class DecodeStreams:
         clock: Clock,
         repeats: RepeatLog,
     ) -> None:
-        """`repeats` is told when a node is reached again."""
+        """`repeats` ends a problem when its node is reached again."""
         self.config = config
         self.own = own
         self.channels = channels

@@ -37,7 +37,7 @@ from router.choices import Answer, run_choices
 from router.config import RouterConfig
 from router.metrics import RouterMetrics
 from router.node import CutOff, RouterNode, client_guard
-from router.openai import Json, OpenAiCall, Replies, Usage
+from router.openai import Json, OpenAiCall, Replies
 from router.request import ClientCall
 
 log = get_log("http")
@@ -113,29 +113,27 @@ class CallReply(Response):
 
     async def _whole(self, events: Events) -> None:
         call = self._call
-        usage = Usage(n=call.n)
         tokens: list[list[inference_pb2.Tokens]] = [[] for _ in range(len(call.requests) * call.n)]
         reasons = [common_pb2.FINISH_REASON_UNSPECIFIED] * len(tokens)
         async for index, event in events:
-            usage.take(index, event)
+            self._replies.count(index, event)
             if event.HasField("tokens"):
                 tokens[index].append(event.tokens)
             elif event.HasField("finished"):
                 reasons[index] = event.finished.reason
-        answer = self._replies.whole(list(zip(tokens, reasons, strict=True)), usage)
+        answer = self._replies.whole(list(zip(tokens, reasons, strict=True)))
         self._begun = True
         await JSONResponse(answer, headers=self._extra)(*self._asgi)
 
     async def _stream(self, events: Events) -> None:
         """Nothing is sent before the first token: until then an error still has a status of its own."""
-        usage = Usage(n=self._call.n)
         async for index, event in events:
-            usage.take(index, event)
+            self._replies.count(index, event)
             chunk = self._replies.chunk(index, event)
             if chunk is not None:
                 await self._send_data(chunk)
         if self._call.include_usage:
-            await self._send_data(self._replies.usage_chunk(usage))
+            await self._send_data(self._replies.usage_chunk())
         await self._end()
 
     async def _send_data(self, data: Json) -> None:

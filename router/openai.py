@@ -61,7 +61,7 @@ _T = TypeVar("_T", bool, str, dict[str, Any])
 
 _Prompt = str | Sequence[int]
 EncodeChat = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], Sequence[int]]
-"""Messages, and what else the chat template is told, to token ids. Raises BatonError."""
+"""Messages and further variables of the chat template to token ids. Raises BatonError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +113,9 @@ def parse_chat(body: Mapping[str, Any], encode: EncodeChat) -> OpenAiCall:
         _set_integer(sampling, body, "top_logprobs", "logprobs")
     elif body.get("top_logprobs"):
         raise bad_field("top_logprobs", "top_logprobs needs logprobs: true.")
-    told = {"add_generation_prompt": _typed(body, "add_generation_prompt", True)}
-    told |= _typed(body, "chat_template_kwargs", {})
-    return _call(body, [encode(_messages(body.get("messages")), told)], sampling, chat=True)
+    extra = {"add_generation_prompt": _typed(body, "add_generation_prompt", True)}
+    extra |= _typed(body, "chat_template_kwargs", {})
+    return _call(body, [encode(_messages(body.get("messages")), extra)], sampling, chat=True)
 
 
 def _call(
@@ -340,41 +340,36 @@ def model_json(model: ModelInfo, *, created: int, tokens_max: int) -> Json:
 
 
 @dataclass(slots=True, kw_only=True)
-class Usage:
-    """Counts over all answers of a call; a prompt counts once however many answers it has."""
-
-    n: int
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-
-    def take(self, index: int, event: inference_pb2.GenerateEvent) -> None:
-        first = index % self.n == 0
-        if event.HasField("started") and first:
-            self.prompt_tokens += event.started.prompt_tokens
-        elif event.HasField("finished"):
-            self.completion_tokens += event.finished.stats.output_tokens
-            self.cached_tokens += event.finished.stats.prompt_tokens_cached if first else 0
-
-    def json(self) -> Json:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
-
-
-@dataclass(slots=True, kw_only=True)
 class Replies:
-    """Makes the answers of one call. Mutable: knows which choices have said their role, and how long their text is."""
+    """Makes the JSON of one call's answers. Mutable: knows which choices have begun, and how long each is."""
 
     id: str
     call: OpenAiCall
     model: str
     created: int
     token_text: Callable[[int], str]
+    prompt_tokens: int = 0
+    """Over all answers; a prompt counts once however many answers it has."""
+    cached_tokens: int = 0
+    completion_tokens: int = 0
     _offsets: dict[int, int] = field(default_factory=dict)
+
+    def count(self, index: int, event: inference_pb2.GenerateEvent) -> None:
+        """Each event of each answer counts in the usage."""
+        first = index % self.call.n == 0
+        if event.HasField("started") and first:
+            self.prompt_tokens += event.started.prompt_tokens
+        elif event.HasField("finished"):
+            self.completion_tokens += event.finished.stats.output_tokens
+            self.cached_tokens += event.finished.stats.prompt_tokens_cached if first else 0
+
+    def usage(self) -> Json:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
 
     def chunk(self, index: int, event: inference_pb2.GenerateEvent) -> Json | None:
         """The chunk for one event of a stream, or None where it has nothing to say."""
@@ -388,13 +383,11 @@ class Replies:
             return None
         return self._chunk([self._piece(index, tokens.text, [tokens], first=first, finish=None)])
 
-    def usage_chunk(self, usage: Usage) -> Json:
+    def usage_chunk(self) -> Json:
         """The last one of a stream that asked for it."""
-        return {**self._chunk([]), "usage": usage.json()}
+        return {**self._chunk([]), "usage": self.usage()}
 
-    def whole(
-        self, answers: Sequence[tuple[list[inference_pb2.Tokens], common_pb2.FinishReason]], usage: Usage
-    ) -> Json:
+    def whole(self, answers: Sequence[tuple[list[inference_pb2.Tokens], common_pb2.FinishReason]]) -> Json:
         """The answer of a call that is no stream."""
         choices = []
         for index, (tokens, reason) in enumerate(answers):
@@ -402,7 +395,7 @@ class Replies:
             content: Json = {"message": {"role": "assistant", "content": text}} if self.call.chat else {"text": text}
             logprobs = self._logprobs(index, tokens)
             choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": _FINISH[reason]})
-        return {**self._head("chat.completion"), "choices": choices, "usage": usage.json()}
+        return {**self._head("chat.completion"), "choices": choices, "usage": self.usage()}
 
     def _chunk(self, choices: list[Json]) -> Json:
         chunk = {**self._head("chat.completion.chunk"), "choices": choices}

@@ -158,7 +158,7 @@ class PinKeeper:
         return pin is not None or any(dropped)
 
     def follow_directory(self) -> None:
-        """The known nodes have changed: one that has just come is told of the pins at once."""
+        """The known nodes have changed: one that has just come gets the pins at once."""
         present = {record.incarnation for record in self._reachable()}
         for incarnation in [i for i, lock in self._locks.items() if i not in present and not lock.locked()]:
             del self._locks[incarnation]
@@ -232,7 +232,7 @@ class PinKeeper:
         return reply
 
     async def _drop(self, name: str, version: int, record: NodeRecord) -> bool:
-        """Whether the node had it. One that cannot be told keeps the pin until its lease is over."""
+        """Whether the node had it. One that cannot be reached keeps the pin until its lease is over."""
         request = pins_pb2.DropPinRequest(header=self._header(record), name=name, version=version)
         async with self._lock(record):
             try:

@@ -25,7 +25,7 @@ log = get_log("router")
 
 
 def region_tokens(record: NodeRecord) -> int:
-    """Tokens that the node's region holds when nothing else is in it; 0 where its record does not tell (yet)."""
+    """Tokens that the node's region holds when nothing else is in it; 0 while its record does not say."""
     return record.load.blocks.total * record.model.block_size if record.model is not None else 0
 
 
@@ -64,10 +64,15 @@ def tokens_max(records: Sequence[NodeRecord], model: ModelInfo) -> int:
 
 def _most(records: Sequence[NodeRecord], model: ModelInfo, role: Role, *, beside_pins: bool = False) -> int:
     """What one node of the role holds at most, within the model's context; that where none is there, or not known."""
+
+    def holds(record: NodeRecord) -> int:
+        if not region_tokens(record):
+            return model.context_len_max
+        pinned = record.load.blocks.pinned if beside_pins else 0
+        return region_tokens(record) - pinned * model.block_size
+
     sizes = [
-        region_tokens(record) - beside_pins * record.load.blocks.pinned * model.block_size
-        if region_tokens(record)
-        else model.context_len_max
+        holds(record)
         for record in records
         if record.role.serves(role) and record.model is not None and record.model.fingerprint == model.fingerprint
     ]

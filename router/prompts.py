@@ -69,9 +69,9 @@ class PromptEncoder:
         return self.codec.encode(request.text)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], told: Mapping[str, Any], *, field: str = "messages"
+        self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any], *, field: str = "messages"
     ) -> Sequence[int]:
-        """`told` are further variables of the template; `field` is where errors point to.
+        """`extra` are further variables of the template; `field` is where errors point to.
 
         Raises BatonError NO_CHAT_TEMPLATE, PROMPT_TOO_LONG, or BAD_FIELD where the template refuses the messages.
         """
@@ -82,7 +82,7 @@ class PromptEncoder:
                 "that has a chat_template.jinja.",
                 field=field,
             )
-        text = self._template.render(messages, told, field=field)
+        text = self._template.render(messages, extra, field=field)
         self._check_chars(len(text), _CHAT_OF, field)
         return self.codec.encode_rendered(text)
 

@@ -403,10 +403,6 @@ class PairEntry:
     fencing: bool = False
 
 
-class ReceiverProtocolError(AssertionError):
-    """The machine broke its own table: a bug of ours. Carries the story of the grant."""
-
-
 class ReceiverMachine:
     """All grants that one receiver process has given. See the module's docstring for the contract."""
 
@@ -427,7 +423,7 @@ class ReceiverMachine:
             RecordsChecked: self._checked,
             WriterReleased: self._released,
             PairFenced: self._fenced,
-            WriterSuspected: self._suspected,
+            WriterSuspected: lambda e: self._start_fence(e.pair),
             RequestCancelled: self._cancelled,
             RequestEnded: self._ended,
             ResolveAsked: self._resolve,
@@ -453,13 +449,15 @@ class ReceiverMachine:
     def forget_pair(self, pair: Pair) -> list[ReceiverInstruction]:
         """Forget a fenced pair whose writer is gone, as far as is known. Does nothing while a grant of it lives.
 
-        If the writer comes back, it connects anew, in an epoch that it has not had."""
+        If the writer comes back, it connects anew, in an epoch that it has not had: no epoch is given twice, so all
+        pairs go on from here. The writer takes a later epoch as the sign of a fence; without it, its writes in doubt
+        would hold up its numbering for good."""
         self._out = []
         state = self._pairs.get(pair)
         if state is not None and self.is_quiet(pair):
             for grant in self._grants_of(state):
                 self._forget(grant)
-            self._forget_pair(pair)
+            self._first_epoch = max(self._first_epoch, self._pairs.pop(pair).epoch)
         return self._out
 
     # Questions. They change nothing.
@@ -467,15 +465,6 @@ class ReceiverMachine:
     def epoch(self, pair: Pair) -> Epoch:
         """The epoch that new connections of the pair carry."""
         return self._pair(pair).epoch
-
-    def admits_write(self, pair: Pair, epoch: Epoch, grant: GrantId) -> bool:
-        """May bytes of this grant, on a connection of this epoch, land? For transports whose receiver can still refuse.
-
-        The epoch alone is not enough. After a connection broke, its writer releases the grant while bytes may still be
-        on their way here, in an epoch that nobody had a reason to raise.
-        """
-        known = self._grant(grant, pair)
-        return known is not None and known.state in UNCOMMITTED and known.epoch == epoch == self.epoch(pair)
 
     def has_answered(self, pair: Pair, number: ReserveNumber) -> bool:
         """Is the answer to this Reserve stored? A repeat gets it, whatever has changed here meanwhile."""
@@ -577,7 +566,9 @@ class ReceiverMachine:
             blocks=blocks,
             prefix=event.prefix,
         )
-        self._enter(grant)
+        self._grants[grant.id] = grant
+        pair.by_number[grant.number] = grant.id
+        self._by_request.setdefault(grant.key.request, set()).add(grant.id)
         self._out.append(StartGrantTimer(grant=grant.id, kind=TimerKind.LEASE))
         self._answer_granted(grant)
 
@@ -713,9 +704,6 @@ class ReceiverMachine:
             if grant.state in UNCOMMITTED and grant.epoch <= event.epoch:
                 self._step(grant, Step.FENCE, GrantState.FENCED)
 
-    def _suspected(self, event: WriterSuspected) -> None:
-        self._start_fence(event.pair)
-
     def _start_fence(self, pair_key: Pair) -> None:
         """A fence ends the right of the whole pair. Its open grants cannot commit, so their requests let go now."""
         pair = self._pair(pair_key)
@@ -781,10 +769,7 @@ class ReceiverMachine:
     def _step(self, grant: GrantEntry, step: Step, to: GrantState) -> None:
         allowed = TRANSITIONS.get((grant.state, step), ())
         line = f"{grant.state.value} --{step.value}--> {to.value}"
-        if to not in allowed:
-            raise ReceiverProtocolError(
-                f"grant {grant.id.hex()} of {grant.key}: {line} is not in the table; story: {grant.story}"
-            )
+        assert to in allowed, f"grant {grant.id.hex()}: {line} is not in the table; story: {grant.story}"
         grant.story = (*grant.story, line)[-self.limits.story_steps_max :]
         came_from, grant.state = grant.state, to
         if to is came_from:
@@ -856,23 +841,13 @@ class ReceiverMachine:
             self._forget(grant)
 
     def _forget(self, grant: GrantEntry) -> None:
-        self._remove(grant)
-        self._out.append(ForgetGrant(grant=grant.id))
-
-    # Entries: grants, pairs, dead attempts.
-
-    def _enter(self, grant: GrantEntry) -> None:
-        self._grants[grant.id] = grant
-        self._pair(grant.pair).by_number[grant.number] = grant.id
-        self._by_request.setdefault(grant.key.request, set()).add(grant.id)
-
-    def _remove(self, grant: GrantEntry) -> None:
         del self._grants[grant.id]
         del self._pairs[grant.pair].by_number[grant.number]
         siblings = self._by_request[grant.key.request]
         siblings.remove(grant.id)
         if not siblings:
             del self._by_request[grant.key.request]
+        self._out.append(ForgetGrant(grant=grant.id))
 
     def _add_tombstone(self, key: RequestKey) -> None:
         """Leave a tombstone: no Reserve or Commit of this attempt, or of one before it, is accepted from now on."""
@@ -883,11 +858,6 @@ class ReceiverMachine:
 
     def _pair(self, pair: Pair) -> PairEntry:
         return self._pairs.setdefault(pair, PairEntry(epoch=self._first_epoch))
-
-    def _forget_pair(self, pair: Pair) -> None:
-        """No epoch is given twice, so all pairs go on from here. A writer that was believed dead and comes back takes a
-        later epoch as the sign of a fence; without it, its writes in doubt would hold up its numbering for good."""
-        self._first_epoch = max(self._first_epoch, self._pairs.pop(pair).epoch)
 
     def _grant(self, grant: GrantId, pair: Pair) -> GrantEntry | None:
         """The grant, if it was given to this pair: what another pair says about it does not count."""

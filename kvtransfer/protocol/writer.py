@@ -2,7 +2,7 @@
 
 A state machine without I/O: `handle(event) -> list[WriterInstruction]`. It changes only itself, is owned by one thread
 and knows no clock: the shell measures the lease (from the *sending* of the Reserve or Renew that was answered) and
-reports `LeaseLapsed`. A handoff goes by the *number* of its Reserve; see `protocol.receiver`.
+gives up when it has lapsed. A handoff goes by the *number* of its Reserve; see `protocol.receiver`.
 
     ASKING      Reserve sent                      WRITING    granted: writes may be posted
     COMMITTING  all posted, seal and Commit sent  DRAINING   given up: waiting for posted writes to complete
@@ -122,11 +122,6 @@ class WritesCompleted(HandoffEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WritesDropped(HandoffEvent):
-    """A posted write or the seal will never arrive (a copy failed, the link ended): the handoff cannot succeed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class WritesInDoubt(HandoffEvent):
     """The link ended with posted writes on their way: they complete here, and may land yet. Comes before completion."""
 
@@ -148,23 +143,19 @@ class CommitUnanswered(HandoffEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RenewRefused(HandoffEvent):
-    """The receiver has revoked the grant."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RevokeAsked(HandoffEvent):
     pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandoffCancelled(HandoffEvent):
-    pass
+class GiveUp(HandoffEvent):
+    """The handoff cannot succeed, or nobody wants it.
 
+    CANCELLED: by its owner. REVOKED: the receiver has refused to renew the grant. LEASE_LAPSED: no renewal was answered
+    in time, counted from the sending of the last one that was. LINK_LOST: a posted write or the seal will never arrive.
+    """
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseLapsed(HandoffEvent):
-    """No renewal was answered in time, counted from the sending of the last one that was."""
+    end: HandoffEnd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,10 +250,6 @@ class ReportEnd(WriterInstruction):
     end: HandoffEnd
 
 
-class WriterProtocolError(AssertionError):
-    """The machine broke its own table: a bug of ours. Carries the story of the handoff."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterLimits:
     live_span_max: int = 4096
@@ -304,14 +291,11 @@ class WriterMachine:
             WritesPosted: self._posted,
             WritesInDoubt: self._writes_in_doubt,
             WritesCompleted: self._completed,
-            WritesDropped: lambda e: self._give_up(e.number, HandoffEnd.LINK_LOST),
             AllPosted: self._all_posted,
             CommitAnswered: self._commit_answered,
             CommitUnanswered: self._commit_unanswered,
-            RenewRefused: lambda e: self._give_up(e.number, HandoffEnd.REVOKED),
             RevokeAsked: self._revoke_asked,
-            HandoffCancelled: lambda e: self._give_up(e.number, HandoffEnd.CANCELLED),
-            LeaseLapsed: lambda e: self._give_up(e.number, HandoffEnd.LEASE_LAPSED),
+            GiveUp: lambda e: self._give_up(e.number, e.end),
             ReleaseAnswered: self._release_answered,
             ReleaseUnanswered: self._release_unanswered,
             LinkLost: self._link_lost,
@@ -356,13 +340,17 @@ class WriterMachine:
         """Posted writes whose sources the transport still reads."""
         return sum(h.outstanding for h in self._handoffs.values())
 
+    def outstanding_of(self, number: ReserveNumber) -> int:
+        """The same of one handoff."""
+        return self._handoffs[number].outstanding if number in self._handoffs else 0
+
+    def knows(self, number: ReserveNumber) -> bool:
+        """It is not over, or its sources are still being read."""
+        return number in self._handoffs
+
     def state_of(self, number: ReserveNumber) -> WriterState:
         known = self._handoffs.get(number)
         return known.state if known else _W.DONE
-
-    def is_in_doubt(self, number: ReserveNumber) -> bool:
-        """Writes of this number were on their way when their link ended, and the peer was given up before it knew."""
-        return number in self._in_doubt
 
     def may_post(self, number: ReserveNumber) -> bool:
         return self.state_of(number) is _W.WRITING
@@ -371,10 +359,8 @@ class WriterMachine:
 
     def _step(self, handoff: HandoffEntry, step: WriterStep, to: WriterState) -> None:
         line = f"{handoff.state.value} --{step.value}--> {to.value}"
-        if to not in WRITER_TRANSITIONS.get((handoff.state, step), ()):
-            raise WriterProtocolError(
-                f"handoff {handoff.number} of {handoff.key}: {line} is not in the table; story: {handoff.story}"
-            )
+        allowed = WRITER_TRANSITIONS.get((handoff.state, step), ())
+        assert to in allowed, f"handoff {handoff.number}: {line} is not in the table; story: {handoff.story}"
         handoff.story = (*handoff.story, line)[-self.limits.story_steps_max :]
         handoff.state = to
         if to is _W.DRAINING:
@@ -427,25 +413,28 @@ class WriterMachine:
         self._handoffs[number] = HandoffEntry(number=number, key=event.key)
         self._out.append(SendReserve(number=number, lowest_live=self.lowest_live, key=event.key))
 
+    def _in(self, number: ReserveNumber, state: WriterState) -> HandoffEntry | None:
+        """The handoff, if it is in this state: an answer that comes too late changes nothing."""
+        handoff = self._handoffs.get(number)
+        return handoff if handoff is not None and handoff.state is state else None
+
     def _granted(self, event: ReserveGranted) -> None:
         # A later epoch means that the receiver has fenced the earlier ones.
         self._in_doubt = {n: e for n, e in self._in_doubt.items() if e >= event.epoch}
-        handoff = self._handoffs.get(event.number)
-        if handoff is None or handoff.state is not _W.ASKING:
-            return  # the answer came too late: the Release under way or answered covers it
+        handoff = self._in(event.number, _W.ASKING)
+        if handoff is None:
+            return  # the Release under way or answered covers it
         handoff.grant, handoff.epoch, handoff.sources_held = event.grant, event.epoch, True
         self._step(handoff, WriterStep.GRANTED, _W.WRITING)
         self._out.append(StartWriting(number=event.number, grant=event.grant, epoch=event.epoch))
 
     def _refused(self, event: ReserveRefused) -> None:
-        handoff = self._handoffs.get(event.number)
-        if handoff is not None and handoff.state is _W.ASKING:
+        if handoff := self._in(event.number, _W.ASKING):
             self._report(handoff, HandoffEnd.REFUSED)
             self._step(handoff, WriterStep.REFUSED, _W.DONE)
 
     def _unanswered(self, event: ReserveUnanswered) -> None:
-        handoff = self._handoffs.get(event.number)
-        if handoff is not None and handoff.state is _W.ASKING:
+        if handoff := self._in(event.number, _W.ASKING):
             self._report(handoff, HandoffEnd.UNANSWERED)
             self._step(handoff, WriterStep.UNANSWERED, _W.RELEASING)
 
@@ -471,8 +460,8 @@ class WriterMachine:
             self._forget_if_over(handoff)
 
     def _all_posted(self, event: AllPosted) -> None:
-        handoff = self._handoffs.get(event.number)
-        if handoff is None or handoff.state is not _W.WRITING:
+        handoff = self._in(event.number, _W.WRITING)
+        if handoff is None:
             return  # given up while the last layer was computed
         self._step(handoff, WriterStep.ALL_POSTED, _W.COMMITTING)
         self._out.append(
@@ -497,18 +486,15 @@ class WriterMachine:
         )
 
     def _commit_answered(self, event: CommitAnswered) -> None:
-        handoff = self._handoffs.get(event.number)
-        if handoff is None or handoff.state is not _W.COMMITTING:
-            return
-        if event.committed:
+        handoff = self._in(event.number, _W.COMMITTING)
+        if handoff is not None and event.committed:
             self._report(handoff, HandoffEnd.COMMITTED)
             self._step(handoff, WriterStep.COMMITTED, _W.DONE)
-        else:
+        elif handoff is not None:
             self._give_up(event.number, HandoffEnd.CORRUPT if event.corrupt else HandoffEnd.REVOKED)
 
     def _commit_unanswered(self, event: CommitUnanswered) -> None:
-        handoff = self._handoffs.get(event.number)
-        if handoff is not None and handoff.state is _W.COMMITTING:
+        if handoff := self._in(event.number, _W.COMMITTING):
             self._send_commit(handoff)
 
     def _give_up(self, number: ReserveNumber, end: HandoffEnd) -> None:
@@ -523,7 +509,8 @@ class WriterMachine:
         assert event.number < self._next, (event, self._next)
         handoff = self._handoffs.get(event.number)
         if handoff is None:
-            self._out.append(AnswerRevoke(number=event.number, in_doubt=self.is_in_doubt(event.number)))
+            # Writes in doubt: they were on their way when their link ended, and the peer was given up before it knew.
+            self._out.append(AnswerRevoke(number=event.number, in_doubt=event.number in self._in_doubt))
             return
         if handoff.state is _W.RELEASING:
             self._out.append(AnswerRevoke(number=event.number, in_doubt=handoff.in_doubt))
@@ -532,14 +519,12 @@ class WriterMachine:
         self._give_up(event.number, HandoffEnd.REVOKED)
 
     def _release_answered(self, event: ReleaseAnswered) -> None:
-        handoff = self._handoffs.get(event.number)
-        if handoff is not None and handoff.state is _W.RELEASING:
+        if handoff := self._in(event.number, _W.RELEASING):
             handoff.in_doubt = False  # the receiver has fenced the pair
             self._step(handoff, WriterStep.RELEASE_ANSWERED, _W.DONE)
 
     def _release_unanswered(self, event: ReleaseUnanswered) -> None:
-        handoff = self._handoffs.get(event.number)
-        if handoff is not None and handoff.state is _W.RELEASING:
+        if handoff := self._in(event.number, _W.RELEASING):
             self._send_release(handoff)
 
     def _link_lost(self, event: LinkLost) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from baton.ids import GrantId, Pair
 from baton.tasks import call_loop
 from kvtransfer.native.copy import contiguous
-from kvtransfer.transport import DataEndpoint, Seal, WriteOps, WriterEvents
+from kvtransfer.transport import ConnectError, DataEndpoint, Seal, WriteOps, WriterEvents
 from kvtransfer.transports.control_channel import Message, Sealed, SealSent, WriterChannel, close_politely
 from kvtransfer.transports.limits import LinkLimits
 from kvtransfer.transports.post_queue import Batch, Completed, OpsPart, PostQueue, Taken
@@ -231,7 +231,7 @@ class ChainLink(ChannelLink):
         queue: QueueLimits,
         seals_max: int,
     ) -> None:
-        """At most `seals_max` seals are on their way. Starts the thread. Raises RuntimeError: there can be no more."""
+        """At most `seals_max` seals are on their way. Starts the thread. Raises ConnectError: there can be no more."""
         super().__init__(channel, endpoint=endpoint, pair=pair, events=events, loop=loop, limits=limits)
         self.region_nbytes = dst_nbytes
         """Of the receiver's region."""
@@ -252,7 +252,10 @@ class ChainLink(ChannelLink):
         self._thread = threading.Thread(
             target=self._run, name=f"{self.transport.value}-post-{pair.receiver:x}", daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise ConnectError(f"{endpoint.address}: no thread to post with: {error}") from error
         loop.add_reader(self._sock, self._read)
 
     def describe(self) -> dict[str, object]:

@@ -436,13 +436,7 @@ class WriterChannel:
     @classmethod
     async def open(cls, listens: str, loop: asyncio.AbstractEventLoop, codec: Codec, *, address: str) -> WriterChannel:
         """Connect to `listens`, host:port. Raises OSError, and BatonError BAD_ENDPOINT."""
-        sock = await open_connection(listens, loop)
-        try:
-            tune(sock)
-        except BaseException:
-            sock.close()
-            raise
-        return cls(sock, loop, codec, address=address)
+        return cls(await open_connection(listens, loop), loop, codec, address=address)
 
     async def shake_hands(self, secret: bytes, hello: Hello) -> Welcome:
         """Prove the pair's secret, and have the receiver prove it.
@@ -788,14 +782,6 @@ _NUMBER_MASK: Final = 0xFFFF_FFFF
 """What comes beside the data has 32 bits of a seal's number."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Parts:
-    """Of one seal. `arrived` has a bit for each way on which its number has come."""
-
-    message: SealSent | None = None
-    arrived: int = 0
-
-
 class SealGather:
     """Joins the parts of each seal of rdma or ucx, in any order: its message, and its number on each way that the data
     took. Pure."""
@@ -805,43 +791,47 @@ class SealGather:
         self._epoch = epoch
         self._ways = ways
         self._seals_max = seals_max
-        self._parts: dict[int, _Parts] = {}
+        self._messages: dict[int, SealSent] = {}
+        self._arrived: dict[int, int] = {}
+        """By number, a bit for each way on which it has come."""
 
     @property
     def waiting(self) -> bool:
         """A message has come whose numbers have not, or not all."""
-        return any(parts.message is not None for parts in self._parts.values())
+        return bool(self._messages)
 
     def message_came(self, message: SealSent) -> SealSent | None:
         """The message again if the seal is whole now. Raises Refusal: SEAL, a part that is wrong or has come before;
         SEALS_MAX, too many seals lack a part."""
         if message.seal.epoch != self._epoch or not 0 < message.ways_mask < 1 << self._ways:
             raise Refusal(RefusalReason.SEAL)
-        parts = self._of(message.number)
-        if parts.message is not None:
+        number = self._admitted(message.number)
+        if number in self._messages:
             raise Refusal(RefusalReason.SEAL)
-        parts.message = message
-        return self._whole(message.number, parts)
+        self._messages[number] = message
+        return self._whole(number)
 
     def number_came(self, number: int, way: int = 0) -> SealSent | None:
         """Beside the data: the seal if it is whole now. Raises as `message_came`."""
-        parts = self._of(number)
-        if parts.arrived >> way & 1:
+        number = self._admitted(number)
+        if self._arrived.get(number, 0) >> way & 1:
             raise Refusal(RefusalReason.SEAL)
-        parts.arrived |= 1 << way
-        return self._whole(number, parts)
+        self._arrived[number] = self._arrived.get(number, 0) | 1 << way
+        return self._whole(number)
 
-    def _of(self, number: int) -> _Parts:
+    def _admitted(self, number: int) -> int:
         number &= _NUMBER_MASK
-        if number not in self._parts and len(self._parts) >= self._seals_max:
+        is_new = number not in self._messages and number not in self._arrived
+        if is_new and len(self._messages.keys() | self._arrived.keys()) >= self._seals_max:
             raise Refusal(RefusalReason.SEALS_MAX)
-        return self._parts.setdefault(number, _Parts())
+        return number
 
-    def _whole(self, number: int, parts: _Parts) -> SealSent | None:
-        if parts.message is None or parts.arrived != parts.message.ways_mask:
+    def _whole(self, number: int) -> SealSent | None:
+        message = self._messages.get(number)
+        if message is None or self._arrived.get(number) != message.ways_mask:
             return None
-        del self._parts[number & _NUMBER_MASK]
-        return parts.message
+        del self._arrived[number]
+        return self._messages.pop(number)
 
 
 # Sockets.
@@ -857,8 +847,8 @@ USER_TIMEOUT_MS: Final = 20_000
 
 
 def tune(sock: socket.socket) -> None:
-    """Send at once, and notice a peer whose machine or network is gone. Buffer sizes are left to the kernel: setting
-    one would switch off its own tuning, which knows the path better."""
+    """Send at once, and notice a peer whose machine or network is gone. Setting a buffer size would switch off the
+    kernel's own tuning, which knows the path better."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
@@ -868,7 +858,7 @@ def tune(sock: socket.socket) -> None:
 
 
 async def open_connection(address: str, loop: asyncio.AbstractEventLoop) -> socket.socket:
-    """A non-blocking connection to the first address of `address` (host:port) that takes one; the caller's.
+    """A tuned, non-blocking connection to the first address of `address` (host:port) that takes one; the caller's.
 
     Raises:
         BatonError: BAD_ENDPOINT.
@@ -879,6 +869,7 @@ async def open_connection(address: str, loop: asyncio.AbstractEventLoop) -> sock
     for family, kind, protocol, _, at in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         sock = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
         try:
+            tune(sock)
             await loop.sock_connect(sock, at)
             return sock
         except OSError as error:
@@ -898,10 +889,8 @@ def take_leave(sock: socket.socket, last: bytes) -> None:
 
 
 def close_politely(sock: socket.socket) -> None:
-    """With bytes left unread the kernel would answer by a reset, and drop what it has not sent yet, or sent in vain.
-
-    Reads what has come, and no more than `UNREAD_BYTES_MAX` of it. Waits for nothing.
-    """
+    """Read what has come, up to `UNREAD_BYTES_MAX`, and close. Waits for nothing. With bytes left unread the kernel
+    would reset the connection, and drop what the peer has not taken yet."""
     left = UNREAD_BYTES_MAX
     with contextlib.suppress(OSError):
         while left > 0 and (data := sock.recv(RECV_BYTES, socket.MSG_DONTWAIT)):

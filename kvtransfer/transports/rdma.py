@@ -1,14 +1,13 @@
 """Transport over RDMA (RoCE, InfiniBand): the writer's device writes straight into the receiver's registered region.
 
-Here is what its HELLO and WELCOME carry. `rdma_ports` finds devices, `rdma_device` has the opened device, the
-registered region, the queue pairs, and what happens when the device goes and comes back, `rdma_receiver` the port,
-`rdma_writer` the writer's handshake and link, `rdma_verbs` pyverbs and the posting by C.
+Here is what its HELLO and WELCOME carry. `rdma_ports` finds devices, `rdma_device` has the open device, the registered
+region and the queue pairs, `rdma_receiver` the port, `rdma_writer` the link, `rdma_verbs` pyverbs and the posting by C.
 
-Data goes by RDMA WRITE on the queue pairs alone. A probe is a WRITE_WITH_IMM of one whole packet to a place that nobody
-reads, with the index of its queue pair as immediate. The receiver sends READY when all have come; the link is made
-when the writer has that, and from its device the acknowledgement of each: messages on the control channel say nothing
-about the way between the devices. Beside each SEAL an immediate with its number goes down each queue pair that the SEAL
-names; SEALED says that all of it has come. The region's address and key are part of `DataEndpoint.address`.
+Data goes only by RDMA WRITE on the queue pairs. A probe is a WRITE_WITH_IMM of one whole packet to a place that nobody
+reads; its immediate is the index of its queue pair. The receiver sends READY when all have come. The link is made when
+the writer has that and its device has acknowledged each probe: the control channel shows nothing about the way between
+the devices. With each SEAL an immediate with its number goes down each queue pair that the SEAL names; SEALED says that
+all have come. The region's address and key are part of `DataEndpoint.address`.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ class QpAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkEnds:
-    """One side's ends of a link: the HELLO's payload. `mtu` is the code of ibv_mtu; `seals_max`: immediates that may be
-    on their way."""
+    """One side's ends of a link: the HELLO's payload. `mtu` is a code of ibv_mtu. `seals_max` immediates may be on the
+    way."""
 
     gid: bytes
     lid: int
@@ -76,7 +75,7 @@ class LinkEnds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbePlace:
-    """PROBE_BYTES of the receiver's memory, outside its region, which writers may write to and nobody reads."""
+    """PROBE_BYTES of the receiver's memory, outside its region: writers write to it and nobody reads it."""
 
     base: int
     rkey: int

@@ -8,11 +8,10 @@ from enum import IntEnum
 from pathlib import Path
 
 SYSFS = Path("/sys")
-GID_BYTES = 16
 GIDS_MAX = 1024
-"""Entries of one port's table that are looked at,"""
+"""Entries read of one port's table."""
 GIDS_EMPTY_MAX = 16
-"""and empty ones in a row after which no more are: drivers fill the table from its beginning."""
+"""Reading stops after this many empty ones: drivers fill the table from its beginning."""
 _LINK_LOCAL = ipaddress.IPv6Network("fe80::/10")
 
 
@@ -30,13 +29,13 @@ class Gid:
     index: int
     kind: GidKind
     raw: bytes
-    """GID_BYTES bytes, in the order of the network."""
+    """16 bytes, in network order."""
     netdev: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RdmaPort:
-    """One port of one device. `state` and `link_layer` in the kernel's words, such as "ACTIVE" and "Ethernet"."""
+    """One port of one device. `state` and `link_layer` are the kernel's, such as "ACTIVE" and "Ethernet"."""
 
     device: str
     number: int
@@ -52,12 +51,12 @@ class RdmaPort:
 
     @property
     def best_gid(self) -> Gid:
-        """The first of the best kind that there is; RoCE needs one and InfiniBand always has one."""
+        """The first of the best kind. InfiniBand always has one."""
         return min(self.gids, key=lambda gid: (gid.kind, gid.index))
 
 
 def find_ports(sysfs: Path = SYSFS) -> list[RdmaPort]:
-    """All ports, in the order of their names. A device that vanishes meanwhile is left out."""
+    """All ports, ordered by name. A device that vanishes meanwhile is left out."""
     ports = []
     for device in _listed(sysfs / "class/infiniband"):
         for folder in _listed(device / "ports"):
@@ -77,7 +76,7 @@ def find_ports(sysfs: Path = SYSFS) -> list[RdmaPort]:
 
 
 def choose_port(ports: list[RdmaPort], wanted: str) -> RdmaPort | None:
-    """The port to use: the one named ("mlx5_0" or "mlx5_0:1"), else, if `wanted` is empty, the one of the best GID."""
+    """The port named by `wanted` ("mlx5_0" or "mlx5_0:1"), or, if that is empty, the one with the best GID."""
     device, _, number = wanted.partition(":")
     fit = [
         port
@@ -88,7 +87,7 @@ def choose_port(ports: list[RdmaPort], wanted: str) -> RdmaPort | None:
 
 
 def why_lost(port: RdmaPort, sysfs: Path = SYSFS) -> str:
-    """Why a port that worked does not any more; empty: it does. Cheap enough to be asked often."""
+    """Why a port that worked has stopped working; empty: it works. Cheap."""
     # The character device is what the kernel takes away first.
     if _read(sysfs / "class/infiniband_verbs" / port.uverbs / "ibdev") != port.device:
         return "the device has been taken away"
@@ -101,7 +100,7 @@ def why_lost(port: RdmaPort, sysfs: Path = SYSFS) -> str:
 
 
 def counters_of(device: str, number: int, sysfs: Path = SYSFS) -> dict[str, int]:
-    """What the device itself counts on this port (`hw_counters`, `counters`); empty where it counts nothing."""
+    """The device's own counters of this port (`hw_counters`, `counters`)."""
     folder = sysfs / "class/infiniband" / device / "ports" / str(number)
     found = {}
     for kind in ("hw_counters", "counters"):
@@ -130,7 +129,7 @@ def _gids(folder: Path, link_layer: str) -> list[Gid]:
 
 
 def _kind(text: str, link_layer: str, raw: bytes) -> GidKind | None:
-    """None: an entry that the kernel gives no type, which is one that is just being made or taken away."""
+    """None: the kernel gives no type to an entry that is being made or taken away."""
     if text == "RoCE v2":
         return GidKind.ROCE_V2_LINK_LOCAL if ipaddress.IPv6Address(raw) in _LINK_LOCAL else GidKind.ROCE_V2
     if text == "IB/RoCE v1":
@@ -153,7 +152,7 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _read(file: Path) -> str:
-    """The text, without blanks at its ends; empty where it cannot be read."""
+    """Stripped; empty where it cannot be read."""
     try:
         return file.read_text().strip()
     except (OSError, UnicodeDecodeError):

@@ -83,14 +83,9 @@ class RdmaReceiverPort(ListeningPort[PortLimits, RdmaConnection]):
         offered: Callable[[bool], None] = lambda _: None,
         limits: PortLimits = PORT_LIMITS,
     ) -> None:
-        """Listens at once. `memory` has the region, open to remote writes; it is the caller's and outlives the port.
+        """See `ListeningPort`. `memory` has the region, open to remote writes; the caller's, it outlives the port.
 
-        Writers get `advertise_host` instead of the host in `listen`, which it must be given for a wildcard.
         `offered(False)` is called when the device is lost, `offered(True)` when it is back.
-
-        Raises:
-            BatonError: BAD_ENDPOINT.
-            OSError: the address cannot be listened on.
         """
         super().__init__(RdmaConnection, listen=listen, advertise_host=advertise_host, events=events, limits=limits)
         self._memory = memory

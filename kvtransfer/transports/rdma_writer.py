@@ -86,13 +86,13 @@ RDMA_LINK_LIMITS: Final = RdmaLinkLimits()
 
 
 class RdmaUnproved(ConnectError):
-    """The handshake is done, the queue pairs are connected, and no data arrives: the devices do not reach each other (a
-    route, a VLAN, a filter of UDP port 4791, or a switch whose MTU is smaller than the devices')."""
+    """The handshake is done, and no data arrives: the devices do not reach each other (a route, a VLAN, a filter of UDP
+    port 4791, or a switch whose MTU is smaller than the devices')."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Connected:
-    """A link that is made; everything in it is the caller's."""
+    """All of it is the caller's."""
 
     channel: WriterChannel
     qps: QueuePairs
@@ -104,12 +104,7 @@ class Connected:
 async def connect(
     endpoint: DataEndpoint, pair: Pair, hold: Hold, loop: asyncio.AbstractEventLoop, limits: LinkLimits
 ) -> Connected:
-    """Connect, prove the pair's secret, and then that data passes. Releases the hold where it fails.
-
-    Raises:
-        RdmaUnproved: messages arrive at the receiver, and data does not.
-        ConnectError: refused, unreachable, whoever answers does not know the secret, or too late.
-    """
+    """See `RdmaWriterLink.connect`. Releases the hold where it fails."""
     channel: WriterChannel | None = None
     qps: QueuePairs | None = None
     acknowledged: asyncio.Future[None] | None = None
@@ -251,7 +246,7 @@ class RdmaWriterLink(ChainLink):
                 ),
                 seals_max=min(self._qps.ends.seals_max, connected.peer.seals_max),
             )
-        except RuntimeError:
+        except ConnectError:
             self._waker.close()
             raise
 
@@ -281,10 +276,8 @@ class RdmaWriterLink(ChainLink):
             link = cls(connected, hold=hold, endpoint=endpoint, pair=pair, events=events, loop=loop, limits=limits)
         except BaseException as error:
             give_up(endpoint, hold, connected.qps, connected.channel)
-            if isinstance(error, QueuePairFailed):
+            if isinstance(error, (OSError, QueuePairFailed)):
                 raise ConnectError(f"{endpoint.address}: {error}") from error
-            if isinstance(error, (OSError, RuntimeError)):
-                raise ConnectError(f"{endpoint.address}: no thread to post with: {error}") from error
             raise
         hold.on_lost(link._device_lost)
         return link

@@ -157,26 +157,6 @@ class PairFence:
         return ", ".join(parts) or "no connection that could write"
 
 
-def listen_on(listen: str, advertise_host: str | None, *, backlog: int) -> tuple[socket.socket, str]:
-    """A listening, non-blocking tcp socket, which is the caller's, and where peers reach it.
-
-    Raises:
-        BatonError: BAD_ENDPOINT.
-        OSError: the address cannot be listened on.
-    """
-    host, port = split_endpoint(listen)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=backlog)
-    try:
-        listener.setblocking(False)
-        address = join_endpoint(advertise_host or host, listener.getsockname()[1])
-        check_reachable(address)
-    except BaseException:
-        listener.close()
-        raise
-    return listener, address
-
-
 class Acceptor:
     """Hands each accepted connection, non-blocking, to `admit`, which owns it. Runs on `loop`'s thread."""
 
@@ -584,13 +564,22 @@ class ListeningPort(BasePort[LimitsT, ConnectionT]):
         events: ReceiverEvents,
         limits: LimitsT,
     ) -> None:
-        """Listens at once. Writers get `advertise_host` instead of the host in `listen`, where there is one.
+        """Listens at once. Writers get `advertise_host` instead of the host in `listen`, which a wildcard needs.
 
         Raises:
             BatonError: BAD_ENDPOINT.
             OSError: the address cannot be listened on.
         """
-        listener, address = listen_on(listen, advertise_host, backlog=limits.handshakes_max)
+        host, port = split_endpoint(listen)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=limits.handshakes_max)
+        try:
+            listener.setblocking(False)
+            address = join_endpoint(advertise_host or host, listener.getsockname()[1])
+            check_reachable(address)
+        except BaseException:
+            listener.close()
+            raise
         super().__init__(make, listener=listener, address=address, events=events, limits=limits)
 
     def _admit(self, sock: socket.socket) -> None:

@@ -98,6 +98,7 @@ class OpenRegion(Protocol):
 
 
 def map_region(fd: int, nbytes: int, address: str) -> mmap.mmap:
+    """An `OpenByDescriptor`."""
     status = os.fstat(fd)
     whole_blocks = -(-nbytes // status.st_blksize) * status.st_blksize  # huge pages are never cut
     if not nbytes or status.st_size not in (nbytes, whole_blocks):
@@ -114,7 +115,7 @@ def map_region(fd: int, nbytes: int, address: str) -> mmap.mmap:
 
 
 OpenByDescriptor = Callable[[int, int, str], OpenRegion]
-"""From (descriptor, bytes of the region, address for people); the descriptor is closed afterwards. Raises ConnectError,
+"""From (descriptor, bytes of the region, address for people). The caller closes the descriptor. Raises ConnectError,
 OSError."""
 
 

@@ -35,7 +35,7 @@ CODEC: Final = wire.Codec(TransportName.UCX, payload_bytes_max=_WELCOME.size + M
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UcxHello:
-    """`host` is `negotiation.host_identity`, 32 hexadecimal digits; `pid` is of use only where it is the same."""
+    """`host` is `link.host_identity`, 32 hexadecimal digits; `pid` is of use only where it is the same."""
 
     host: str
     pid: int

@@ -1,8 +1,8 @@
-"""NIXL's agent for one link: imported when first used, one UCX worker each, so that destroying it ends that link alone.
+"""NIXL's agent for one link. Each has one UCX worker, so that destroying it ends that link alone.
 
-Whatever UCX does for a link, it does through its agent's worker: a receiving worker that is destroyed moves no byte
-into the region any more, and a writing one reads none of its source. NIXL (github.com/ai-dynamo/nixl) has one worker
-for all peers of an agent; hence an agent for each link, which registers the whole region with it.
+Whatever UCX does for a link, it does through its agent's worker: once destroyed, a receiving worker writes nothing more
+into the region, and a writing one reads nothing more of its source. NIXL (github.com/ai-dynamo/nixl) has one worker for
+all peers of an agent. Hence each link has an agent, with which it registers the whole region.
 
 Shape suffix: W = one entry per write.
 """
@@ -15,7 +15,7 @@ import importlib.util
 import os
 import weakref
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,12 +24,12 @@ from kvtransfer.transport import WriteOps
 from kvtransfer.transports.rdma_ports import find_ports
 
 MODULES = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
-"""Of NIXL's wheels, which differ in the GPUs they know; host memory is the same to all."""
+"""NIXL's wheels. They differ in the GPUs they know, which host memory does not need."""
 MOVED_BY_THE_RECEIVER = frozenset({"tcp", "self"})
-"""UCX transports of which the receiving worker itself moves each byte into the region, in its progress calls, and for
-which that is tested. With others (cma, xpmem, verbs) the writer or a device does."""
+"""UCX transports whose receiving worker itself moves each byte into the region, in its progress calls. Tests show it.
+With others (cma, xpmem, verbs) the writer or a device does it."""
 PREPARED_MAX = 4
-"""Record sizes for which a link keeps lists of the places in both regions, which writes then name by their index."""
+"""Record sizes for which a link keeps lists of the places in both regions. Writes then name places by index."""
 PREPARED_WRITES_MIN = 16
 """Fewer writes of one size are not worth such a list."""
 PLACES_MAX = 1 << 24
@@ -37,7 +37,7 @@ PLACES_MAX = 1 << 24
 _SETTINGS = "MAX_RMA_RAILS=1,IB_PCI_RELAXED_ORDERING=n"
 """The seal's notification must not overtake data: one rail for both, and strict order on the bus."""
 PROGRESS_US = 5_000
-"""How long NIXL's progress thread sleeps at most. It is woken by what comes; its own default, 0, burns a core."""
+"""The longest sleep of NIXL's progress thread. What comes wakes it. NIXL's default, 0, burns a core."""
 
 
 class UcxUnavailable(Exception):
@@ -48,46 +48,40 @@ class UcxFailed(Exception):
     """A call to NIXL failed: the link is of no use any more."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Nixl:
-    """The library, and the classes of its errors, which have no base of their own. Its bindings rather than the Python
-    around them, which leaves out how long the progress thread sleeps."""
-
-    bindings: Any
-    name: str
-    errors: tuple[type[Exception], ...]
-
-
 def installed() -> str | None:
     """The name of NIXL's package, without importing it."""
     return next((name for name in MODULES if importlib.util.find_spec(name) is not None), None)
 
 
-def load_nixl() -> Nixl:
-    """Import NIXL; it reads its environment then, of which what nobody has set is set here. Raises UcxUnavailable."""
+def load_nixl() -> tuple[Any, tuple[type[Exception], ...]]:
+    """Import NIXL: its bindings, and the classes of its errors, which have no common base. The Python around the
+    bindings cannot set how long the progress thread sleeps. Gives defaults to the environment that NIXL reads.
+
+    Raises UcxUnavailable.
+    """
     name = installed()
     if name is None:
         raise UcxUnavailable("NIXL is not installed: pip install 'baton-serve[ucx]'")
     os.environ.setdefault("UCX_LOG_FILE", "stderr")  # else it writes to stdout, which may have a reader
     if not find_ports():
-        # Where there is nothing for them to find: the verbs libraries of NIXL's wheel and those of the distribution
-        # can end a process with a segmentation fault when both are loaded (1.5.1).
+        # Without RDMA ports verbs are of no use, and loading the verbs libraries of both NIXL's wheel and the
+        # distribution can end a process with a segmentation fault (1.5.1).
         os.environ.setdefault("UCX_MODULES", "^ib")
     try:
         bindings = importlib.import_module(f"{name}._bindings")
     except (ImportError, OSError) as error:
         raise UcxUnavailable(f"{name} is installed, and cannot be imported: {error}") from error
     found = [value for value in vars(bindings).values() if isinstance(value, type) and issubclass(value, Exception)]
-    return Nixl(bindings=bindings, name=name, errors=(*found, RuntimeError))
+    return bindings, (*found, RuntimeError)
 
 
 def ucx_transports(configured: str) -> str:
-    """The UCX transports that are used: UCX_TLS counts where it is set, as for every program with UCX."""
+    """The UCX transports that are used: UCX_TLS wins where it is set, as in every program with UCX."""
     return os.environ.get("UCX_TLS") or configured
 
 
 def destruction_fences(transports: str) -> bool:
-    """Destroying the receiving worker proves, for each of these UCX transports, that no byte lands any more."""
+    """For each of these UCX transports destroying the receiving worker proves that no byte lands any more."""
     return set(transports.split(",")) <= MOVED_BY_THE_RECEIVER
 
 
@@ -100,15 +94,14 @@ class UcxAgent:
         Raises:
             UcxUnavailable: no NIXL, or UCX has nothing for these transports.
         """
-        self._nixl = load_nixl()
+        self._lib, self._errors = load_nixl()
         self._region_U8: np.ndarray | None = region_U8
         self.base, self.nbytes = region_U8.ctypes.data, region_U8.nbytes
         self._agent: Any = None
         self._peer: Any = None
-        self._peer_base = self._peer_nbytes = 0
+        self._peer_base = self.peer_nbytes = 0
         self._transfers: dict[int, int] = {}
         self._prepared: OrderedDict[int, tuple[int, int]] = OrderedDict()
-        self._lib = self._nixl.bindings
         config = self._lib.nixlAgentConfig()
         config.useProgThread, config.pthrDelay = True, PROGRESS_US
         try:
@@ -116,7 +109,7 @@ class UcxAgent:
             self._agent.createBackend("UCX", {"engine_config": f"TLS={transports},{_SETTINGS}"})
             self._registered = self._lib.nixlRegDList(self._lib.DRAM_SEG, [(self.base, self.nbytes, 0, "")])
             self._agent.registerMem(self._registered, [])
-        except self._nixl.errors as error:
+        except self._errors as error:
             self._agent = None
             raise UcxUnavailable(f"UCX cannot be used with the transports {transports!r}: {error}") from error
 
@@ -129,66 +122,56 @@ class UcxAgent:
 
     def load_peer(self, metadata: bytes, base: int, nbytes: int) -> None:
         """Be ready to write to the region of the agent that gave this metadata. Raises UcxFailed."""
-        try:
+        with self._or_failed("no connection"):
             self._peer = self._agent.loadRemoteMD(metadata)
             self._agent.makeConnection(self._peer, [])
-        except self._nixl.errors as error:
-            raise UcxFailed(f"no connection: {error}") from error
-        self._peer_base, self._peer_nbytes = base, nbytes
+        self._peer_base, self.peer_nbytes = base, nbytes
 
     def post(self, ops: WriteOps, number: int) -> None:
         """Begin the writes, none of them empty, all inside both regions. Raises UcxFailed."""
-        try:
+        with self._or_failed("a write was not taken"):
             self._transfers[number] = transfer = self._make(ops)
             state = self._agent.postXferReq(transfer, b"")
-        except self._nixl.errors as error:
-            raise UcxFailed(f"a write was not taken: {error}") from error
         self._check(state)
 
     def completed(self) -> list[int]:
         """Numbers of the posts that have landed since the last call; UCX has flushed them. Raises UcxFailed."""
         done = []
-        try:
+        with self._or_failed("a write failed"):
             for number, transfer in list(self._transfers.items()):
                 if self._check(self._agent.getXferStatus(transfer)):
                     self._agent.releaseXferReq(transfer)
                     del self._transfers[number]
                     done.append(number)
-        except self._nixl.errors as error:
-            raise UcxFailed(f"a write failed: {error}") from error
         return done
 
     def notify(self, number: int) -> None:
         """Behind all that has landed on the way that the data took. Raises UcxFailed."""
-        try:
+        with self._or_failed("a seal was not sent"):
             self._agent.genNotif(self._peer, number.to_bytes(8, "little"))
-        except self._nixl.errors as error:
-            raise UcxFailed(f"a seal was not sent: {error}") from error
 
     # Receiver.
 
     def notified(self) -> list[int]:
         """Numbers that writers have sent since the last call. Cheap. Raises UcxFailed."""
-        try:
+        with self._or_failed("no seals can be received"):
             received: dict[str, list[bytes]] = self._agent.getNotifs({}, [])
-        except self._nixl.errors as error:
-            raise UcxFailed(f"no seals can be received: {error}") from error
         return [int.from_bytes(message, "little") for messages in received.values() for message in messages]
 
     # Both.
 
     def destroy(self) -> None:
-        """When this returns UCX does nothing any more with the region, whatever the peer does. Some hundredths of a
+        """When this returns UCX does nothing more with the region, whatever the peer does. Takes some hundredths of a
         second, with the interpreter's lock held. Idempotent."""
         if self._agent is None:
             return
         # What cannot be cancelled or taken back goes with the worker.
         for transfer in self._transfers.values():
-            with contextlib.suppress(*self._nixl.errors):
+            with contextlib.suppress(*self._errors):
                 self._agent.releaseXferReq(transfer)
         for places in self._prepared.values():
             self._release(places)
-        with contextlib.suppress(*self._nixl.errors):
+        with contextlib.suppress(*self._errors):
             self._agent.deregisterMem(self._registered, [])
         self._transfers.clear()
         self._prepared.clear()
@@ -196,6 +179,13 @@ class UcxAgent:
         self._agent = None
         assert gone() is None, "somebody still holds the agent: its worker lives"
         self._region_U8 = None
+
+    @contextlib.contextmanager
+    def _or_failed(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except self._errors as error:
+            raise UcxFailed(f"{what}: {error}") from error
 
     def _check(self, state: Any) -> bool:
         """True if it has landed."""
@@ -225,7 +215,7 @@ class UcxAgent:
         if unit in self._prepared:
             self._prepared.move_to_end(unit)
             return self._prepared[unit]
-        if writes < PREPARED_WRITES_MIN or max(self.nbytes, self._peer_nbytes) // unit > PLACES_MAX:
+        if writes < PREPARED_WRITES_MIN or max(self.nbytes, self.peer_nbytes) // unit > PLACES_MAX:
             return None
         if len(self._prepared) >= PREPARED_MAX:
             self._release(self._prepared.popitem(last=False)[1])
@@ -233,7 +223,7 @@ class UcxAgent:
             int(self._agent.prepXferDlist(whose, self._lib.DRAM_SEG, _strided(base, unit, nbytes // unit), []))
             for whose, base, nbytes in (
                 (self._lib.NIXL_INIT_AGENT, self.base, self.nbytes),
-                (self._peer, self._peer_base, self._peer_nbytes),
+                (self._peer, self._peer_base, self.peer_nbytes),
             )
         )
         self._prepared[unit] = (local, remote)
@@ -241,7 +231,7 @@ class UcxAgent:
 
     def _release(self, places: tuple[int, int]) -> None:
         for side in places:
-            with contextlib.suppress(*self._nixl.errors):
+            with contextlib.suppress(*self._errors):
                 self._agent.releasedDlistH(side)
 
 

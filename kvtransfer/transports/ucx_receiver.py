@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from baton.log import get_log
-from kvtransfer.negotiation import host_identity
+from kvtransfer.link import host_identity
 from kvtransfer.region import Region
 from kvtransfer.transport import ReceiverEvents
 from kvtransfer.transports import control_channel as wire
@@ -76,13 +76,9 @@ class UcxReceiverPort(ListeningPort[PortLimits, UcxConnection]):
         config: UcxConfig | None = None,
         limits: PortLimits = UCX_PORT_LIMITS,
     ) -> None:
-        """Listens at once. `region` is the caller's and outlives the port.
+        """See `ListeningPort`. `region` is the caller's and outlives the port.
 
-        Writers get `advertise_host` instead of the host in `listen`, which it must be given for a wildcard.
-
-        Raises:
-            BatonError: BAD_ENDPOINT.
-            OSError: the address cannot be listened on, or the host's identity cannot be read.
+        Raises OSError also where the host's identity cannot be read.
         """
         self._host = host_identity()
         self._config = config or UcxConfig()

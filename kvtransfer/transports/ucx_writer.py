@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 import numpy as np
 
 from baton.ids import Pair
 from baton.log import get_log
-from kvtransfer.negotiation import host_identity
+from kvtransfer.link import host_identity
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriterEvents
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.chain_link import ChainLink, QueueLimits, SealPart
@@ -46,15 +45,6 @@ SLEEP_MS_MAX = 1000
 """The posting thread looks about at least this often."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Connected:
-    """A welcomed link; both are the caller's."""
-
-    channel: WriterChannel
-    agent: UcxAgent
-    region_nbytes: int
-
-
 async def connect(
     endpoint: DataEndpoint,
     pair: Pair,
@@ -63,12 +53,8 @@ async def connect(
     *,
     config: UcxConfig,
     limits: LinkLimits,
-) -> Connected:
-    """Connect, prove the pair's secret, and have an agent that may write to the receiver's.
-
-    Raises:
-        ConnectError: refused, unreachable, whoever answers does not know the secret, no UCX, or too late.
-    """
+) -> tuple[WriterChannel, UcxAgent]:
+    """See `UcxWriterLink.connect`. The welcomed channel, and an agent that may write to the receiver's."""
     link = int.from_bytes(os.urandom(8))
     own = UcxHello(host=host_identity(), pid=os.getpid())
     hello = wire.Hello(pair=pair, epoch=endpoint.epoch, link=link, payload=own.encode())
@@ -86,7 +72,7 @@ async def connect(
             if cancelled := await _until_over(loading):
                 raise cancelled
             loading.result()
-            return Connected(channel=channel, agent=agent, region_nbytes=welcome.region_nbytes)
+            return channel, agent
         except BaseException as error:
             cancelled = await _until_over(making)
             if making.exception() is None:
@@ -124,7 +110,8 @@ class UcxWriterLink(ChainLink):
 
     def __init__(
         self,
-        connected: Connected,
+        channel: WriterChannel,
+        agent: UcxAgent,
         *,
         endpoint: DataEndpoint,
         pair: Pair,
@@ -134,13 +121,13 @@ class UcxWriterLink(ChainLink):
         limits: LinkLimits,
     ) -> None:
         """Takes over what is connected. Use `connect`."""
-        self._agent, self._config = connected.agent, config
+        self._agent, self._config = agent, config
         self._destroyed = False
         self._awake = threading.Event()
         super().__init__(
-            connected.channel,
-            src_nbytes=self._agent.nbytes,
-            dst_nbytes=connected.region_nbytes,
+            channel,
+            src_nbytes=agent.nbytes,
+            dst_nbytes=agent.peer_nbytes,
             endpoint=endpoint,
             pair=pair,
             events=events,
@@ -174,13 +161,15 @@ class UcxWriterLink(ChainLink):
             ConnectError: refused, unreachable, not the receiver, no NIXL, or not done within `connect_ms_max`.
         """
         config = config or UcxConfig()
-        connected = await connect(endpoint, pair, source_region_U8, loop, config=config, limits=limits)
+        channel, agent = await connect(endpoint, pair, source_region_U8, loop, config=config, limits=limits)
         try:
-            return cls(connected, endpoint=endpoint, pair=pair, events=events, loop=loop, config=config, limits=limits)
-        except RuntimeError as error:
-            connected.agent.destroy()
-            connected.channel.leave(wire.Bye(epoch=endpoint.epoch))
-            raise ConnectError(f"{endpoint.address}: no thread to post with: {error}") from error
+            return cls(
+                channel, agent, endpoint=endpoint, pair=pair, events=events, loop=loop, config=config, limits=limits
+            )
+        except ConnectError:
+            agent.destroy()
+            channel.leave(wire.Bye(epoch=endpoint.epoch))
+            raise
 
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""

@@ -9,7 +9,7 @@ import pytest
 
 from baton.ids import GrantId
 from cachestore.ledger import Ledger
-from kvtransfer.negotiation import LOST_THERE
+from kvtransfer.link import LOST_THERE
 from kvtransfer.protocol.receiver import OPEN, GrantState
 from kvtransfer.transport import TransportName
 from kvtransfer.transports import rdma_device

@@ -11,7 +11,7 @@ import pytest
 
 from baton.ids import Epoch
 from cachestore.layout import Layout, kv_layout
-from kvtransfer.transport import HeadRange, Seal, TransportName, WriteOps, WriteRanges, head_ranges
+from kvtransfer.transport import Seal, TransportName, WriteOps, WriteRanges
 from tests.conformance.transport_kits import ConnectErrors, Kit, endpoint_from_json
 from tests.conformance.transport_suite import (
     EPOCH,
@@ -32,6 +32,7 @@ from tests.conformance.transport_suite import (
 )
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, ops_of, pair_of
 from tests.support.shm_peer import source_bytes
+from tests.support.write_ops import HeadRange, head_ranges
 
 
 def records(region_U8: np.ndarray, layout: Layout, num_blocks: int) -> np.ndarray:

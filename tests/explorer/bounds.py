@@ -7,8 +7,9 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from baton.ids import Attempt, GrantId, Incarnation, Pair, RequestId, RequestKey, ReserveNumber
-from kvtransfer.protocol.receiver import ReceiverLimits, ReceiverMachine
+from kvtransfer.protocol.receiver import ReceiverLimits
 from kvtransfer.protocol.writer import WriterLimits, WriterMachine
+from tests.support.grant_scripts import AdmittingReceiver
 
 if TYPE_CHECKING:
     from tests.explorer.data_path import DataPath
@@ -59,7 +60,7 @@ class Bounds:
     """Every Commit carries checksums; a comparison ends at any time, either way."""
     merges: bool = True
     """Do not visit states that can do no more than others (see `Network` and `search`)."""
-    receiver: type[ReceiverMachine] = ReceiverMachine
+    receiver: type[AdmittingReceiver] = AdmittingReceiver
     writer: type[WriterMachine] = WriterMachine
     data_path: type[DataPath] | None = None
     """A transport without one of its guards; None: the profile's own."""

@@ -7,13 +7,14 @@ refusal (it goes into the answer; the writer's machine does not look at it). Tha
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from baton.ids import Epoch, GrantId, ReserveNumber
 from cachestore.ledger import Ledger
 from kvtransfer.protocol.receiver import GrantEntry, GrantState, PairEntry, ReceiverLimits, ReceiverMachine, Refusal
 from kvtransfer.protocol.writer import HandoffEntry, WriterLimits, WriterMachine, WriterState
 
+MachineT = TypeVar("MachineT", bound=ReceiverMachine)
 GrantTuple = tuple[Any, ...]
 ReceiverTuple = tuple[tuple[GrantTuple, ...], tuple[Any, ...], tuple[Any, ...], tuple[Any, ...], Epoch]
 HandoffTuple = tuple[Any, ...]
@@ -82,7 +83,7 @@ def _save_grant(grant: GrantEntry) -> GrantTuple:
     )
 
 
-def load_receiver(make: type[ReceiverMachine], limits: ReceiverLimits, saved: ReceiverTuple) -> ReceiverMachine:
+def load_receiver(make: type[MachineT], limits: ReceiverLimits, saved: ReceiverTuple) -> MachineT:
     grants, pairs, dead, ledger, first_epoch = saved
     machine = make(load_ledger(ledger), limits)
     machine._first_epoch = first_epoch

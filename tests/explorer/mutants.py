@@ -12,7 +12,6 @@ from kvtransfer.protocol.receiver import (
     GrantEntry,
     GrantState,
     GrantTimerFired,
-    ReceiverMachine,
     RecordCheck,
     RecordsChecked,
     ReportCorrupt,
@@ -24,11 +23,12 @@ from kvtransfer.protocol.receiver import (
 from kvtransfer.protocol.writer import HandoffEntry, WriterMachine, WriterState, WriterStep, WritesInDoubt
 from tests.explorer.bounds import SAME_REQUEST, Bounds, Profile
 from tests.explorer.data_path import SEAL, DataPath, Item
+from tests.support.grant_scripts import AdmittingReceiver
 
 _OPEN = (GrantState.RESERVED, GrantState.WRITING)
 
 
-class NoEpochCheck(ReceiverMachine):
+class NoEpochCheck(AdmittingReceiver):
     """Whatever arrives may land, and a seal of an old epoch counts like any other."""
 
     def admits_write(self, pair: Pair, epoch: Epoch, grant: GrantId) -> bool:
@@ -43,14 +43,14 @@ class NoEpochCheck(ReceiverMachine):
         book.epoch = now
 
 
-class EpochOnlyCheck(ReceiverMachine):
+class EpochOnlyCheck(AdmittingReceiver):
     """A write is admitted by the epoch of its connection alone, whatever became of its grant."""
 
     def admits_write(self, pair: Pair, epoch: Epoch, grant: GrantId) -> bool:
         return epoch == self.epoch(pair)
 
 
-class NoRefusedNumbers(ReceiverMachine):
+class NoRefusedNumbers(AdmittingReceiver):
     """A Release that comes before its Reserve leaves nothing behind."""
 
     def _released(self, event: WriterReleased) -> None:
@@ -58,7 +58,7 @@ class NoRefusedNumbers(ReceiverMachine):
         self._pair(event.pair).refused.clear()
 
 
-class NoLowestLive(ReceiverMachine):
+class NoLowestLive(AdmittingReceiver):
     """The release of all numbers below the writer's lowest live one is not remembered."""
 
     def _raise_lowest_live(self, pair_key: Pair, lowest_live: ReserveNumber) -> None:
@@ -66,14 +66,14 @@ class NoLowestLive(ReceiverMachine):
         self._pair(pair_key).lowest_live = ReserveNumber(0)
 
 
-class NoDeadAttempts(ReceiverMachine):
+class NoDeadAttempts(AdmittingReceiver):
     """A cancelled or resolved attempt leaves nothing behind."""
 
     def _add_tombstone(self, key: RequestKey) -> None:
         del key
 
 
-class FreeOnTimeout(ReceiverMachine):
+class FreeOnTimeout(AdmittingReceiver):
     """A lease that has run out ends the writer's ownership."""
 
     def _timer(self, event: GrantTimerFired) -> None:
@@ -84,7 +84,7 @@ class FreeOnTimeout(ReceiverMachine):
             super()._timer(event)
 
 
-class FreeAfterRevokes(ReceiverMachine):
+class FreeAfterRevokes(AdmittingReceiver):
     """So does a writer that does not answer to Revoke for long enough."""
 
     def _next_revoke_round(self, grant: GrantEntry) -> None:
@@ -94,7 +94,7 @@ class FreeAfterRevokes(ReceiverMachine):
             super()._next_revoke_round(grant)
 
 
-class NoSeal(ReceiverMachine):
+class NoSeal(AdmittingReceiver):
     """The writer's Commit is enough: it counts as the seal too."""
 
     def _commit(self, event: CommitAsked) -> None:
@@ -112,7 +112,7 @@ class NoSeal(ReceiverMachine):
         super()._commit(event)
 
 
-class Unchecked(ReceiverMachine):
+class Unchecked(AdmittingReceiver):
     """Checksums that come with a Commit are compared, and the Commit counts meanwhile."""
 
     def _after_seal_or_commit(self, grant: GrantEntry, stay: GrantState) -> GrantState:
@@ -121,7 +121,7 @@ class Unchecked(ReceiverMachine):
         return super()._after_seal_or_commit(grant, stay)
 
 
-class CheckedTooLate(ReceiverMachine):
+class CheckedTooLate(AdmittingReceiver):
     """What a comparison has read counts, though the writer has let go and the block is another's by now."""
 
     def _checked(self, event: RecordsChecked) -> None:
@@ -131,7 +131,7 @@ class CheckedTooLate(ReceiverMachine):
         super()._checked(event)
 
 
-class NoRevokeTimer(ReceiverMachine):
+class NoRevokeTimer(AdmittingReceiver):
     """One Revoke, and then nothing: safe, but a lost message holds the block for ever."""
 
     def _enter_revoking(self, grant: GrantEntry) -> None:
@@ -139,14 +139,14 @@ class NoRevokeTimer(ReceiverMachine):
         self._out.pop()
 
 
-class DoubtIgnored(ReceiverMachine):
+class DoubtIgnored(AdmittingReceiver):
     """A Release is evidence, whatever became of the link that its writes went on."""
 
     def _released(self, event: WriterReleased) -> None:
         super()._released(replace(event, in_doubt=False))
 
 
-class DoubtAnsweredAtOnce(ReceiverMachine):
+class DoubtAnsweredAtOnce(AdmittingReceiver):
     """A Release with writes in doubt starts a fence, and is answered before it has ended."""
 
     def _released(self, event: WriterReleased) -> None:
@@ -231,7 +231,7 @@ def _mutant(
     says: str,
     *,
     profile: Profile = Profile.CHANNEL,
-    receiver: type[ReceiverMachine] = ReceiverMachine,
+    receiver: type[AdmittingReceiver] = AdmittingReceiver,
     writer: type[WriterMachine] = WriterMachine,
     data_path: type[DataPath] | None = None,
     crashes_max: int = 1,

@@ -21,7 +21,6 @@ from kvtransfer.protocol.receiver import (
     GrantTimerFired,
     PairFenced,
     ReceiverInstruction,
-    ReceiverMachine,
     RecordCheck,
     RecordsChecked,
     Refusal,
@@ -42,8 +41,9 @@ from kvtransfer.protocol.receiver import (
 )
 from kvtransfer.protocol.writer import (
     CommitAnswered,
+    GiveUp,
+    HandoffEnd,
     ReleaseAnswered,
-    RenewRefused,
     ReserveGranted,
     ReserveRefused,
     RevokeAsked,
@@ -52,6 +52,7 @@ from kvtransfer.protocol.writer import (
 from tests.explorer.bounds import Bounds, Violation, number_of, pair_of, writer_index, writer_of_grant
 from tests.explorer.codec import ReceiverTuple, load_receiver, save_receiver
 from tests.explorer.messages import Message, Messages
+from tests.support.grant_scripts import AdmittingReceiver
 
 BLOCK = BlockId(0)
 _OPEN = (GrantState.RESERVED, GrantState.WRITING)
@@ -119,7 +120,7 @@ class ReceiverPart:
         self._make = _recorded(bounds.receiver, self.steps_seen)
         self.start = self._info(ReceiverState(save_receiver(self._make(Ledger(1), bounds.receiver_limits))))
 
-    def machine(self, info: ReceiverInfo) -> ReceiverMachine:
+    def machine(self, info: ReceiverInfo) -> AdmittingReceiver:
         """A fresh copy of the machine in this state."""
         return load_receiver(self._make, self._bounds.receiver_limits, info.state.machine)
 
@@ -259,7 +260,7 @@ class ReceiverPart:
 class _Shell:
     """Carries instructions out within the model: timers armed, fences begun, messages sent, promises remembered."""
 
-    def __init__(self, messages: Messages, old: ReceiverState, machine: ReceiverMachine) -> None:
+    def __init__(self, messages: Messages, old: ReceiverState, machine: AdmittingReceiver) -> None:
         self._messages = messages
         self._machine = machine
         self._old_grants = {g[0] for g in old.machine[0]}
@@ -299,7 +300,7 @@ class _Shell:
                 self._send(instruction, ReserveRefused(number=number))
             case AnswerRenew(grant=grant, renewed=renewed):
                 if not renewed:
-                    self._send(instruction, RenewRefused(number=number_of(grant)))
+                    self._send(instruction, GiveUp(number=number_of(grant), end=HandoffEnd.REVOKED))
             case AnswerCommit(grant=grant, committed=committed, corrupt=corrupt):
                 self._answered_commit(grant, committed)
                 answer = CommitAnswered(number=number_of(grant), committed=committed, corrupt=corrupt)
@@ -353,8 +354,8 @@ class _Shell:
 
 
 def _recorded(
-    base: type[ReceiverMachine], steps_seen: set[tuple[GrantState, Step, GrantState]]
-) -> type[ReceiverMachine]:
+    base: type[AdmittingReceiver], steps_seen: set[tuple[GrantState, Step, GrantState]]
+) -> type[AdmittingReceiver]:
     class Recorded(base):  # type: ignore[misc,valid-type]
         def _step(self, grant: Any, step: Step, to: GrantState) -> None:
             steps_seen.add((grant.state, step, to))

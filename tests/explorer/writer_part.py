@@ -12,13 +12,13 @@ from kvtransfer.protocol.writer import (
     AnswerRevoke,
     CommitAnswered,
     CommitUnanswered,
+    GiveUp,
     HandoffAsked,
-    HandoffCancelled,
+    HandoffEnd,
     PeerGone,
     ReleaseAnswered,
     ReleaseSources,
     ReleaseUnanswered,
-    RenewRefused,
     ReportEnd,
     ReserveGranted,
     ReserveRefused,
@@ -154,7 +154,7 @@ class WriterPart:
         match event:
             case ReserveAsked() | ReserveGranted() | ReserveRefused():
                 return state is WriterState.ASKING
-            case RenewAsked() | RenewRefused() | RevokeAsked():
+            case RenewAsked() | GiveUp() | RevokeAsked():
                 return state in (*_ACTIVE, WriterState.DRAINING)
             case CommitAsked() | CommitAnswered():
                 return state is WriterState.COMMITTING
@@ -187,9 +187,8 @@ class WriterPart:
             writer=state.writer,
             handoffs=views,
             by_grant={h.grant: h for h in views if h.grant},
-            # LeaseLapsed and HandoffCancelled differ in the reason that is reported and in nothing else.
-            local=unanswered
-            + tuple(self._messages.intern(HandoffCancelled(number=h.number)) for h in views if h.state in _ACTIVE),
+            # Giving up for another reason differs in what is reported and in nothing else.
+            local=unanswered + tuple(self._given_up(h.number) for h in views if h.state in _ACTIVE),
             unanswered=unanswered,
             can_ask=machine.can_ask,
             over=machine.live == 0,
@@ -213,6 +212,9 @@ class WriterPart:
             complete=intern(WritesCompleted(number=row[0], writes=1)),
             in_doubt=intern(WritesInDoubt(number=row[0])),
         )
+
+    def _given_up(self, number: ReserveNumber) -> int:
+        return self._messages.intern(GiveUp(number=number, end=HandoffEnd.CANCELLED))
 
     def _unanswered(self, handoff: HandoffView) -> int:
         return self._messages.intern(_WAITING[handoff.state](number=handoff.number))

@@ -22,7 +22,7 @@ from cachestore.pins import PinTable
 from engine.build import EngineConfig
 from engine.core import Engine
 from engine.types import Batch, KvSink, KvSpec, Runner, SequenceSlice, StepResult, TokenLogprobs
-from kvtransfer.negotiation import PROTOCOL_MAX, PROTOCOL_MIN
+from kvtransfer.link import PROTOCOL_MAX, PROTOCOL_MIN
 from kvtransfer.transport import RegionKind
 from node.pool import DevicePool, layout_of
 

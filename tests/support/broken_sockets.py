@@ -11,7 +11,7 @@ import errno
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
 
@@ -36,10 +36,15 @@ def break_connections(pid: int, transport: TransportName, *, control_port: int) 
     sockets = dict(_sockets(pid))
     own = set(sockets.values())
     inodes = set(_shm_accepted() if transport is TransportName.SHM else _tcp_accepted(own, control_port))
-    found = [fd for fd, inode in sockets.items() if inode in inodes]
-    for fd in found:
-        _shut_down(pid, fd)
-    return len(found)
+    # All are fetched before the first is shut down: its end ends others, and their numbers go to new connections.
+    with ExitStack() as fetched:
+        found = [sock for fd, inode in sockets.items() if inode in inodes and (sock := _fetch(pid, fd)) is not None]
+        for sock in found:
+            fetched.enter_context(sock)
+        for sock in found:
+            with suppress(OSError):  # it has just ended by itself
+                sock.shutdown(socket.SHUT_RDWR)
+        return len(found)
 
 
 def _shm_accepted() -> Iterator[str]:
@@ -65,18 +70,18 @@ def _sockets(pid: int) -> Iterator[tuple[int, str]]:
                 yield int(name), target.removeprefix("socket:[").removesuffix("]")
 
 
-def _shut_down(pid: int, fd: int) -> None:
+def _fetch(pid: int, fd: int) -> socket.socket | None:
+    """The process's socket as one of our own; None where it has just ended by itself."""
     pidfd = os.pidfd_open(pid)
     try:
         own_fd = _LIBC.syscall(_PIDFD_GETFD, pidfd, fd, 0)
         if own_fd < 0 and ctypes.get_errno() == errno.EBADF:
-            return  # it has just ended by itself: the streams of one link end together
+            return None
         if own_fd < 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     finally:
         os.close(pidfd)
-    with socket.socket(fileno=own_fd) as sock, suppress(OSError):  # suppressed: it has just ended by itself
-        sock.shutdown(socket.SHUT_RDWR)
+    return socket.socket(fileno=own_fd)
 
 
 __all__ = ["break_connections"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from baton.ids import Attempt, BlockId, Epoch, GrantId, Incarnation, Pair, RequestId, RequestKey, ReserveNumber
 from cachestore.ledger import Ledger
 from kvtransfer.protocol.receiver import (
+    UNCOMMITTED,
     AnswerCommit,
     AnswerGranted,
     AnswerRefused,
@@ -66,16 +67,29 @@ def nth(n: int) -> ReserveNumber:
     return ReserveNumber(n)
 
 
+class AdmittingReceiver(ReceiverMachine):
+    """A receiver machine that a port asks about each write. Real ports are told of each grant."""
+
+    def admits_write(self, pair: Pair, epoch: Epoch, grant: GrantId) -> bool:
+        """May bytes of this grant, on a connection of this epoch, land?
+
+        The epoch alone is not enough. After a connection broke, its writer releases the grant while bytes may still be
+        on their way here, in an epoch that nobody had a reason to raise.
+        """
+        known = self._grant(grant, pair)
+        return known is not None and known.state in UNCOMMITTED and known.epoch == epoch == self.epoch(pair)
+
+
 @dataclass
 class Receiver:
     """A receiver machine over a region of four blocks, and short words for what is done to it."""
 
     blocks: int = 4
     limits: ReceiverLimits = LIMITS
-    machine: ReceiverMachine = field(init=False)
+    machine: AdmittingReceiver = field(init=False)
 
     def __post_init__(self) -> None:
-        self.machine = ReceiverMachine(Ledger(self.blocks), self.limits)
+        self.machine = AdmittingReceiver(Ledger(self.blocks), self.limits)
 
     def reserve(
         self,

@@ -43,7 +43,7 @@ class AgentDouble:
     def load_peer(self, metadata: bytes, base: int, nbytes: int) -> None:
         if metadata not in self.alive:
             raise UcxFailed("no such agent")
-        self._peer = metadata
+        self._peer, self.peer_nbytes = metadata, nbytes
 
     def post(self, ops: WriteOps, number: int) -> None:
         self._posts[number] = ops

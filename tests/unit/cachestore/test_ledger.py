@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.ids import BlockId, GrantId
-from cachestore.ledger import BlockCounts, ConservationError, Ledger
+from baton.wire import BlockLoad
+from cachestore.ledger import ConservationError, Ledger
 
 NUM_BLOCKS = 6
 
@@ -63,9 +64,9 @@ class Model:
     def pinned_idle(self) -> int:
         return sum(block.pinned and block.name() == "cached" for block in self.blocks)
 
-    def counts(self) -> BlockCounts:
+    def counts(self) -> BlockLoad:
         names = [block.name() for block in self.blocks]
-        return BlockCounts(
+        return BlockLoad(
             quarantined=names.count("quarantined"),
             writer_owned=names.count("writer_owned"),
             held=names.count("held"),

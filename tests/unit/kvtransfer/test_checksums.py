@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import zlib
 from concurrent.futures import Future
@@ -11,12 +12,12 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from batonpb import transfer_pb2
+from batonpb import common_pb2, transfer_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import BatonError, InvalidField, Reason
-from baton.ids import BlockId, GrantId
+from baton.ids import BlockId, GrantId, ReserveNumber
 from cachestore.layout import Layout, kv_layout
 from kvtransfer import checksums
 from kvtransfer.checksums import (
@@ -31,11 +32,17 @@ from kvtransfer.checksums import (
     differing,
     in_sample,
     sample_fraction,
-    segments,
 )
-from kvtransfer.protocol.receiver import RecordsChecked
-from kvtransfer.transport import HeadRange, RecordPlan, WriteOps, head_ranges, whole_records
-from kvtransfer.writer import StepWrites, WriterConfig
+from kvtransfer.protocol.receiver import AnswerCommit, RecordsChecked, ReportCorrupt
+from kvtransfer.protocol.writer import GiveUp, HandoffEnd, SendCommit, WriterEvent
+from kvtransfer.status import WriterPlace
+from kvtransfer.transport import RecordPlan, TransportName, WriteOps
+from kvtransfer.writer import StepWrites, WriterConfig, WriterPeer
+from tests.support.grant_scripts import PAIR as SCRIPT_PAIR
+from tests.support.grant_scripts import Receiver as Script
+from tests.support.grant_scripts import grant_of as script_grant
+from tests.support.grant_scripts import key_of
+from tests.support.write_ops import whole_records
 
 LAYOUT = kv_layout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=4, dtype="uint8", dtype_bytes=1)
 BLOCKS = 8
@@ -116,30 +123,11 @@ def test_whole_records_have_the_same_sum_on_both_sides(seed: int, src: list[int]
     ops = whole_records(LAYOUT, 1, ids(*src), ids(*dst), src_num_blocks=BLOCKS, dst_num_blocks=BLOCKS)
     for a, b, n in zip(ops.src, ops.dst, ops.nbytes, strict=True):
         target[b : b + n] = source[a : a + n]
-    nbytes = ids(LAYOUT.record_bytes)
-    sent = sums([1] * BLOCKS, dst, crcs(source.data, segments(ops.src, BLOCKS), nbytes).tolist())
+    nbytes = LAYOUT.record_bytes
+    sent = sums([1] * BLOCKS, dst, crcs(source.data, ops.src, nbytes).tolist())
     assert sent.crcs_R.tolist() == [zlib.crc32(source[a : a + LAYOUT.record_bytes].tobytes()) for a in ops.src]
     found = crcs(target.data, sent.offsets(LAYOUT, BLOCKS), nbytes)
     assert differing(sent, found) is None
-
-
-@given(seed=st.integers(0, 99), first=st.integers(0, 2), count=st.integers(1, 2))
-def test_head_ranges_have_the_same_sum_on_both_sides(seed: int, first: int, count: int) -> None:
-    """A node with four heads hands a range of them to one with two: summed are the written parts of a record."""
-    wide = kv_layout(num_layers=3, num_kv_heads=4, head_dim=4, block_size=4, dtype="uint8", dtype_bytes=1)
-    source, target = random_region(seed, wide), random_region(seed + 1)
-    src, dst = ids(3, 5, 0), ids(6, 1, 2)
-    ops = head_ranges(
-        wide, LAYOUT, 2, src, dst, src_num_blocks=BLOCKS, dst_num_blocks=BLOCKS,
-        src_heads=HeadRange(first=first, count=count), dst_heads=HeadRange(first=2 - count, count=count),
-    )  # fmt: skip
-    for a, b, n in zip(ops.src, ops.dst, ops.nbytes, strict=True):
-        target[b : b + n] = source[a : a + n]
-    nbytes = segments(ops.nbytes, 3)[0]
-    sent = crcs(source.data, segments(ops.src, 3), nbytes)
-    assert sent.tolist() == crcs(target.data, segments(ops.dst, 3), nbytes).tolist()
-    target[ops.dst[4]] ^= 1
-    assert (sent != crcs(target.data, segments(ops.dst, 3), nbytes)).tolist() == [False, True, False]
 
 
 @given(
@@ -153,20 +141,20 @@ def test_a_wrong_byte_anywhere_is_found_and_named(seed: int, layer: int, block: 
     region = random_region(seed)
     layers, blocks = np.repeat(np.arange(3), BLOCKS).tolist(), list(range(BLOCKS)) * 3
     blank = sums(layers, blocks, [0] * len(blocks))
-    offsets, nbytes = blank.offsets(LAYOUT, BLOCKS), ids(LAYOUT.record_bytes)
+    offsets, nbytes = blank.offsets(LAYOUT, BLOCKS), LAYOUT.record_bytes
     sent = sums(layers, blocks, crcs(region.data, offsets, nbytes).tolist())
     region[(layer * BLOCKS + block) * LAYOUT.record_bytes + byte] ^= bits
     corrupt = differing(sent, crcs(region.data, offsets, nbytes))
     assert corrupt is not None
-    assert (corrupt.checked, corrupt.count, corrupt.records) == (24, 1, ((layer, BlockId(block)),))
+    assert (corrupt.checked, corrupt.count, corrupt.named) == (24, 1, f"{layer}/{block}")
 
 
 def test_many_differences_are_counted_and_some_are_named() -> None:
     sent = sums([0] * 20, list(range(20)), [1] * 20)
     corrupt = differing(sent, np.zeros(20, np.uint32))
     assert corrupt is not None
-    assert (corrupt.count, len(corrupt.records)) == (20, CORRUPT_NAMED_MAX)
-    assert corrupt.named() == "0/0 0/1 0/2 0/3 0/4 0/5 0/6 0/7"
+    assert (corrupt.count, len(corrupt.named.split())) == (20, CORRUPT_NAMED_MAX)
+    assert corrupt.named == "0/0 0/1 0/2 0/3 0/4 0/5 0/6 0/7"
 
 
 @pytest.mark.parametrize(
@@ -295,6 +283,38 @@ def test_a_sample_never_outgrows_a_commit(monkeypatch: pytest.MonkeyPatch) -> No
     asyncio.run(scene())
 
 
+def test_a_source_that_cannot_be_read_ends_the_handoff(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The device fails while the writer reads its sample: no Commit is sent, and the handoff ends at once. Its sources
+    are released all the same."""
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(checksums, "crcs", broken)
+
+    async def scene() -> None:
+        thread = ChecksumThread(random_region(1), name="test")
+        sample = SourceSample(thread, GRANT, fraction=1.0, records=24)
+        ops = whole_records(LAYOUT, 0, ids(1, 2), ids(3, 4), src_num_blocks=BLOCKS, dst_num_blocks=BLOCKS)
+        sample.take(0, ids(3, 4), ops)
+        happened: list[WriterEvent] = []
+        handoff = SimpleNamespace(key=key_of(), sample=sample, first_token=1, first_logprobs=None)
+        peer = SimpleNamespace(_handoffs={0: handoff}, _header=common_pb2.Header(), handle=happened.append)
+        commit = SendCommit(number=ReserveNumber(0), grant=GRANT, writes=2, bytes_written=128)
+        await WriterPeer._commit(cast(Any, peer), commit)
+        assert happened == [GiveUp(number=ReserveNumber(0), end=HandoffEnd.LINK_LOST)]
+        released = asyncio.Event()
+        sample.settled(asyncio.get_running_loop(), released.set)
+        assert released.is_set()
+        thread.close()
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(scene())
+    assert [record.getMessage() for record in caplog.records] == ["reading a handoff's sample failed"]
+
+
 # The receiver's comparison.
 
 
@@ -308,13 +328,13 @@ def test_the_receiver_says_what_it_found_and_remembers_it(
     threads: list[str] = []
     real_submit = ChecksumThread.submit
 
-    def submit(self: ChecksumThread, *args: np.ndarray) -> Future[np.ndarray]:
+    def submit(self: ChecksumThread, *args: Any) -> Future[np.ndarray]:
         threads.append("other")
         return real_submit(self, *args)
 
     monkeypatch.setattr(ChecksumThread, "submit", submit)
     region = random_region(3)
-    good = crcs(region.data, sums([0, 2], [1, 4], [0, 0]).offsets(LAYOUT, BLOCKS), ids(64)).tolist()
+    good = crcs(region.data, sums([0, 2], [1, 4], [0, 0]).offsets(LAYOUT, BLOCKS), 64).tolist()
     one, other = GRANT, GrantId(bytes(16))
 
     async def scene() -> None:
@@ -374,6 +394,51 @@ def test_a_grant_that_is_forgotten_is_compared_for_nobody(meanwhile: bool, monke
     asyncio.run(scene())
 
 
+@pytest.mark.parametrize("inline_bytes_max", [0, 1 << 20])
+def test_records_that_cannot_be_read_end_the_handoff_with_an_error(
+    inline_bytes_max: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The device fails while the receiver reads the sample. The grant is over, the Commit and each repeat of it get an
+    error that says so, and nobody is told that bytes were corrupt."""
+    monkeypatch.setattr("kvtransfer.checksums.INLINE_BYTES_MAX", inline_bytes_max)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(checksums, "crcs", broken)
+
+    async def scene() -> None:
+        checks = RecordChecks(
+            ChecksumThread(random_region(3), name="test"), LAYOUT, num_blocks=BLOCKS, loop=asyncio.get_running_loop()
+        )
+        script = Script()
+        script.reserve(key=key_of())
+        script.seal()
+        grant = script_grant(0)
+        blocks = script.machine.blocks_uncommitted(grant, SCRIPT_PAIR)
+        assert blocks is not None
+        checks.keep(grant, sums([0], [blocks[0]], [0]), blocks)
+        script.commit(sampled=True)
+        told: list[RecordsChecked] = []
+        await checks.run(grant, told.append)
+        assert told == [RecordsChecked(grant=grant, intact=False)]
+        (report, answer) = [
+            i for i in script.machine.handle(told[0]) if isinstance(i, ReportCorrupt | AnswerCommit)
+        ]  # fmt: skip
+        assert isinstance(report, ReportCorrupt)
+        checks.report(report, WriterPlace(endpoint="", name="prefill-0", host="", transport=TransportName.TCP))
+        assert answer == AnswerCommit(pair=SCRIPT_PAIR, grant=grant, committed=False, corrupt=True)
+        for _ in range(2):
+            error = checks.error(grant)
+            assert (error.reason, "could not be read" in error.message) == (Reason.HANDOFF_FAILED, True)
+        assert (checks.records, checks.corrupt) == (0, {})
+        checks.close()
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(scene())
+    assert [record.getMessage() for record in caplog.records] == ["comparing records failed"]
+
+
 def test_a_post_whose_sample_fails_is_still_posted() -> None:
     """No thread can be started for the checksums. The transport has the records all the same, and will say when it has
     let go of them: they must not count as dropped besides."""
@@ -385,8 +450,8 @@ def test_a_post_whose_sample_fails_is_still_posted() -> None:
             raise RuntimeError("can't start new thread")
 
     link = SimpleNamespace(posting=lambda _nbytes: None)
-    peer = SimpleNamespace(link=link, layout=LAYOUT, step_finished=lambda _step, missing: dropped.append(missing))
-    handoff = SimpleNamespace(peer=peer, grant=GRANT, sample=Broken())
+    peer = SimpleNamespace(link=link, layout=LAYOUT, completed=lambda _handoff, writes: dropped.append(writes))
+    handoff = SimpleNamespace(peer=peer, grant=GRANT, sample=Broken(), steps=set())
     step = StepWrites(
         handoff=cast(Any, handoff),
         link=cast(Any, SimpleNamespace(post=lambda _grant, ops: posted.append(ops))),

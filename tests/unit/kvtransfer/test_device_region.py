@@ -27,7 +27,7 @@ from kvtransfer.device.copy_kernel import copy_records
 from kvtransfer.device.cuda_streams import CudaStreams
 from kvtransfer.device.driver import CudaDriver, DeviceError, mps_in_use
 from kvtransfer.device.region import DeviceRegion, OpenedRegion
-from kvtransfer.negotiation import DEFAULT_TRANSPORTS, check_transports, choose, serving
+from kvtransfer.link import DEFAULT_TRANSPORTS, check_transports, choose, serving
 from kvtransfer.transport import ConnectError, DataEndpoint, RegionKind, TransportName
 from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
 from node.regions import offered

@@ -13,8 +13,9 @@ from batonpb import transfer_pb2
 
 from baton.errors import BatonError, Reason
 from baton.liveness import LivenessConfig
-from kvtransfer.link import LivenessStream
+from kvtransfer.link import LivenessStream, PeerAddress
 from tests.support.cluster_harness import wait_for
+from tests.support.grant_scripts import PAIR
 from tests.support.still_clock import StillClock
 
 HANG_S = 30.0
@@ -69,10 +70,8 @@ class Scene:
         self.receiver, self.clock, self.lost = Receiver(), YieldingClock(), 0
         self.fails = False
         self.stream = LivenessStream(
-            name="decode-0",
-            endpoint=endpoint,
+            address=PeerAddress(name="decode-0", endpoint=endpoint, pair=PAIR),
             stub=self.receiver,  # type: ignore[arg-type]
-            request=transfer_pb2.LivenessRequest(),
             lost=self._lost,
             gone=lambda: None,
             liveness=LIVENESS,

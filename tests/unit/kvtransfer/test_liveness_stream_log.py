@@ -13,7 +13,8 @@ from batonpb import transfer_pb2
 from baton.clock import Clock
 from baton.errors import BatonError, Reason
 from baton.liveness import LivenessConfig
-from kvtransfer.link import LivenessStream
+from kvtransfer.link import LivenessStream, PeerAddress
+from tests.support.grant_scripts import PAIR
 
 HANG_S = 30.0
 LIVENESS = LivenessConfig(heartbeat_ms=50, answer_ms_max=200, reconnect_ms_max=300, reconnect_pause_ms=100)
@@ -101,10 +102,8 @@ def test_a_receiver_is_lost_once_and_reached_again_once(caplog: pytest.LogCaptur
         clock, receiver = PausingClock(), Receiver()
         with socket.create_server(("127.0.0.1", 0)) as listener:
             stream = LivenessStream(
-                name="decode-0",
-                endpoint=f"127.0.0.1:{listener.getsockname()[1]}",
+                address=PeerAddress(name="decode-0", endpoint=f"127.0.0.1:{listener.getsockname()[1]}", pair=PAIR),
                 stub=receiver,  # type: ignore[arg-type]
-                request=transfer_pb2.LivenessRequest(),
                 lost=lambda: told.append("lost"),
                 gone=lambda: told.append("gone"),
                 liveness=LIVENESS,

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestore.layout import kv_layout
-from kvtransfer.status import RECENT_S, HandoffObserver, LandedBytes, Moved, PairSpeed
+from kvtransfer.status import RECENT_S, LandedBytes, Moved, PairSpeed
 from kvtransfer.transport import RecordPlan, WriteOutOfBounds
 from kvtransfer.writer import StepWrites
 
@@ -142,7 +142,7 @@ def test_a_layer_counts_from_just_before_its_post_and_not_at_all_where_that_fail
         handoff=cast(
             Any,
             SimpleNamespace(
-                peer=SimpleNamespace(link=link, observer=HandoffObserver(), layout=layout),
+                peer=SimpleNamespace(link=link, layout=layout),
                 key="key",
                 grant=b"",
                 sample=None,

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from kvtransfer.receiver import PendingCalls
+from baton.tasks import PendingCalls
 
 
 def test_all_who_wait_get_the_answer_but_those_who_went_away() -> None:

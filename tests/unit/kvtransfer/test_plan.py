@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestore.layout import Component, Layout, kv_layout
-from kvtransfer.transport import HeadRange, WriteOps, head_ranges, whole_records
+from kvtransfer.transport import WriteOps
+from tests.support.write_ops import HeadRange, head_ranges, whole_records
 
 
 def apply(ops: WriteOps, src_U8: np.ndarray, dst_U8: np.ndarray) -> None:

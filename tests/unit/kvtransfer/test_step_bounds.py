@@ -11,9 +11,8 @@ import pytest
 from baton.ids import BlockId, ReserveNumber
 from cachestore.layout import kv_layout
 from kvtransfer.protocol.writer import WriterEvent, WritesPosted
-from kvtransfer.status import HandoffObserver
 from kvtransfer.transport import WriteOutOfBounds
-from kvtransfer.writer import StepWrites, WriterPeer
+from kvtransfer.writer import Handoff, StepWrites
 
 
 def test_a_block_outside_the_grant_is_not_posted() -> None:
@@ -22,12 +21,11 @@ def test_a_block_outside_the_grant_is_not_posted() -> None:
     planned: list[WriterEvent] = []
     layout = kv_layout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32", dtype_bytes=4)
     peer = SimpleNamespace(
-        observer=HandoffObserver(),
         layout=layout,
         src_num_blocks=8,
         link=SimpleNamespace(num_blocks=8),
         handle=planned.append,
-        _loop=SimpleNamespace(time=lambda: 0.0),
+        loop=SimpleNamespace(time=lambda: 0.0),
     )
     handoff = SimpleNamespace(
         number=ReserveNumber(0),
@@ -37,13 +35,12 @@ def test_a_block_outside_the_grant_is_not_posted() -> None:
         key="key",
         writes=0,
         bytes_written=0,
-        writes_outstanding=0,
-        bytes_outstanding=0,
+        peer=peer,
     )
 
     def plan(*dst: int) -> StepWrites:
         src_blocks_B, dst_blocks_B = np.array([1, 2], np.int64), np.array(dst, np.int64)
-        return WriterPeer.plan_step(cast(Any, peer), cast(Any, handoff), src_blocks_B, dst_blocks_B, range(3))
+        return Handoff.plan_step(cast(Any, handoff), src_blocks_B, dst_blocks_B, range(3))
 
     with pytest.raises(WriteOutOfBounds, match="block 4 is not among the 2 blocks of the grant"):
         plan(3, 4)
@@ -52,5 +49,4 @@ def test_a_block_outside_the_grant_is_not_posted() -> None:
     nbytes = 6 * layout.record_bytes
     assert planned == [WritesPosted(number=ReserveNumber(0), writes=6, bytes_written=nbytes)]
     assert (handoff.writes, handoff.bytes_written) == (6, nbytes)
-    assert (handoff.writes_outstanding, handoff.bytes_outstanding) == (6, nbytes)
     assert handoff.steps == {step}

@@ -13,8 +13,7 @@ from batonpb import common_pb2, transfer_pb2, transfer_pb2_grpc
 from baton.errors import BatonError, Reason
 from baton.ids import Attempt, Epoch, GrantId, RequestId, RequestKey
 from cachestore.layout import kv_layout
-from kvtransfer.link import DataDoesNotPass, PairLink, PeerAddress
-from kvtransfer.negotiation import ANOTHER_MACHINE, COOLDOWN_MS_MIN, FallbackConfig, Offers, RejectedTransport
+from kvtransfer.link import ANOTHER_MACHINE, COOLDOWN_MS_MIN, DataDoesNotPass, Offers, PairLink, PeerAddress
 from kvtransfer.protocol.writer import WriterMachine
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps, WriterEvents, WriterLink
 from kvtransfer.writer import WriterConfig, WriterPeer
@@ -95,7 +94,7 @@ def make_peer(make_link: Any, transports: tuple[TransportName, ...] = (SHM, TCP)
         machine=WriterMachine(),
         channels=channels,  # type: ignore[arg-type]
         make_link=make_link,
-        offers=Offers(transports, FallbackConfig()),
+        offers=Offers(transports),
         loop=asyncio.get_running_loop(),
         config=WriterConfig(),
     )
@@ -109,7 +108,7 @@ async def ask(peer: WriterPeer) -> Reason:
 
 
 def test_links_that_cannot_be_made_lead_to_the_next_transport() -> None:
-    """Shared memory fails twice: the third Connect offers tcp alone, and the pair works."""
+    """Shared memory fails twice: the second request goes on with tcp alone, and the pair works."""
     made: list[TransportName] = []
 
     async def make_link(endpoint: DataEndpoint, pair: object, events: WriterEvents) -> WriterLink:
@@ -120,11 +119,7 @@ def test_links_that_cannot_be_made_lead_to_the_next_transport() -> None:
 
     async def test() -> None:
         peer, channel = make_peer(make_link)
-        assert [await ask(peer) for _ in range(3)] == [
-            Reason.PEER_UNREACHABLE,
-            Reason.PEER_UNREACHABLE,
-            Reason.DECODE_FULL,
-        ]
+        assert [await ask(peer) for _ in range(2)] == [Reason.PEER_UNREACHABLE, Reason.DECODE_FULL]
         assert made == [SHM, SHM, TCP]
         assert channel.offered == [["shm", "tcp"], ["shm", "tcp"], ["tcp"]]
         assert (peer.link.transport, peer.link.offers.given_up, peer.link.failures) == (TCP, [SHM], 2)
@@ -182,6 +177,40 @@ def test_a_transport_that_was_given_up_is_offered_again_after_its_cooldown(caplo
     ]  # fmt: skip
 
 
+def test_a_better_transport_that_still_fails_costs_no_request() -> None:
+    """Shared memory was given up for tcp, its cooldown is over, and it still cannot be had. The requests that wait
+    while it is tried go on over tcp, in the same try, and shared memory is given up for twice as long."""
+    works = [SHM, TCP]
+    links: list[tuple[TransportName, FakeLink]] = []
+
+    async def make_link(endpoint: DataEndpoint, pair: object, events: WriterEvents) -> WriterLink:
+        if endpoint.transport not in works:
+            raise BatonError(Reason.PEER_UNREACHABLE, "no shared memory here")
+        links.append((endpoint.transport, FakeLink(fenced=False)))
+        return links[-1][1]
+
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        began_s, later_s = loop.time(), 0.0
+        loop.time = lambda: began_s + later_s  # type: ignore[method-assign]
+        peer, channel = make_peer(make_link)
+        for _ in range(2):
+            assert await ask(peer) is Reason.DECODE_FULL
+            peer.link_lost(PAIR, "broken")
+        assert await ask(peer) is Reason.DECODE_FULL
+        works.remove(SHM)
+        later_s = COOLDOWN_MS_MIN / 1e3
+        assert list(await asyncio.gather(ask(peer), ask(peer))) == [Reason.DECODE_FULL] * 2
+        assert channel.offered[2:] == [["tcp"], ["shm", "tcp"], ["tcp"]]
+        assert [(transport, link.closed) for transport, link in links[2:]] == [(TCP, True), (TCP, False)]
+        assert (peer.link.transport, list(peer.status().given_up_left_ms)) == (TCP, [2 * COOLDOWN_MS_MIN])
+        assert await ask(peer) is Reason.DECODE_FULL
+        assert len(channel.offered) == 5
+        await peer.close()
+
+    asyncio.run(test())
+
+
 def test_a_better_transport_that_is_not_used_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     """A pair connects again and again: that it uses nothing better is told when it is news, with the reason, and as a
     warning where somebody could mend it. What the writer gave up itself is told as that."""
@@ -192,7 +221,7 @@ def test_a_better_transport_that_is_not_used_is_told_once(caplog: pytest.LogCapt
     async def test() -> None:
         peer, channel = make_peer(make_link, (TCP,))
         told: list[tuple[str, str]] = []
-        seen: list[tuple[RejectedTransport, ...]] = []
+        seen: list[list[common_pb2.RejectedTransport]] = []
         for better in (
             {"shm": ANOTHER_MACHINE},
             {"shm": ANOTHER_MACHINE, "rdma": "its device there is lost"},
@@ -221,7 +250,7 @@ def test_a_better_transport_that_is_not_used_is_told_once(caplog: pytest.LogCapt
         assert (status.transport, status.link_open) == ("tcp", False)
         assert [(other.transport, other.why) for other in status.rejected_transports] == [("shm", ANOTHER_MACHINE)]
 
-        peer.link.offers = Offers((SHM, TCP), FallbackConfig())
+        peer.link.offers = Offers((SHM, TCP))
         for _ in range(2):
             peer.link.offers.failed(SHM, asyncio.get_running_loop().time())
         channel.better = {"shm": "not offered here"}
@@ -353,13 +382,12 @@ def test_a_link_on_which_nothing_arrived_is_the_last_of_a_transport_with_a_way_o
             call_ms_max=1000,
             request=transfer_pb2.ConnectRequest(),
             make_link=make_link,
-            offers=Offers(transports, FallbackConfig()),
+            offers=Offers(transports),
             events=None,  # type: ignore[arg-type]
             replaced=lambda: None,
-            idle=lambda: True,
             loop=asyncio.get_running_loop(),
         )
-        await link.ensure()
+        await link.ensure(idle=True)
         for copied in completions:
             link.completed(1, copied=copied)
         assert link.lost("retries exceeded") == 0

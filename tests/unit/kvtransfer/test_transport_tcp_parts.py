@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from baton.errors import InvalidField
 from baton.ids import BlockId, Epoch, GrantId, Incarnation, Pair
 from cachestore.layout import kv_layout
-from kvtransfer.negotiation import FallbackConfig, Offers, check_transports, choose, host_identity
+from kvtransfer.link import Offers, check_transports, choose, host_identity
 from kvtransfer.receiver import ReceiverPorts
 from kvtransfer.transport import (
     LOOPED_SEGMENTS_MAX,
@@ -150,7 +150,7 @@ def test_the_first_common_transport_that_can_work_is_chosen() -> None:
 
 def test_a_transport_that_fails_twice_within_the_window_is_given_up() -> None:
     """Told once; failures farther apart do not count; the last transport stays whatever happens."""
-    offers = Offers((SHM, TCP), FallbackConfig(failures_max=2, failure_window_ms=1_000))
+    offers = Offers((SHM, TCP), failures_max=2, failure_window_ms=1_000)
     assert [offers.failed(SHM, 0.0), offers.failed(SHM, 1.5)] == [False, False]
     assert offers.names == ["shm", "tcp"]
     assert offers.failed(SHM, 2.0) is True
@@ -163,7 +163,7 @@ def test_a_transport_that_fails_twice_within_the_window_is_given_up() -> None:
 def test_a_transport_that_was_given_up_comes_back_after_a_cooldown_that_grows() -> None:
     """Each further time doubles it, up to the maximum. After it came back, one failure within the window gives it up
     again; a later one is like a first one."""
-    offers = Offers((RDMA, SHM, TCP), FallbackConfig(failures_max=3, failure_window_ms=1_000))
+    offers = Offers((RDMA, SHM, TCP), failures_max=3, failure_window_ms=1_000)
     now_s = 0.0
     for _ in range(3):
         offers.failed(SHM, now_s)

@@ -17,7 +17,7 @@ import pytest
 
 from baton.endpoint import split_endpoint
 from baton.ids import Epoch
-from kvtransfer.negotiation import host_identity
+from kvtransfer.link import host_identity
 from kvtransfer.region import Region
 from kvtransfer.transport import ConnectError, DataEndpoint, PairBeingFenced, Seal
 from kvtransfer.transports import control_channel as wire

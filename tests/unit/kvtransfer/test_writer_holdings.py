@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import pytest
+from batonpb import node_pb2
 
 from baton.ids import Epoch, Pair
 from kvtransfer.protocol.receiver import (
@@ -21,13 +22,13 @@ from kvtransfer.protocol.receiver import (
     WriterReleased,
     WriterSuspected,
 )
-from kvtransfer.status import WriterHolding, WriterHoldings, WriterPlace
+from kvtransfer.status import WriterHoldings, WriterPlace
 from kvtransfer.transport import TransportName
 from tests.support.grant_scripts import EPOCH_0, OTHER_PAIR, PAIR, Receiver, grant_of, key_of, nth
 
 PLACES = {
-    PAIR: WriterPlace(name="prefill-0", host="one", transport=TransportName.SHM),
-    OTHER_PAIR: WriterPlace(name="prefill-1", host="two", transport=TransportName.TCP),
+    PAIR: WriterPlace(endpoint="", name="prefill-0", host="one", transport=TransportName.SHM),
+    OTHER_PAIR: WriterPlace(endpoint="", name="prefill-1", host="two", transport=TransportName.TCP),
 }
 WRITER = f"prefill-0/{PAIR.writer:016x}"
 
@@ -53,8 +54,8 @@ class Scene:
         for event in events:
             self.script.machine.handle(event)
 
-    def of(self, pair: Pair) -> WriterHolding:
-        (holding,) = [holding for holding in self.holdings.of_writers() if holding.pair == pair]
+    def of(self, pair: Pair) -> node_pb2.WriterStatus:
+        (holding,) = [each for each in self.holdings.of_writers() if each.writer_incarnation == pair.writer]
         counts = self.script.machine.ledger.counts()
         every = self.holdings.of_writers()
         assert sum(each.blocks_quarantined for each in every) == counts.quarantined
@@ -79,7 +80,7 @@ def test_a_quarantine_from_its_beginning_to_its_end(caplog: pytest.LogCaptureFix
     scene.script.reserve(2, key=key_of("other"), pair=OTHER_PAIR)
     holding = scene.of(PAIR)
     assert (holding.grants, holding.blocks_granted, holding.blocks_quarantined) == (2, 4, 0)
-    assert (holding.taken_back_s, holding.quarantined_s, holding.why) == (None, None, "")
+    assert (holding.taken_back_ms, holding.quarantined_ms, holding.why) == (0, 0, "")
     with caplog.at_level(logging.WARNING):
         scene.handle(timer(0, TimerKind.LEASE))
         assert scene.of(PAIR).why == "its lease ran out"
@@ -88,7 +89,7 @@ def test_a_quarantine_from_its_beginning_to_its_end(caplog: pytest.LogCaptureFix
         scene.handle(timer(0), timer(1), timer(1), timer(1))
         holding, other = scene.of(PAIR), scene.of(OTHER_PAIR)
         assert (holding.grants, holding.blocks_granted, holding.blocks_quarantined) == (2, 0, 4)
-        assert (holding.taken_back_s, holding.quarantined_s, holding.why) == (7.0, 5.0, "its lease ran out")
+        assert (holding.taken_back_ms, holding.quarantined_ms, holding.why) == (7000, 5000, "its lease ran out")
         assert (other.blocks_granted, other.blocks_quarantined, other.why) == (2, 0, "")
         assert [what for what, _ in lines(caplog)] == [
             "quarantine begins: no evidence that the writer has stopped writing"
@@ -105,7 +106,7 @@ def test_a_quarantine_from_its_beginning_to_its_end(caplog: pytest.LogCaptureFix
         ("quarantine ends", {"writer": WRITER, "blocks": 4, "seconds": 5.0, "evidence": "a fence"}),
     ]  # fmt: skip
     holding = scene.of(PAIR)
-    assert (holding.grants, holding.taken_back_s, holding.quarantined_s, holding.why) == (0, None, None, "")
+    assert (holding.grants, holding.taken_back_ms, holding.quarantined_ms, holding.why) == (0, 0, 0, "")
 
 
 @pytest.mark.parametrize(
@@ -181,7 +182,7 @@ def test_a_grant_that_comes_back_in_time_is_no_quarantine(caplog: pytest.LogCapt
     with caplog.at_level(logging.WARNING):
         scene.handle(RequestCancelled(key=key_of()), timer(0), PairFenced(pair=PAIR, epoch=EPOCH_0))
     assert lines(caplog) == []
-    assert scene.of(PAIR).taken_back_s is None
+    assert scene.of(PAIR).taken_back_ms == 0
 
 
 def test_what_has_landed_is_told_of_each_writer() -> None:

@@ -24,7 +24,7 @@ from kvtransfer.checksums import crcs
 from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.device.staging import StagingConfig
-from kvtransfer.negotiation import DEFAULT_TRANSPORTS
+from kvtransfer.link import DEFAULT_TRANSPORTS
 from kvtransfer.transport import RegionKind, TransportName
 from kvtransfer.writer import WriterConfig
 from mixed_node.config import MixedConfig
@@ -275,12 +275,11 @@ def test_records_on_the_device_are_read_for_their_checksums(config: EngineConfig
 
     def look(pool: DevicePool, doing: list[str]) -> None:
         pool.region.memory[:] = np.arange(pool.region.nbytes, dtype=np.uint8)
-        offsets_RS = np.array([[0, 96], [32, 7]], dtype=np.int64)
-        nbytes_S = np.array([32, 9], dtype=np.int64)
+        offsets_R, nbytes = np.array([0, 96, 32, 7], dtype=np.int64), 32
         thread = checksum_thread(pool.region, name="device")
-        expected = crcs(memoryview(bytes(pool.region.memory)), offsets_RS, nbytes_S)
-        assert thread.now(offsets_RS, nbytes_S).tolist() == expected.tolist()
-        assert thread.submit(offsets_RS, nbytes_S).result(30).tolist() == expected.tolist()
+        expected = crcs(memoryview(bytes(pool.region.memory)), offsets_R, nbytes)
+        assert thread.now(offsets_R, nbytes).tolist() == expected.tolist()
+        assert thread.submit(offsets_R, nbytes).result(30).tolist() == expected.tolist()
         thread.close()
 
     asyncio.run(opened(config, decodes=False, look=look))

@@ -20,7 +20,6 @@ from router.openai import (
     CHOICES_MAX,
     OpenAiCall,
     Replies,
-    Usage,
     error_headers,
     error_json,
     error_status,
@@ -171,13 +170,14 @@ def test_log_probabilities_are_json(chat: bool) -> None:
 
 def test_a_prompt_counts_once_however_many_answers_it_has() -> None:
     """Two prompts with two answers each: tokens of prompts twice, of answers four times."""
-    usage = Usage(n=2)
+    call = parse_completion({"prompt": ["a", "b"], "n": 2})
+    replies = Replies(id="i", call=call, model="m", created=1, token_text=str)
     for index in range(4):
-        usage.take(index, inference_pb2.GenerateEvent(started=inference_pb2.Started(prompt_tokens=10)))
+        replies.count(index, inference_pb2.GenerateEvent(started=inference_pb2.Started(prompt_tokens=10)))
         stats = inference_pb2.RequestStats(output_tokens=3, prompt_tokens_cached=4)
-        usage.take(index, inference_pb2.GenerateEvent(finished=inference_pb2.Finished(stats=stats)))
-    assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (20, 8, 12)
-    assert usage.json()["total_tokens"] == 32
+        replies.count(index, inference_pb2.GenerateEvent(finished=inference_pb2.Finished(stats=stats)))
+    assert (replies.prompt_tokens, replies.cached_tokens, replies.completion_tokens) == (20, 8, 12)
+    assert replies.usage()["total_tokens"] == 32
 
 
 def template_of(folder: Path, config: object, own: str | None = None) -> ChatTemplate | None:
