@@ -48,7 +48,7 @@ class Traceparent:
 
     @staticmethod
     def parse(text: str) -> Traceparent | None:
-        """None where `text` is not a valid traceparent: the standard asks to start a new trace then, not to fail."""
+        """None for an invalid text: the standard asks to start a new trace then, not to fail."""
         match = _TRACEPARENT.fullmatch(text)
         if match is None:
             return None
@@ -61,20 +61,20 @@ class Traceparent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallMetadata:
-    """What a caller said about its call; None where it said nothing."""
+    """What a caller said about its call."""
 
-    request_id: RequestId | None
-    traceparent: Traceparent | None
+    request_id: RequestId | None = None
+    traceparent: Traceparent | None = None
 
 
 def call_metadata(*, request_id: RequestId, traceparent: Traceparent) -> tuple[tuple[str, str], ...]:
-    """Metadata for an outgoing call. Pass the child made for this call, not the parent."""
+    """Metadata for an outgoing call. `traceparent` is the child made for this call, not its parent."""
     assert _REQUEST_ID.fullmatch(request_id), request_id
     return ((REQUEST_ID_KEY, request_id), (TRACEPARENT_KEY, str(traceparent)))
 
 
 def read_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> CallMetadata:
-    """Read an incoming call's metadata. Raises BatonError BAD_REQUEST_ID for an id that we would not log or forward."""
+    """Read an incoming call's metadata. Raises BatonError BAD_REQUEST_ID for an id that is not safe to log."""
     request_id: RequestId | None = None
     traceparent: Traceparent | None = None
     for key, value in metadata or ():
