@@ -77,15 +77,11 @@ class BlockManager:
         else is allocated."""
         return self.prefix_cache.match(tokens, salt, prefix_blocks_max(len(tokens), self.block_size))
 
-    def admission_need(self, prefix_blocks: Sequence[BlockId], new_blocks: int, promise: int) -> int:
-        """What an admission takes from `ledger.available`: a prefix block counts unless somebody holds it anyway."""
-        return self.ledger.idle_cached(prefix_blocks) + new_blocks + promise
-
     def can_admit(
         self, prefix_blocks: Sequence[BlockId], new_blocks: int, promise: int, *, host_backed: bool = False
     ) -> bool:
         """With `host_backed` the promise may be covered by host memory; the blocks themselves never are."""
-        now = self.admission_need(prefix_blocks, new_blocks, 0)
+        now = self.ledger.idle_cached(prefix_blocks) + new_blocks  # a prefix block may be held by somebody anyway
         return self.ledger.can_give(now, promise, host_backed=host_backed)
 
     def admit(
@@ -110,13 +106,9 @@ class BlockManager:
             self.ledger.promise(promise_key, promise, host_backed=host_backed)
         return table
 
-    def make_room(self, count: int) -> bool:
-        """Evict until `count` blocks are free. False, with nothing evicted, when there are not so many to be had."""
-        return self.prefix_cache.evict_until(count)
-
     def allocate(self, count: int, promise: Hashable | None = None) -> list[BlockId]:
         """`count` blocks, held once each, drawn from `promise` if given. The caller has made sure of room."""
-        room = self.make_room(count)
+        room = self.prefix_cache.evict_until(count)
         assert room, (count, self.ledger.reclaimable)
         return self.ledger.take(count, promise=promise)
 

@@ -150,7 +150,7 @@ class Reserving:
             why_not = self._why_not_now(resumed=bool(request.output))
             room = why_not is None and self.has_room(prefix=len(prefix), new=new, footprint=footprint)
             if room and not repeated:
-                self._blocks.make_room(new)
+                self._blocks.prefix_cache.evict_until(new)
             answer = receiver.reserve(
                 ReserveAsked(
                     pair=pair,

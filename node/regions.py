@@ -11,7 +11,7 @@ from baton.errors import BatonError, InvalidField, Reason
 from baton.log import get_log
 from baton.runtime import Progress
 from cachestore.layout import Layout
-from engine.build import ComputeDevice, EngineConfig
+from engine.build import EngineConfig
 from kvtransfer import native
 from kvtransfer.checksums import ChecksumThread
 from kvtransfer.device.driver import CudaDriver, DeviceDriver, DeviceError
@@ -108,7 +108,7 @@ def pin_staging(region: PoolRegion, transports: Sequence[TransportName], config:
 
 def _open_device_region(config: EngineConfig, layout: Layout, name: str, asked_to_share: bool) -> DeviceRegion:
     try:
-        driver = _driver(config.device)
+        driver: DeviceDriver = CudaDriver() if config.device.on_gpu else HostDriver()
     except DeviceError as error:
         raise BatonError(
             Reason.BAD_CONFIG, f"engine.device is {config.device.value}: {error}.", field="engine.device"
@@ -129,11 +129,6 @@ def _open_device_region(config: EngineConfig, layout: Layout, name: str, asked_t
         region.close()
         raise
     return region
-
-
-def _driver(device: ComputeDevice) -> DeviceDriver:
-    """Raises DeviceError."""
-    return CudaDriver() if device.on_gpu else HostDriver()
 
 
 T = TypeVar("T")

@@ -68,9 +68,9 @@ def test_a_prefix_that_nobody_holds_counts_as_need() -> None:
     table = blocks.admit([], 2)
     blocks.prefix_cache.index(tokens, table, 4, b"", IndexCursor())
     prefix = blocks.prefix_cache.match(tokens, b"", 2)
-    assert blocks.admission_need(prefix, 2, 1) == 3  # held by the first sequence still
+    assert blocks.ledger.idle_cached(prefix) == 0  # held by the first sequence still
     blocks.release(table)
-    assert blocks.admission_need(prefix, 2, 1) == 5
+    assert blocks.ledger.idle_cached(prefix) == 2
     assert not blocks.can_admit(prefix, 2, 1)
     assert blocks.can_admit(prefix, 2, 0)
     assert blocks.admit(prefix, 1, promise_key="s", promise=1)[:2] == prefix
@@ -104,7 +104,7 @@ def test_release_counts_as_a_use() -> None:
         blocks.prefix_cache.index([token, token], tables[token], 2, b"", IndexCursor())
     for token in (2, 1):
         blocks.release(tables[token])
-    assert blocks.make_room(1)
+    assert blocks.prefix_cache.evict_until(1)
     assert [blocks.prefix_cache.match([token, token], b"", 1) for token in (1, 2)] == [tables[1], []]
 
 
@@ -112,8 +112,8 @@ def test_making_room_beyond_what_is_there_changes_nothing() -> None:
     """Two of four blocks are held."""
     ledger, blocks = make(4)
     blocks.admit([], 2)
-    assert blocks.make_room(2)
-    assert not blocks.make_room(3)
+    assert blocks.prefix_cache.evict_until(2)
+    assert not blocks.prefix_cache.evict_until(3)
     assert ledger.check().held == 2
 
 
@@ -153,7 +153,7 @@ class BlockLife(RuleBasedStateMachine):
         )
         new = self.blocks.blocks_for(len(prompt)) - len(prefix)
         room = self.ledger.available
-        need = self.blocks.admission_need(prefix, new, growth)
+        need = self.ledger.idle_cached(prefix) + new + growth
         assert self.blocks.can_admit(prefix, new, growth) == (need <= room)
         if need > room:
             return
@@ -189,7 +189,7 @@ class BlockLife(RuleBasedStateMachine):
     @rule(count=st.integers(1, TOTAL))
     def make_room(self, count: int) -> None:
         could = self.ledger.reclaimable >= count
-        assert self.blocks.make_room(count) == could
+        assert self.blocks.prefix_cache.evict_until(count) == could
         assert not could or self.ledger.free >= count
 
     @invariant()
