@@ -630,10 +630,9 @@ class ReceiverChannel:
     Instructions are carried out in order. If one refuses, the event `Refuse` follows in place of the rest.
     """
 
-    def __init__(
-        self, codec: Codec, *, secret_of: Callable[[Pair, Epoch], bytes | RefusalReason], surplus: bool = False
-    ) -> None:
-        """`secret_of` gives what a connection of this pair and epoch has to prove now, or why none is accepted."""
+    def __init__(self, codec: Codec, *, secret_of: Callable[[Pair, Epoch], bytes], surplus: bool = False) -> None:
+        """`secret_of` gives what a connection of this pair and epoch has to prove now. It raises Refusal where none is
+        accepted."""
         self.state = ChannelState.SURPLUS if surplus else ChannelState.NEW
         self.hello: Hello | None = None
         self.nonce = b""
@@ -649,30 +648,52 @@ class ReceiverChannel:
         return self.state in _MAY_WRITE
 
     def handle(self, event: Event) -> Instructions:
-        step = _TRANSITIONS.get((self.state, event if isinstance(event, Signal) else type(event)))
-        if step is not None:
-            return step(self, event)
-        return self._unexpected() if isinstance(event, Message) else []
-
-    def _unexpected(self) -> Instructions:
-        match self.state:
-            case ChannelState.BROKEN | ChannelState.LOST | ChannelState.ENDED:
+        """Raises Refusal: no secret holds for the pair any more. `Refuse` follows."""
+        match self.state, event:
+            case ChannelState.ENDED, _:
                 return []
-            case ChannelState.SURPLUS:
+            case _, Refuse(reason=reason):
+                return self._reject(reason)
+            case _, Signal.EOF:
+                return self._close(Do.LOSE) if self.may_write else self._end()
+            case ChannelState.PROBING, Signal.DEADLINE:
+                return self._reject(RefusalReason.PROBE)
+            case _, Signal.DEADLINE if not self.may_write:
+                return self._reject(RefusalReason.DEADLINE)
+            case ChannelState.PROBING, Signal.PROBES_CAME:
+                self.state = ChannelState.OPEN
+                return [Ready()]
+            case ChannelState.NEW, Hello() as hello:
+                return self._challenge(hello)
+            case ChannelState.CHALLENGED, Answer() as answer:
+                return self._prove(answer)
+            case ChannelState.PREPARING, Prepared() as prepared:
+                return self._welcome(prepared)
+            case ChannelState.OPEN, SealSent() as seal:
+                return [Deliver(message=seal)]
+            case ChannelState.BROKEN, SealSent():
+                return [Do.COUNT_SEAL_REFUSED]
+            case ChannelState.NEW | ChannelState.SURPLUS, LateBye() as late_bye:
+                return [*self._end(), Deliver(message=late_bye)]
+            case ChannelState.NEW | ChannelState.CHALLENGED | ChannelState.PREPARING, Bye():
+                return self._end()
+            case ChannelState.PROBING | ChannelState.OPEN | ChannelState.BROKEN, Bye() as bye if self._is_own(bye):
+                return self._close(Left(drained=bye.drained))
+            case ChannelState.BROKEN | ChannelState.LOST, Message():
+                return []
+            case ChannelState.SURPLUS, Message():
                 return self._reject(RefusalReason.CONNECTIONS_MAX)
-            case _:
+            case _, Message():
                 return self._reject(RefusalReason.OUT_OF_ORDER)
+        return []
 
-    def _secret(self) -> bytes | RefusalReason:
-        """Asked again at each step: a fence, or a newer epoch, may have come in between."""
-        assert self.hello is not None
-        return self._secret_of(self.hello.pair, self.hello.epoch)
+    def _secret(self, hello: Hello) -> bytes:
+        """Asked again at each step: a fence, or a newer epoch, may have come in between. Raises Refusal."""
+        return self._secret_of(hello.pair, hello.epoch)
 
     def _challenge(self, hello: Hello) -> Instructions:
         self.hello = hello
-        secret = self._secret()
-        if isinstance(secret, RefusalReason):
-            return self._reject(secret)
+        self._secret(hello)
         # The answer to a nonce that is sent after IDENTIFY shows that the process was alive then.
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self.state = ChannelState.CHALLENGED
@@ -680,10 +701,8 @@ class ReceiverChannel:
 
     def _prove(self, answer: Answer) -> Instructions:
         assert self.hello is not None
-        secret = self._secret()
-        if isinstance(secret, RefusalReason):
-            return self._reject(secret)
-        if not hmac.compare_digest(answer.proof, self._codec.writer_proof(secret, self.hello, self.nonce)):
+        wanted = self._codec.writer_proof(self._secret(self.hello), self.hello, self.nonce)
+        if not hmac.compare_digest(answer.proof, wanted):
             return self._reject(RefusalReason.SECRET)
         self.proved = True
         self.state = ChannelState.PREPARING
@@ -691,89 +710,37 @@ class ReceiverChannel:
 
     def _welcome(self, prepared: Prepared) -> Instructions:
         assert self.hello is not None
-        secret = self._secret()
-        if isinstance(secret, RefusalReason):
-            return self._reject(secret)
+        proof = self._codec.receiver_proof(self._secret(self.hello), self.hello, self.nonce, prepared.payload)
         self.opened = True
         self.state = ChannelState.PROBING if prepared.probes else ChannelState.OPEN
-        proof = self._codec.receiver_proof(secret, self.hello, self.nonce, prepared.payload)
         # It counts before the writer can have what it needs: from here on only evidence ends it.
         return [Do.OPEN, Welcome(proof=proof, payload=prepared.payload), Do.START]
 
-    def _ready(self, _: Signal) -> Instructions:
-        self.state = ChannelState.OPEN
-        return [Ready()]
-
-    def _deliver(self, message: SealSent) -> Instructions:
-        return [Deliver(message=message)]
-
-    def _late_bye(self, message: LateBye) -> Instructions:
-        self.state = ChannelState.ENDED
-        return [Do.DROP, Deliver(message=message)]
-
-    def _count_seal(self, _: SealSent) -> Instructions:
-        return [Do.COUNT_SEAL_REFUSED]
-
-    def _bye(self, bye: Bye) -> Instructions:
+    def _is_own(self, bye: Bye) -> bool:
         assert self.hello is not None
-        if bye.epoch != self.hello.epoch:
-            return self._unexpected()
-        self._close()
-        return [Left(drained=bye.drained)]
+        return bye.epoch == self.hello.epoch
 
-    def _eof(self, _: Signal) -> Instructions:
-        if not self.may_write:
-            return self._end(_)
-        self._close()
-        return [Do.LOSE]
-
-    def _close(self) -> None:
+    def _close(self, how: Instruction) -> Instructions:
         """What came before counts, unless it broke the protocol."""
         if self.state is not ChannelState.BROKEN:
             self.state = ChannelState.LOST
+        return [how]
 
-    def _end(self, _: Event) -> Instructions:
+    def _end(self) -> Instructions:
         self.state = ChannelState.ENDED
         return [Do.DROP]
 
-    def _late(self, _: Signal) -> Instructions:
-        probing = self.state is ChannelState.PROBING
-        return self._reject(RefusalReason.PROBE if probing else RefusalReason.DEADLINE)
-
-    def _refuse(self, refuse: Refuse) -> Instructions:
-        return self._reject(refuse.reason)
-
     def _reject(self, reason: RefusalReason) -> Instructions:
         """One that may write can still send BYE."""
-        match self.state:
-            case ChannelState.BROKEN:
-                return [Refused(reason=reason), Do.LOSE]
-            case ChannelState.PROBING | ChannelState.OPEN | ChannelState.LOST:
-                self.state = ChannelState.BROKEN
-                return [Refused(reason=reason), Broken(reason=reason)]
-            case _:
-                self.state = ChannelState.ENDED
-                return [Refused(reason=reason), Do.DROP]
+        if self.state is ChannelState.BROKEN:
+            return [Refused(reason=reason), Do.LOSE]
+        if self.may_write:
+            self.state = ChannelState.BROKEN
+            return [Refused(reason=reason), Broken(reason=reason)]
+        return [Refused(reason=reason), *self._end()]
 
 
-_HANDSHAKING = (ChannelState.NEW, ChannelState.CHALLENGED, ChannelState.PREPARING)
 _MAY_WRITE = frozenset({ChannelState.PROBING, ChannelState.OPEN, ChannelState.BROKEN, ChannelState.LOST})
-_TRANSITIONS: Final[dict[tuple[ChannelState, type[Any] | Signal], Callable[[ReceiverChannel, Any], Instructions]]] = {
-    (ChannelState.NEW, Hello): ReceiverChannel._challenge,
-    (ChannelState.CHALLENGED, Answer): ReceiverChannel._prove,
-    (ChannelState.PREPARING, Prepared): ReceiverChannel._welcome,
-    (ChannelState.PROBING, Signal.PROBES_CAME): ReceiverChannel._ready,
-    (ChannelState.OPEN, SealSent): ReceiverChannel._deliver,
-    (ChannelState.BROKEN, SealSent): ReceiverChannel._count_seal,
-    (ChannelState.NEW, LateBye): ReceiverChannel._late_bye,
-    (ChannelState.SURPLUS, LateBye): ReceiverChannel._late_bye,
-    **{(state, Bye): ReceiverChannel._end for state in _HANDSHAKING},
-    **{(state, Bye): ReceiverChannel._bye for state in _MAY_WRITE - {ChannelState.LOST}},
-    **{(state, Signal.DEADLINE): ReceiverChannel._late for state in (*_HANDSHAKING, ChannelState.SURPLUS)},
-    (ChannelState.PROBING, Signal.DEADLINE): ReceiverChannel._late,
-    **{(state, Signal.EOF): ReceiverChannel._eof for state in ChannelState if state is not ChannelState.ENDED},
-    **{(state, Refuse): ReceiverChannel._refuse for state in ChannelState if state is not ChannelState.ENDED},
-}
 
 
 # Seals in parts.

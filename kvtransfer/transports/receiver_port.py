@@ -157,57 +157,6 @@ class PairFence:
         return ", ".join(parts) or "no connection that could write"
 
 
-class Acceptor:
-    """Hands each accepted connection, non-blocking, to `admit`, which owns it. Runs on `loop`'s thread."""
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        *,
-        loop: asyncio.AbstractEventLoop,
-        admit: Callable[[socket.socket], None],
-        paused: Callable[[], None],
-        pause_ms: int,
-    ) -> None:
-        """Takes the listening, non-blocking socket over. `paused` is called each time that descriptors run out."""
-        self._listener = listener
-        self._loop = loop
-        self._admit = admit
-        self._paused = paused
-        self._pause_ms = pause_ms
-        self._timer: asyncio.TimerHandle | None = None
-        loop.add_reader(listener, self._accept)
-
-    def close(self) -> None:
-        """Stop listening. Once."""
-        self._loop.remove_reader(self._listener)
-        self._listener.close()
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _accept(self) -> None:
-        for _ in range(ACCEPTS_PER_WAKE_MAX):
-            try:
-                sock, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if error.errno in _CONNECTION_GONE:
-                    continue
-                if error.errno not in _OUT_OF_DESCRIPTORS:
-                    raise
-                self._pause()
-                return
-            sock.setblocking(False)
-            self._admit(sock)
-
-    def _pause(self) -> None:
-        """Without descriptors the listener stays readable and accept keeps failing: that would be a busy loop."""
-        self._paused()
-        self._loop.remove_reader(self._listener)
-        self._timer = self._loop.call_later(self._pause_ms / 1000, self._loop.add_reader, self._listener, self._accept)
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Connection:
     """One writer's, at the port. `sock` is None once it is closed or has another owner. Loop's thread."""
@@ -294,13 +243,9 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
         self._counts: Counter[str] = Counter()
         self._refused: Counter[RefusalReason] = Counter()
         self._closed = False
-        self._acceptor = Acceptor(
-            listener,
-            loop=self._loop,
-            admit=self._admit,
-            paused=lambda: self._refused.update([RefusalReason.DESCRIPTORS]),
-            pause_ms=limits.accept_pause_ms,
-        )
+        self._listener = listener
+        self._accept_timer: asyncio.TimerHandle | None = None
+        self._listen()
 
     @property
     def transport(self) -> TransportName:
@@ -356,7 +301,10 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
         if self._closed:
             return
         self._closed = True
-        self._acceptor.close()
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        if self._accept_timer is not None:
+            self._accept_timer.cancel()
         self._pairs.clear()
         for connection in list(self._connections.values()):
             self._drop(connection)
@@ -380,6 +328,28 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
         return self.address
 
     # What comes.
+
+    def _listen(self) -> None:
+        self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_PER_WAKE_MAX):
+            try:
+                sock, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in _CONNECTION_GONE:
+                    continue
+                if error.errno not in _OUT_OF_DESCRIPTORS:
+                    raise
+                # The listener stays readable and accept keeps failing: without a pause that would be a busy loop.
+                self._refused[RefusalReason.DESCRIPTORS] += 1
+                self._loop.remove_reader(self._listener)
+                self._accept_timer = self._loop.call_later(self._limits.accept_pause_ms / 1000, self._listen)
+                return
+            sock.setblocking(False)
+            self._admit(sock)
 
     def _connect(self, sock: socket.socket, *, surplus: bool = False) -> ConnectionT:
         """Enter a new connection, from now on the port's, and start its time."""
@@ -481,13 +451,15 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
 
     # Pairs.
 
-    def _secret(self, pair: Pair, epoch: Epoch) -> bytes | RefusalReason:
-        """What a connection of this pair and epoch has to prove, or why none is accepted: no epoch of the pair is
-        expected, or another one. To be asked again before it is opened: a fence, or a newer epoch, may have come."""
+    def _secret(self, pair: Pair, epoch: Epoch) -> bytes:
+        """What a connection of this pair and epoch has to prove. Raises Refusal: none is expected, or another epoch."""
         fence = self._pairs.get(pair)
         if fence is None or not fence.expects:
-            return RefusalReason.NOT_EXPECTED
-        return fence.secret(epoch) or RefusalReason.EPOCH
+            raise Refusal(RefusalReason.NOT_EXPECTED)
+        secret = fence.secret(epoch)
+        if secret is None:
+            raise Refusal(RefusalReason.EPOCH)
+        return secret
 
     def _proved(self, connection: ConnectionT, evidence: Evidence, pid: int = 0) -> None:
         """It can no longer write. Fences that waited for it are reported soon."""

@@ -24,6 +24,7 @@ from kvtransfer.transports.control_channel import (
     Message,
     Prepared,
     ReceiverChannel,
+    Refusal,
     RefusalReason,
     Refuse,
     Signal,
@@ -189,10 +190,19 @@ class Receiver:
 
     def __init__(self, *, surplus: bool = False) -> None:
         self.secret: bytes | RefusalReason = SECRET
-        self.channel = ReceiverChannel(rdma.CODEC, secret_of=lambda *_: self.secret, surplus=surplus)
+        self.channel = ReceiverChannel(rdma.CODEC, secret_of=self.secret_of, surplus=surplus)
+
+    def secret_of(self, *_: object) -> bytes:
+        if isinstance(self.secret, RefusalReason):
+            raise Refusal(self.secret)
+        return self.secret
 
     def handle(self, event: wire.Event) -> list[wire.Instruction]:
-        return self.channel.handle(event)
+        """As a port does."""
+        try:
+            return self.channel.handle(event)
+        except Refusal as refusal:
+            return self.handle(Refuse(reason=refusal.reason))
 
     def answer(self, secret: bytes = SECRET) -> wire.Answer:
         return wire.Answer(proof=rdma.CODEC.writer_proof(secret, HELLO, self.channel.nonce))

@@ -1,4 +1,4 @@
-"""The acceptor, on a listener whose `accept` fails in the ways that accept(2) names."""
+"""How a port accepts, on a listener whose `accept` fails in the ways that accept(2) names."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import asyncio
 import errno
 import os
 import socket
-from collections.abc import Callable
 from typing import Any, Final
 
 import pytest
 
-from kvtransfer.transports.receiver_port import Acceptor
+from kvtransfer.transports.limits import PortLimits
+from kvtransfer.transports.receiver_port import BasePort
+from kvtransfer.transports.shm_receiver import ShmConnection, ShmReceiverPort
+from tests.support.shm_harness import Recorder
 
 DEADLINE_S: Final = 30.0
 GONE: Final = ("ECONNABORTED", "EPROTO", "EPERM", "ENETDOWN", "EHOSTUNREACH", "EOPNOTSUPP")
@@ -30,34 +32,40 @@ class Listener(socket.socket):
         return super().accept()
 
 
+class Port(ShmReceiverPort):
+    """On any listener; it keeps what it accepts."""
+
+    def __init__(self, listener: Listener, got: asyncio.Future[socket.socket]) -> None:
+        limits: Any = PortLimits(accept_pause_ms=1)
+        BasePort.__init__(self, ShmConnection, listener=listener, address="", events=Recorder(), limits=limits)
+        self.got = got
+
+    def _admit(self, sock: socket.socket) -> None:
+        self.got.set_result(sock)
+
+
 async def accepted(failures: list[str]) -> tuple[int, list[str]]:
-    """Connect once; how often the acceptor paused, and what the loop was told of exceptions."""
+    """Connect once; how often the port paused, and what the loop was told of exceptions."""
     loop = asyncio.get_running_loop()
-    pauses: list[None] = []
     told: list[str] = []
     loop.set_exception_handler(lambda _, context: told.append(repr(context.get("exception"))))
     got: asyncio.Future[socket.socket] = loop.create_future()
-    admit: Callable[[socket.socket], None] = got.set_result
     with Listener() as listener, socket.socket() as peer:
         listener.failures = [getattr(errno, name) for name in failures]
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         listener.setblocking(False)
-        acceptor = Acceptor(
-            listener,
-            loop=loop,
-            admit=admit,
-            paused=lambda: pauses.append(None),
-            pause_ms=1,
-        )
+        port = Port(listener, got)
         peer.setblocking(False)
         await loop.sock_connect(peer, listener.getsockname())
         try:
             async with asyncio.timeout(DEADLINE_S):
                 (await got).close()
         finally:
-            acceptor.close()
-    return len(pauses), told
+            await port.close()
+    refused = BasePort.describe(port)["refused"]
+    assert isinstance(refused, dict)
+    return refused.get("DESCRIPTORS", 0), told
 
 
 @pytest.mark.parametrize("name", GONE)
