@@ -53,7 +53,7 @@ async def _hand_over(bench: Bench, receiver: subprocess.Popen[str], figures: Fig
     loop, driver, events = asyncio.get_running_loop(), make_driver(bench.device.type), _Events()
     source = DeviceRegion(driver, REGION_BYTES, "bench-source")
     source.rehearse_copy(8)
-    link = await CudaIpcWriterLink.connect_device(endpoint, PAIR, source, events, loop, driver)
+    link = await CudaIpcWriterLink.connect(endpoint, PAIR, source, events, loop)
     layers = _Layers(bench, link)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{told['commit_port']}") as channel:
         await channel.channel_ready()

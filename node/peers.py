@@ -248,7 +248,7 @@ class Peers:
         try:
             if transport is TransportName.CUDA_IPC:
                 assert isinstance(region, DeviceRegion), region.kind
-                return await CudaIpcWriterLink.connect_device(endpoint, pair, region, events, loop, region.driver)
+                return await CudaIpcWriterLink.connect(endpoint, pair, region, events, loop)
             if transport is TransportName.RDMA:
                 assert self._rdma is not None
                 link = await RdmaWriterLink.connect(endpoint, pair, self._rdma, events, loop)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import TypeVar
 
 from batonpb import node_pb2
 
@@ -28,8 +27,6 @@ from kvtransfer.transports.ucx_receiver import UCX_PORT_LIMITS, UcxReceiverPort
 from node.config import ReceiverNodeConfig
 from node.pool import DevicePool, add_fact
 from node.regions import checksum_thread, offered, rdma_region
-
-LimitsT = TypeVar("LimitsT", bound=PortLimits)
 
 
 def make_receiver(
@@ -112,7 +109,7 @@ def _open_port(
     if advertise_host is None and config.advertise is not None:
         advertise_host, _ = split_endpoint(config.advertise)
 
-    def limits(of_transport: LimitsT) -> LimitsT:
+    def limits(of_transport: PortLimits) -> PortLimits:
         receiver = config.receiver
         return replace(of_transport, connections_max=receiver.connections_max, pairs_max=receiver.pairs_max)
 

@@ -23,19 +23,18 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final
 
-from baton.ids import Pair
 from baton.tasks import call_loop
-from kvtransfer.device.driver import DeviceDriver, DeviceError
+from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.region import DeviceRegion, OpenedRegion
 from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
-from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriteOps, WriterEvents
+from kvtransfer.transport import ConnectError, TransportName, WriteOps
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.post_queue import Batch, Completed, OpsPart, PostQueue, Taken
-from kvtransfer.transports.shm import codec_of
+from kvtransfer.transports.shm import OpenByDescriptor, codec_of
 from kvtransfer.transports.shm_receiver import ShmReceiverPort
-from kvtransfer.transports.shm_writer import SHM_LINK_LIMITS, ShmLinkLimits, ShmWriterLink
+from kvtransfer.transports.shm_writer import ShmLinkLimits, ShmWriterLink
 
 CODEC: Final = codec_of(TransportName.CUDA_IPC)
 BATCHES_IN_FLIGHT_MAX = 64
@@ -49,44 +48,31 @@ class CudaIpcReceiverPort(ShmReceiverPort):
 
 
 class CudaIpcWriterLink(ShmWriterLink):
-    """See `ShmWriterLink`. What is on the device by the time of `abandon` or the end is copied all the same."""
+    """See `ShmWriterLink`; `source` is a `DeviceRegion`. What is on the device by the time of `abandon` or the end is
+    copied all the same."""
 
     transport: ClassVar[TransportName] = TransportName.CUDA_IPC
     codec: ClassVar[wire.Codec] = CODEC
 
     @classmethod
-    async def connect_device(
-        cls,
-        endpoint: DataEndpoint,
-        pair: Pair,
-        source: DeviceRegion,
-        events: WriterEvents,
-        loop: asyncio.AbstractEventLoop,
-        driver: DeviceDriver,
-        limits: ShmLinkLimits = SHM_LINK_LIMITS,
-    ) -> Self:
-        """As `ShmWriterLink.connect`, from a region on the device.
-
-        Raises:
-            ConnectError: refused, unreachable, too late, or the memory cannot be opened here.
-        """
-        refusal = driver.refusal()
+    def _opener(cls, source: DeviceRegion) -> OpenByDescriptor:
+        refusal = source.driver.refusal()
         if refusal is not None:
-            raise ConnectError(f"{endpoint.address}: cuda_ipc: {refusal}")
+            raise ConnectError(f"cuda_ipc: {refusal}")
 
         def open_region(fd: int, nbytes: int, address: str) -> OpenedRegion:
             try:
-                return OpenedRegion(driver, fd, nbytes)
+                return OpenedRegion(source.driver, fd, nbytes)
             except DeviceError as error:
                 raise ConnectError(f"{address}: {error}") from error
 
-        return await cls.connect(endpoint, pair, source, events, loop, limits=limits, open_region=open_region)
+        return open_region
 
     def _make_lanes(
         self,
         mapping: Any,
         region_nbytes: int,
-        source: Any,
+        source: DeviceRegion,
         limits: ShmLinkLimits,
         turns: AbstractContextManager[object],
     ) -> DeviceLanes:

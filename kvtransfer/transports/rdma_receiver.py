@@ -68,7 +68,7 @@ class RdmaConnection(Connection):
             self.destroy_timer = None
 
 
-class RdmaReceiverPort(ListeningPort[PortLimits, RdmaConnection]):
+class RdmaReceiverPort(ListeningPort[RdmaConnection]):
     """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). After `fence` nothing lands any more."""
 
     codec: ClassVar[wire.Codec] = CODEC

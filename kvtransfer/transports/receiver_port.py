@@ -207,11 +207,10 @@ class Connection:
             self.sock = None
 
 
-LimitsT = TypeVar("LimitsT", bound=PortLimits)
 ConnectionT = TypeVar("ConnectionT", bound=Connection)
 
 
-class BasePort(ABC, Generic[LimitsT, ConnectionT]):
+class BasePort(ABC, Generic[ConnectionT]):
     """The part of `kvtransfer.transport.ReceiverPort` that all transports share. Made in, and used by, a running loop.
 
     A subclass decides what is evidence: it calls `_proved` when a connection can no longer write.
@@ -226,7 +225,7 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
         listener: socket.socket,
         address: str,
         events: ReceiverEvents,
-        limits: LimitsT,
+        limits: PortLimits,
     ) -> None:
         """Takes the listening socket over, and accepts from the loop's next turn on. `make` is the type of its
         connections, whose own fields are set later."""
@@ -524,7 +523,7 @@ class BasePort(ABC, Generic[LimitsT, ConnectionT]):
         """Close and forget one that never could write, or at the end of the port any."""
 
 
-class ListeningPort(BasePort[LimitsT, ConnectionT]):
+class ListeningPort(BasePort[ConnectionT]):
     """A port on tcp: for tcp's streams themselves, or for the control channels of rdma and ucx."""
 
     def __init__(
@@ -534,7 +533,7 @@ class ListeningPort(BasePort[LimitsT, ConnectionT]):
         listen: str,
         advertise_host: str | None,
         events: ReceiverEvents,
-        limits: LimitsT,
+        limits: PortLimits,
     ) -> None:
         """Listens at once. Writers get `advertise_host` instead of the host in `listen`, which a wildcard needs.
 

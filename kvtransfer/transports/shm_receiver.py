@@ -30,17 +30,11 @@ from kvtransfer.transports.shm import (
     socket_address,
 )
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShmPortLimits(PortLimits):
-    handshake_ms_max: int = 2000
-    late_byes_max: int = 64
-    """Connections beyond `connections_max`, open for a late BYE that makes room, and then closed."""
-    messages_per_wake_max: int = 64
-    """Messages read from one connection before others have a turn."""
-
-
-SHM_PORT_LIMITS: Final = ShmPortLimits()
+LATE_BYES_MAX = 64
+"""Connections beyond `connections_max`, open for a late BYE that makes room, and then closed."""
+MESSAGES_PER_WAKE_MAX = 64
+"""Messages read from one connection before others have a turn."""
+SHM_PORT_LIMITS: Final = PortLimits(handshake_ms_max=2000)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -59,7 +53,7 @@ class ShmConnection(Connection):
             socket.send_fds(self.sock, [self.codec.encode(message)], [self.region_fd])
 
 
-class ShmReceiverPort(BasePort[ShmPortLimits, ShmConnection]):
+class ShmReceiverPort(BasePort[ShmConnection]):
     """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`).
 
     Listens in the abstract socket namespace: a killed process leaves no file behind, and no directory is needed. Such a
@@ -71,9 +65,7 @@ class ShmReceiverPort(BasePort[ShmPortLimits, ShmConnection]):
 
     codec: ClassVar[wire.Codec] = CODEC
 
-    def __init__(
-        self, *, region: SharedRegion, events: ReceiverEvents, limits: ShmPortLimits = SHM_PORT_LIMITS
-    ) -> None:
+    def __init__(self, *, region: SharedRegion, events: ReceiverEvents, limits: PortLimits = SHM_PORT_LIMITS) -> None:
         """Listens at once. `region` is the caller's and outlives the port."""
         address = ADDRESS_PREFIX + secrets.token_hex(16)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
@@ -106,11 +98,11 @@ class ShmReceiverPort(BasePort[ShmPortLimits, ShmConnection]):
         connection.pid, connection.region_fd = pid, self._region.fd
         if uid != os.geteuid():
             self._handle(connection, wire.Refuse(reason=RefusalReason.USER))
-        elif surplus >= self._limits.late_byes_max:
+        elif surplus >= LATE_BYES_MAX:
             self._handle(connection, wire.Refuse(reason=RefusalReason.CONNECTIONS_MAX))
 
     def _read(self, connection: ShmConnection) -> None:
-        for _ in range(self._limits.messages_per_wake_max):
+        for _ in range(MESSAGES_PER_WAKE_MAX):
             if not self._read_one(connection):
                 return
 

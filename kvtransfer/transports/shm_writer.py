@@ -279,7 +279,7 @@ class ShmWriterLink(ChannelLink):
         channel: ShmChannel,
         mapping: OpenRegion,
         region_nbytes: int,
-        source_region_U8: Any,
+        source: Any,
         *,
         endpoint: DataEndpoint,
         pair: Pair,
@@ -297,9 +297,15 @@ class ShmWriterLink(ChannelLink):
         self._bye_timer: asyncio.TimerHandle | None = None
         self._bye_sent = False
         self._pages_ready_bytes = 0
-        self._lanes = self._make_lanes(mapping, region_nbytes, source_region_U8, limits, turns)
+        self._lanes = self._make_lanes(mapping, region_nbytes, source, limits, turns)
         self._queue = self._lanes.queue
         loop.add_reader(self._sock, self._read)
+
+    @classmethod
+    def _opener(cls, source: Any) -> OpenByDescriptor:
+        """What opens the receiver's region. Raises ConnectError. cuda_ipc has its own, and its own lanes."""
+        del source
+        return map_region
 
     def _make_lanes(
         self,
@@ -309,7 +315,7 @@ class ShmWriterLink(ChannelLink):
         limits: ShmLinkLimits,
         turns: AbstractContextManager[object],
     ) -> CopyingLanes:
-        """What copies from `source` into the opened region. cuda_ipc has its own."""
+        """What copies from `source` into the opened region."""
         assert isinstance(mapping, mmap.mmap)
         return CopyLanes(
             dst_U8=np.frombuffer(mapping, dtype=np.uint8, count=region_nbytes),
@@ -329,31 +335,29 @@ class ShmWriterLink(ChannelLink):
         cls,
         endpoint: DataEndpoint,
         pair: Pair,
-        source_region_U8: Any,
+        source: Any,
         events: WriterEvents,
         loop: asyncio.AbstractEventLoop,
         config: ShmConfig | None = None,
         limits: ShmLinkLimits = SHM_LINK_LIMITS,
         turns: AbstractContextManager[object] | None = None,
-        open_region: OpenByDescriptor | None = None,
     ) -> Self:
         """Connect, prove the pair's secret and map the receiver's region.
 
-        `source_region_U8` is the caller's: a uint8 array, unless `open_region` opens something else than host memory.
-        The link releases it at its end. `turns` is the semaphore of `copy_turns` that all links of a process share;
-        without it this link has one of its own.
+        `source` is the caller's region, a uint8 array. The link releases it at its end. `turns` is the semaphore of
+        `copy_turns` that all links of a process share; without it this link has one of its own.
 
         Raises:
-            ConnectError: refused, unreachable, or not done within `connect_ms_max`.
+            ConnectError: refused, unreachable, not done within `connect_ms_max`, or the region cannot be opened here.
         """
-        config = config or ShmConfig()
+        config, open_region = config or ShmConfig(), cls._opener(source)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         channel = ShmChannel(sock, loop, cls.codec, address=endpoint.address)
         with connect_errors(endpoint.address, limits.connect_ms_max):
             try:
                 async with asyncio.timeout(limits.connect_ms_max / 1000):
                     await connect_socket(sock, endpoint)
-                    mapping, region_nbytes = await channel.connect(endpoint, pair, open_region or map_region)
+                    mapping, region_nbytes = await channel.connect(endpoint, pair, open_region)
             except BaseException:
                 give_up(channel, endpoint)
                 raise
@@ -362,7 +366,7 @@ class ShmWriterLink(ChannelLink):
                 channel,
                 mapping,
                 region_nbytes,
-                source_region_U8,
+                source,
                 endpoint=endpoint,
                 pair=pair,
                 events=events,

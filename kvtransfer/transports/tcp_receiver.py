@@ -586,7 +586,7 @@ class TcpConnection(Connection):
     """The device failed with copies of this connection queued."""
 
 
-class TcpReceiverPort(ListeningPort[PortLimits, TcpConnection]):
+class TcpReceiverPort(ListeningPort[TcpConnection]):
     """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). Everything runs on `loop`'s thread."""
 
     codec: ClassVar[wire.Codec] = CODEC

@@ -60,7 +60,7 @@ class UcxConnection(Connection):
             return False
 
 
-class UcxReceiverPort(ListeningPort[PortLimits, UcxConnection]):
+class UcxReceiverPort(ListeningPort[UcxConnection]):
     """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). A pool's thread makes and destroys
     agents."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from baton.ids import Epoch, GrantId, Pair
@@ -16,52 +15,6 @@ from kvtransfer.transports.post_queue import PostQueue, TooManyAbandonedGrants
 
 Mark = object
 """Of how far a link has come: an equal one means that nothing has moved since."""
-
-
-class Drains:
-    """Abandoned grants of which writes are still on their way: how long a link waits for them. Loop's thread.
-
-    Looks at each grant every `drain_ms_max`, and gives it up when nothing has moved since the last look: a slow link
-    may send what it has begun, and one that makes no progress is found out after one to two times the limit.
-    """
-
-    def __init__(
-        self,
-        *,
-        loop: asyncio.AbstractEventLoop,
-        drain_ms_max: int,
-        mark: Callable[[GrantId], Mark | None],
-        stuck: Callable[[str], None],
-    ) -> None:
-        """`mark` gives None for a grant of which nothing is on its way; `stuck` gets the reason why the link ends."""
-        self._loop = loop
-        self._drain_ms_max = drain_ms_max
-        self._mark = mark
-        self._stuck = stuck
-        self._timers: dict[GrantId, asyncio.TimerHandle] = {}
-
-    def watch(self, grant: GrantId) -> None:
-        """It has been abandoned. Idempotent."""
-        if grant not in self._timers:
-            self._look_later(grant, self._mark(grant))
-
-    def close(self) -> None:
-        """The link is ending: look no more. Idempotent."""
-        for timer in self._timers.values():
-            timer.cancel()
-        self._timers.clear()
-
-    def _look_later(self, grant: GrantId, mark: Mark | None) -> None:
-        if mark is not None:
-            self._timers[grant] = self._loop.call_later(self._drain_ms_max / 1000, self._look, grant, mark)
-
-    def _look(self, grant: GrantId, before: Mark) -> None:
-        del self._timers[grant]
-        mark = self._mark(grant)
-        if mark == before:
-            self._stuck(f"writes of an abandoned grant have not moved for {self._drain_ms_max} ms")
-        else:
-            self._look_later(grant, mark)
 
 
 class BaseWriterLink(ABC):
@@ -90,7 +43,8 @@ class BaseWriterLink(ABC):
         self._pair, self._events = pair, events
         self._loop = loop
         self._limits = limits
-        self._drains = Drains(loop=loop, drain_ms_max=limits.drain_ms_max, mark=self._mark, stuck=self._end)
+        self._drain_timers: dict[GrantId, asyncio.TimerHandle] = {}
+        """Of abandoned grants of which writes are still on their way."""
         self._seals = 0
         self._reason: str | None = None
         """Why the end has begun."""
@@ -147,8 +101,8 @@ class BaseWriterLink(ABC):
         except TooManyAbandonedGrants as error:
             self._end(str(error))
             return
-        if not self._ending:
-            self._drains.watch(grant)
+        if not self._ending and grant not in self._drain_timers:
+            self._look_later(grant, self._mark(grant))
 
     def forget(self, grant: GrantId) -> None:
         """The caller promises to post nothing more for this abandoned grant."""
@@ -187,7 +141,7 @@ class BaseWriterLink(ABC):
         """Seals that the connection has not taken."""
 
     def _mark(self, grant: GrantId) -> Mark | None:
-        """See `Drains`. None for every grant where nothing can stand still that this process does not move itself."""
+        """How far the link has come; None: nothing of this grant is on its way that others than this process move."""
         del grant
         return None
 
@@ -197,6 +151,22 @@ class BaseWriterLink(ABC):
     def _cut_off(self) -> None:
         """Nothing is waited for any more: not orderly from the start, or no longer. May come again."""
         self._cut = True
+
+    # Abandoned grants: a slow link may send what it has begun, and one that makes no progress is found out after one to
+    # two times `drain_ms_max`.
+
+    def _look_later(self, grant: GrantId, mark: Mark | None) -> None:
+        if mark is not None:
+            timer = self._loop.call_later(self._limits.drain_ms_max / 1000, self._look, grant, mark)
+            self._drain_timers[grant] = timer
+
+    def _look(self, grant: GrantId, before: Mark) -> None:
+        del self._drain_timers[grant]
+        mark = self._mark(grant)
+        if mark == before:
+            self._end(f"writes of an abandoned grant have not moved for {self._limits.drain_ms_max} ms")
+        else:
+            self._look_later(grant, mark)
 
     # For the transport to call.
 
@@ -209,7 +179,9 @@ class BaseWriterLink(ABC):
         if self._ending:
             return
         self._reason = reason
-        self._drains.close()
+        for timer in self._drain_timers.values():
+            timer.cancel()
+        self._drain_timers.clear()
         self._cut = not orderly
         if orderly:
             self._closing_timer = self._loop.call_later(self._limits.bye_ms_max / 1000, self._cut_off)

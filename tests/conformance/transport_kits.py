@@ -146,8 +146,8 @@ class OwningPostedRdmaLink(OwningLink):
 class FakeSource(DeviceRegion):
     """Any bytes as the source of copies between devices."""
 
-    def __init__(self, memory: Any, nbytes: int) -> None:
-        self._memory, self.nbytes = memory, nbytes
+    def __init__(self, memory: Any, nbytes: int, driver: Any = None) -> None:
+        self._memory, self.nbytes, self.driver = memory, nbytes, driver
 
     @property
     def memory(self) -> Any:
@@ -209,9 +209,9 @@ class Kit:
         """Deadlines are short, so that a test of them is: nothing here is slow on a healthy machine."""
         loop = asyncio.get_running_loop()
         if self.transport is TransportName.CUDA_IPC:
-            source = FakeSource(memory=source_U8, nbytes=len(source_U8))
+            source = FakeSource(memory=source_U8, nbytes=len(source_U8), driver=FakeDriver())
             device = ShmLinkLimits(bye_ms_max=300, connect_ms_max=self.connect_ms_max)
-            return await CudaIpcWriterLink.connect_device(endpoint, pair, source, events, loop, FakeDriver(), device)
+            return await CudaIpcWriterLink.connect(endpoint, pair, source, events, loop, limits=device)
         if self.transport is TransportName.SHM:
             shm = ShmLinkLimits(copy_chunk_ops_max=4, bye_ms_max=300, connect_ms_max=self.connect_ms_max)
             return await ShmWriterLink.connect(endpoint, pair, source_U8, events, loop, limits=shm)
@@ -235,7 +235,7 @@ class Kit:
         tcp = TcpConfig(streams=self.streams)
         short = LinkLimits(connect_ms_max=self.connect_ms_max, drain_ms_max=300, bye_ms_max=300)
         if self.from_device:
-            memory_on_device = staged(FakeSource(memory=source_U8, nbytes=len(source_U8)))
+            memory_on_device = staged(FakeSource(memory=source_U8, nbytes=len(source_U8), driver=FakeDriver()))
             try:
                 return await OwningStagedLink.connect_staged(endpoint, pair, memory_on_device, events, loop, tcp, short)
             except BaseException:

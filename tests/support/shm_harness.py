@@ -25,8 +25,9 @@ from kvtransfer.native.copy import copy_checked
 from kvtransfer.region import Region
 from kvtransfer.transport import DataEndpoint, Seal, WriteOps
 from kvtransfer.transports import shm_writer
+from kvtransfer.transports.limits import PortLimits
 from kvtransfer.transports.settings import ShmConfig
-from kvtransfer.transports.shm_receiver import SHM_PORT_LIMITS, ShmPortLimits, ShmReceiverPort
+from kvtransfer.transports.shm_receiver import SHM_PORT_LIMITS, ShmReceiverPort
 from kvtransfer.transports.shm_writer import SHM_LINK_LIMITS, ShmLinkLimits, ShmWriterLink
 
 ROOT = Path(__file__).parents[2]
@@ -247,7 +248,7 @@ async def child(script: str = "shm_peer.py") -> AsyncIterator[Child]:
 class Receiver:
     """A region with a port on it, in this process."""
 
-    def __init__(self, limits: ShmPortLimits, events: Recorder | None) -> None:
+    def __init__(self, limits: PortLimits, events: Recorder | None) -> None:
         self.events = events or Recorder()
         self.region = Region.create(REGION_NBYTES, "test-region")
         self.port = ShmReceiverPort(
@@ -258,7 +259,7 @@ class Receiver:
 
 
 @asynccontextmanager
-async def receiver(limits: ShmPortLimits = SHM_PORT_LIMITS, events: Recorder | None = None) -> AsyncIterator[Receiver]:
+async def receiver(limits: PortLimits = SHM_PORT_LIMITS, events: Recorder | None = None) -> AsyncIterator[Receiver]:
     it = Receiver(limits, events)
     try:
         yield it

@@ -85,10 +85,10 @@ def test_under_mps_neither_side_begins() -> None:
         endpoint = DataEndpoint(
             transport=TransportName.CUDA_IPC, address="@baton-shm-x", secret=bytes(16), epoch=LINK_EPOCH
         )
-        source = FakeSource(memory=np.zeros(8, np.uint8), nbytes=8)
+        source = FakeSource(memory=np.zeros(8, np.uint8), nbytes=8, driver=driver)
         loop = asyncio.get_running_loop()
         with pytest.raises(ConnectError, match="stop MPS"):
-            await CudaIpcWriterLink.connect_device(endpoint, LINK_PAIR, source, Recorder(), loop, driver)
+            await CudaIpcWriterLink.connect(endpoint, LINK_PAIR, source, Recorder(), loop)
 
     run(connect())
 

@@ -36,7 +36,7 @@ class Port(ShmReceiverPort):
     """On any listener; it keeps what it accepts."""
 
     def __init__(self, listener: Listener, got: asyncio.Future[socket.socket]) -> None:
-        limits: Any = PortLimits(accept_pause_ms=1)
+        limits = PortLimits(accept_pause_ms=1)
         BasePort.__init__(self, ShmConnection, listener=listener, address="", events=Recorder(), limits=limits)
         self.got = got
 

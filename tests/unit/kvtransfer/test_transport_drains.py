@@ -7,11 +7,14 @@ import contextlib
 import socket
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 from baton.ids import GrantId
+from kvtransfer.transport import DataEndpoint, Seal, TransportName
+from kvtransfer.transports.limits import LINK_LIMITS
 from kvtransfer.transports.tcp import acknowledged_bytes
-from kvtransfer.transports.writer_link import Drains
-from tests.support.shm_harness import DEADLINE_S, grant_of
+from kvtransfer.transports.writer_link import BaseWriterLink
+from tests.support.shm_harness import DEADLINE_S, LINK_EPOCH, LINK_PAIR, Recorder, grant_of
 
 GRANT, OTHER = grant_of(7), grant_of(8)
 
@@ -25,7 +28,7 @@ class Timer:
 
 
 class Clock:
-    """What `Drains` uses of a loop."""
+    """What a link uses of a loop."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -42,35 +45,54 @@ class Clock:
         for timer in due:
             timer.call()
 
+    def create_future(self) -> None:
+        """Nobody waits for the end here."""
+
     @property
     def waiting(self) -> int:
         return sum(not timer.cancelled for timer in self.timers)
 
 
-class Scene:
+class Scene(BaseWriterLink):
     """`marks` has how far each grant has come; one that is not there has nothing on its way."""
+
+    transport = TransportName.TCP
 
     def __init__(self) -> None:
         self.clock = Clock()
         loop: Any = self.clock
+        endpoint = DataEndpoint(transport=self.transport, address="", secret=b"", epoch=LINK_EPOCH)
+        super().__init__(endpoint=endpoint, pair=LINK_PAIR, events=Recorder(), loop=loop, limits=LINK_LIMITS)
+        self._queue = Mock()
         self.marks: dict[GrantId, int] = {}
-        self.stuck: list[str] = []
-        self.drains = Drains(loop=loop, drain_ms_max=2_000, mark=self.marks.get, stuck=self.stuck.append)
+
+    def _mark(self, grant: GrantId) -> int | None:
+        return self.marks.get(grant)
+
+    def _send_seal(self, seal: Seal) -> None:
+        raise AssertionError(seal)
+
+    def _seals_waiting(self) -> int:
+        return 0
+
+    @property
+    def ended(self) -> str:
+        return self._reason or ""
 
 
 def test_what_moves_may_take_as_long_as_it_takes() -> None:
     """Something has moved at each look, for ten times the limit; then nothing, for one: the link is to end."""
     scene = Scene()
     scene.marks[GRANT] = 0
-    scene.drains.watch(GRANT)
+    scene.abandon(GRANT)
     for _ in range(10):
         scene.marks[GRANT] += 1
         scene.clock.turn(2)
-        assert scene.stuck == []
+        assert scene.ended == ""
     scene.clock.turn(1.9)
-    assert scene.stuck == []
+    assert scene.ended == ""
     scene.clock.turn(0.1)
-    assert scene.stuck == ["writes of an abandoned grant have not moved for 2000 ms"]
+    assert scene.ended == "writes of an abandoned grant have not moved for 2000 ms"
     assert scene.clock.waiting == 0
 
 
@@ -78,20 +100,20 @@ def test_what_has_arrived_is_waited_for_no_longer() -> None:
     """Nothing on its way at first, or at a look: no further look. Watching twice is watching once, and each grant has
     its own time."""
     scene = Scene()
-    scene.drains.watch(GRANT)
+    scene.abandon(GRANT)
     assert scene.clock.waiting == 0
     scene.marks[GRANT] = scene.marks[OTHER] = 5
-    scene.drains.watch(GRANT)
-    scene.drains.watch(GRANT)
+    scene.abandon(GRANT)
+    scene.abandon(GRANT)
     scene.clock.turn(1)
-    scene.drains.watch(OTHER)
+    scene.abandon(OTHER)
     assert scene.clock.waiting == 2
     del scene.marks[GRANT]
     scene.clock.turn(1)
-    assert (scene.clock.waiting, scene.stuck) == (1, [])
-    scene.drains.close()
+    assert (scene.clock.waiting, scene.ended) == (1, "")
+    scene._end("closed")
     scene.clock.turn(9)
-    assert (scene.clock.waiting, scene.stuck) == (0, [])
+    assert (scene.clock.waiting, scene.ended) == (0, "closed")
 
 
 def test_the_kernel_tells_what_the_peer_has_acknowledged() -> None:

@@ -11,7 +11,7 @@ import pytest
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.region import Region
 from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName, WriteOps
-from kvtransfer.transports.shm_receiver import ShmPortLimits
+from kvtransfer.transports import shm_receiver
 from kvtransfer.transports.shm_writer import ShmLinkLimits, ShmWriterLink
 from tests.support.shm_harness import (
     DEADLINE_S,
@@ -308,12 +308,13 @@ def test_seals_wait_for_a_stopped_receiver_within_their_limit() -> None:
     run(test())
 
 
-def test_a_killed_writer_leaves_its_last_seals() -> None:
+def test_a_killed_writer_leaves_its_last_seals(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a writer had sent before it died is delivered before the news of its death, however slowly it is read."""
     grants = [grant_of(i) for i in range(8)]
+    monkeypatch.setattr(shm_receiver, "MESSAGES_PER_WAKE_MAX", 1)
 
     async def test() -> None:
-        async with receiver(ShmPortLimits(messages_per_wake_max=1)) as r, child() as writer:
+        async with receiver() as r, child() as writer:
             pair = pair_of(2)
             await writer.link("a", r.port.expect(pair, EPOCH), pair)
             # This loop reads nothing until seals and death are all there.

@@ -12,8 +12,8 @@ from kvtransfer.transport import ConnectError
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports import shm_writer
 from kvtransfer.transports.control_channel import RefusalReason
+from kvtransfer.transports.limits import PortLimits
 from kvtransfer.transports.shm import CODEC, socket_address
-from kvtransfer.transports.shm_receiver import ShmPortLimits
 from kvtransfer.transports.shm_writer import ShmWriterLink
 from tests.support.shm_harness import DEADLINE_S, Gate, Receiver, Recorder, grant_of, linked, ops_of, receiver, run
 from tests.support.shm_harness import LINK_EPOCH as EPOCH
@@ -53,7 +53,7 @@ def test_the_word_of_a_writer_whose_socket_broke_arrives_on_another(
     gate = Gate(monkeypatch)
 
     async def test() -> None:
-        async with receiver(ShmPortLimits(connections_max=connections_max)) as r:
+        async with receiver(PortLimits(connections_max=connections_max)) as r:
             async with linked(r) as (link, events):
                 link.post(GRANT, ops_of([0], [0], [64]))
                 assert gate.reached.wait(DEADLINE_S)

@@ -17,10 +17,11 @@ import pytest
 from baton.ids import Epoch, Incarnation, Pair
 from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TooManyPairs, TransportName
 from kvtransfer.transports import control_channel as wire
+from kvtransfer.transports import shm_receiver
 from kvtransfer.transports.control_channel import RefusalReason
+from kvtransfer.transports.limits import PortLimits
 from kvtransfer.transports.settings import ShmConfig
 from kvtransfer.transports.shm import CODEC, decode_welcome, socket_address
-from kvtransfer.transports.shm_receiver import ShmPortLimits
 from kvtransfer.transports.shm_writer import ShmWriterLink
 from tests.support.shm_harness import (
     DEADLINE_S,
@@ -211,19 +212,20 @@ def test_a_silent_peer_is_cut_off_at_the_handshake_deadline() -> None:
     """It connects and says nothing."""
 
     async def test() -> None:
-        async with receiver(ShmPortLimits(handshake_ms_max=1)) as r, raw_peer(r) as peer:
+        async with receiver(PortLimits(handshake_ms_max=1)) as r, raw_peer(r) as peer:
             assert await peer.refusal() is RefusalReason.DEADLINE
             assert await peer.hear() is None
 
     run(test())
 
 
-def test_connections_and_pairs_have_limits() -> None:
+def test_connections_and_pairs_have_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """One connection more than allowed is refused at its HELLO, until one has said BYE, and the next one unheard; one
     pair more raises."""
 
     async def test() -> None:
-        config = ShmPortLimits(connections_max=1, pairs_max=1, late_byes_max=1, handshake_ms_max=60_000)
+        monkeypatch.setattr(shm_receiver, "LATE_BYES_MAX", 1)
+        config = PortLimits(connections_max=1, pairs_max=1, handshake_ms_max=60_000)
         async with receiver(config) as r:
             async with linked(r), raw_peer(r) as peer, raw_peer(r) as unheard:
                 assert await unheard.refusal() is RefusalReason.CONNECTIONS_MAX
@@ -399,7 +401,7 @@ def test_without_descriptors_accepting_pauses_and_goes_on() -> None:
     """The process has no descriptor left when a peer connects: it is answered when there is one again."""
 
     async def test() -> None:
-        async with receiver(ShmPortLimits(accept_pause_ms=1)) as r, raw_peer(r) as peer:
+        async with receiver(PortLimits(accept_pause_ms=1)) as r, raw_peer(r) as peer:
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             next_fd = os.dup(0)
             os.close(next_fd)

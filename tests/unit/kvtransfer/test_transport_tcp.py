@@ -255,9 +255,8 @@ def test_an_unread_acknowledgement_ends_the_stream(monkeypatch: pytest.MonkeyPat
 
     async def test() -> None:
         async with receiving() as r, contextlib.AsyncExitStack() as stack:
-            r.port._acceptor._listener.setsockopt(
-                socket.SOL_SOCKET, socket.SO_SNDBUF, 1
-            )  # what is accepted inherits it
+            # What is accepted inherits it.
+            r.port._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
             writer = await stack.enter_async_context(raw(r))
             seals = (
                 CODEC.encode(wire.SealSent(number=i, seal=Seal(grant=GRANT, epoch=EPOCH, writes=0, bytes_written=0)))

@@ -156,11 +156,11 @@ def test_an_abandoned_grant_is_looked_at_no_more_when_it_is_acknowledged(monkeyp
             link.post(GRANT, ops_of([0], [0], [NBYTES]))
             await receiver.take(FRAME_NBYTES)
             link.abandon(GRANT)
-            (timer,) = link._drains._timers.values()
+            (timer,) = link._drain_timers.values()
             await receiver.say(Ack(sequence=0, landed=True))
             await events.until(lambda e: bool(e.completed))
             timer._run()
-            assert link._drains._timers == {}
+            assert link._drain_timers == {}
             link.post(OTHER, ops_of([0], [0], [NBYTES]))
             await receiver.take(FRAME_NBYTES)
             await receiver.say(Ack(sequence=1, landed=True))
