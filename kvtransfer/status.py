@@ -1,4 +1,4 @@
-"""What a node reports of its handoffs: how fast the bytes of a pair move, what each writer holds of a receiver's region.
+"""What a node reports of its handoffs: how fast a pair moves bytes, what each writer holds of a receiver's region.
 
 Pure: the caller passes the time in, in seconds of a clock that never goes back, and holds the locks.
 """
