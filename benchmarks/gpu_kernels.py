@@ -22,7 +22,7 @@ from engine.gpu.linears import Int4Matmul
 from engine.kv_pool import KvPool
 from engine.models.decoder import rotary_angles, rotate
 from engine.types import Batch
-from kvtransfer.device.copy_kernel import copy_records
+from kvtransfer.device.cuda_streams import copy_records
 from kvtransfer.transport import WriteOps
 from tests.support.kernel_cases import SHAPES, Shape, fill, poisoned_pool, random_batch, random_queries
 

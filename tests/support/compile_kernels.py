@@ -23,7 +23,7 @@ from baton.ids import Attempt, BlockId, RequestId, RequestKey
 from engine.gpu import kernels, linears
 from engine.kv_pool import KvPool
 from engine.types import Batch, KvSpec, SamplingParams, SequenceSlice
-from kvtransfer.device.copy_kernel import copy_records
+from kvtransfer.device.cuda_streams import copy_records
 from kvtransfer.transport import WriteOps
 
 GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0, max_tokens=1)
