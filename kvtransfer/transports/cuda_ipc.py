@@ -26,9 +26,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from baton.tasks import call_loop
-from kvtransfer.device.driver import DeviceError
+from kvtransfer.device.driver import POLL_INTERVAL_S, DeviceError, DeviceEvent, DeviceStreams
 from kvtransfer.device.region import DeviceRegion, OpenedRegion
-from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
 from kvtransfer.transport import ConnectError, TransportName, WriteOps
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.post_queue import Batch, Completed, OpsPart, PostQueue, Taken
