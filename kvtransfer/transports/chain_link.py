@@ -348,5 +348,5 @@ class ChainLink(ChannelLink):
         """Close the connection, behind the last message, if there is one and the connection takes it."""
         if last is not None:
             self._send_message(last)
-        self._outbox.close()
+        self._drop_unsent()
         close_politely(self._sock)

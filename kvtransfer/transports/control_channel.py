@@ -31,7 +31,6 @@ import hmac
 import secrets
 import socket
 import struct
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from enum import Enum, IntEnum
@@ -492,57 +491,6 @@ def connect_errors(address: str, connect_ms_max: int, *also: type[Exception]) ->
         raise ConnectError(f"{address}: no link within {connect_ms_max} ms") from error
     except failures as error:
         raise ConnectError(f"{address}: {error}") from error
-
-
-class Outbox:
-    """Messages that wait for a socket to take them: sent in order, the rest when it takes more.
-
-    Loop's thread. The socket does not block, and is the caller's, who calls `close` before closing it.
-    """
-
-    def __init__(
-        self,
-        sock: socket.socket,
-        loop: asyncio.AbstractEventLoop,
-        broken: Callable[[str], None],
-        emptied: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`broken` is called when the connection is lost; what was waiting is dropped. `emptied`: all has been sent."""
-        self._sock = sock
-        self._loop = loop
-        self._broken = broken
-        self._emptied = emptied
-        self._waiting: deque[bytes] = deque()
-
-    def __len__(self) -> int:
-        """Messages that wait."""
-        return len(self._waiting)
-
-    def send(self, packet: bytes) -> None:
-        self._waiting.append(packet)
-        self._flush()
-
-    def close(self) -> None:
-        """Send nothing more. Idempotent."""
-        self._waiting.clear()
-        self._loop.remove_writer(self._sock)
-
-    def _flush(self) -> None:
-        try:
-            while self._waiting:
-                rest = self._waiting[0][self._sock.send(self._waiting[0]) :]
-                self._waiting.popleft()
-                if rest:
-                    self._waiting.appendleft(rest)
-        except BlockingIOError:
-            self._loop.add_writer(self._sock, self._flush)
-            return
-        except OSError as error:
-            self.close()
-            self._broken(f"connection lost: {error}")
-            return
-        self._loop.remove_writer(self._sock)
-        self._emptied()
 
 
 # The receiver's side.

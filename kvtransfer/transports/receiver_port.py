@@ -40,22 +40,8 @@ from kvtransfer.transports.limits import PortLimits
 ACCEPTS_PER_WAKE_MAX: Final = 16
 """Connections accepted in one go before others get their turn."""
 _OUT_OF_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-_CONNECTION_GONE: Final = frozenset(
-    {
-        errno.ECONNABORTED,
-        errno.EPROTO,
-        errno.EPERM,
-        errno.ENETDOWN,
-        errno.ENETUNREACH,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.ENONET,
-        errno.ENOPROTOOPT,
-        errno.EOPNOTSUPP,
-        errno.ETIMEDOUT,
-    }
-)
-"""These concern the connection that was to be accepted (accept(2)), not the listener."""
+_OUR_FAULT: Final = frozenset({errno.EBADF, errno.EFAULT, errno.EINVAL, errno.ENOTSOCK})
+"""Of the listener. All other errors of accept(2) concern the connection that was to be accepted."""
 SECRET_BYTES: Final = 16
 
 
@@ -338,10 +324,10 @@ class BasePort(ABC, Generic[ConnectionT]):
             except BlockingIOError:
                 return
             except OSError as error:
-                if error.errno in _CONNECTION_GONE:
-                    continue
-                if error.errno not in _OUT_OF_DESCRIPTORS:
+                if error.errno in _OUR_FAULT:
                     raise
+                if error.errno not in _OUT_OF_DESCRIPTORS:
+                    continue
                 # The listener stays readable and accept keeps failing: without a pause that would be a busy loop.
                 self._refused[RefusalReason.DESCRIPTORS] += 1
                 self._loop.remove_reader(self._listener)

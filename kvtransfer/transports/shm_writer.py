@@ -459,6 +459,6 @@ class ShmWriterLink(ChannelLink):
             return
         if self._bye_timer is not None:
             self._bye_timer.cancel()
-        self._outbox.close()
+        self._drop_unsent()
         self._sock.close()
         super()._finish()

@@ -599,14 +599,7 @@ class TcpReceiverPort(ListeningPort[TcpConnection]):
         advertise_host: str | None = None,
         limits: PortLimits = TCP_PORT_LIMITS,
     ) -> None:
-        """Listens at once. `region` is the caller's and outlives the port.
-
-        Writers get `advertise_host` instead of the host in `listen`, which it must be given for a wildcard.
-
-        Raises:
-            BatonError: BAD_ENDPOINT.
-            OSError: the address cannot be listened on.
-        """
+        """See `ListeningPort`. `region` is the caller's and outlives the port."""
         super().__init__(TcpConnection, listen=listen, advertise_host=advertise_host, events=events, limits=limits)
         self._region = region
         self._frame_bytes_max = FRAME_BYTES_MAX

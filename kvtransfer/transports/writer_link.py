@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections import deque
 from typing import Any, ClassVar
 
 from baton.ids import Epoch, GrantId, Pair
@@ -235,10 +236,33 @@ class ChannelLink(BaseWriterLink):
         """Takes the welcomed connection over. The subclass has the loop call `_read`, once all of it is there."""
         super().__init__(endpoint=endpoint, pair=pair, events=events, loop=loop, limits=limits)
         self._sock, self._inbox = channel.sock, wire.Inbox(self.codec)
-        self._outbox = wire.Outbox(channel.sock, loop, self._connection_lost, self._all_sent)
+        self._outbox: deque[bytes] = deque()
+        """Messages that wait for the socket to take them."""
 
     def _send_message(self, message: wire.Message) -> None:
-        self._outbox.send(self.codec.encode(message))
+        self._outbox.append(self.codec.encode(message))
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._outbox:
+                sent = self._sock.send(self._outbox[0])
+                packet = self._outbox.popleft()
+                if sent < len(packet):
+                    self._outbox.appendleft(packet[sent:])
+        except BlockingIOError:
+            self._loop.add_writer(self._sock, self._flush)
+        except OSError as error:
+            self._drop_unsent()
+            self._connection_lost(f"connection lost: {error}")
+        else:
+            self._loop.remove_writer(self._sock)
+            self._all_sent()
+
+    def _drop_unsent(self) -> None:
+        """Before the socket is closed."""
+        self._outbox.clear()
+        self._loop.remove_writer(self._sock)
 
     def _all_sent(self) -> None:
         """No message waits for the socket."""
