@@ -22,8 +22,7 @@ from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.chain_link import ChainLimits, ChainLink, LinkParts, SealPart
 from kvtransfer.transports.control_channel import WriterChannel, connect_errors
 from kvtransfer.transports.settings import UcxConfig
-from kvtransfer.transports.ucx import CODEC, UcxHello, UcxWelcome
-from kvtransfer.transports.ucx_nixl import UcxAgent, UcxFailed, UcxUnavailable, ucx_transports
+from kvtransfer.transports.ucx import CODEC, UcxAgent, UcxFailed, UcxHello, UcxUnavailable, UcxWelcome, ucx_transports
 
 log = get_log("ucx")
 

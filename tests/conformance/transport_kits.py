@@ -37,7 +37,7 @@ from kvtransfer.transports.shm_writer import ShmLinkLimits, ShmWriterLink
 from kvtransfer.transports.tcp_receiver import TcpReceiverPort
 from kvtransfer.transports.tcp_staged import StagedTcpLink
 from kvtransfer.transports.tcp_writer import TcpWriterLink
-from kvtransfer.transports.ucx_nixl import destruction_fences
+from kvtransfer.transports.ucx import destruction_fences
 from kvtransfer.transports.ucx_receiver import UcxReceiverPort
 from kvtransfer.transports.ucx_writer import UCX_LINK_LIMITS, UcxWriterLink
 from tests.support.fake_device import FakeDriver, FakeStreams, LateStreams
