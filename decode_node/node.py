@@ -195,7 +195,7 @@ class DecodeNode:
             )
         except BatonError as error:
             if job is not None and is_open and error.code is Code.INVALID_ARGUMENT:
-                self.cancel(job.key, f"its Commit is refused: {error.message}", tell_router=True)
+                self.cancel(job.key, f"its Commit is refused: {error.message}", notify_router=True)
             raise
 
     # What a mixed node asks, for requests that it keeps.
@@ -219,18 +219,18 @@ class DecodeNode:
 
     # What routers ask.
 
-    def cancel(self, key: RequestKey, reason: str, *, tell_router: bool = False) -> bool:
+    def cancel(self, key: RequestKey, reason: str, *, notify_router: bool = False) -> bool:
         """The request lets go, wherever it is in its life: of the room that it waits for, too. Idempotent; an unknown
         key leaves a tombstone.
 
-        `tell_router`: it is not the router that cancels, and it may be waiting for tokens.
+        `notify_router`: it is not the router that cancels, and it may be waiting for tokens.
         """
         job = self._by_key.get(key)
         self.receiver.cancel(key)
         self.reserving.waits_no_more(key)
         if job is not None:
             job.output.end(error=f"cancelled: {reason}")
-            if not tell_router:
+            if not notify_router:
                 job.output.forgotten.set()
         return job is not None
 

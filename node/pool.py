@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
-from batonpb import node_pb2
+from batonpb import common_pb2, node_pb2
 
 from baton.cores import Cores, own_cores
-from baton.errors import BatonError, InvalidField, Reason
+from baton.errors import BatonError, InvalidField, Reason, bad_field
 from baton.ids import BlockId
 from baton.runtime import Progress
 from baton.wire import ModelInfo
-from cachestore.block_manager import BlockManager, footprint_blocks
+from cachestore.block_manager import BlockManager
 from cachestore.layout import Layout, kv_layout
 from cachestore.ledger import Ledger
 from cachestore.pins import PinTable
 from engine.build import BuiltEngine, ComputeDevice, EngineConfig, build_runner
 from engine.core import Engine
-from engine.types import KvSpec, Runner
+from engine.types import KvSpec, Runner, sampling_problem
 from kvtransfer.device.staging import StagedRegion, StagingConfig
 from kvtransfer.link import DEFAULT_TRANSPORTS, PROTOCOL_MAX, PROTOCOL_MIN, serving
 from kvtransfer.native.copy import copies_by
@@ -81,14 +81,10 @@ class DevicePool:
         return self.host_region if self.staged is None else self.staged
 
     def footprint(self, known_len: int, prompt_len: int, max_tokens: int) -> int:
-        """See `footprint_blocks`."""
-        return footprint_blocks(
-            known_len,
-            prompt_len=prompt_len,
-            max_tokens=max_tokens,
-            context_len_max=self.model.context_len_max,
-            block_size=self.model.block_size,
-        )
+        """Blocks that a request comes to hold where its answer is drawn: for its `known_len` tokens, prompt and answer
+        so far, the next one, which is drawn elsewhere, and all that it may draw behind that but the last."""
+        end = max(known_len + 1, min(prompt_len + max_tokens, self.model.context_len_max) - 1)
+        return -(-end // self.model.block_size)
 
     def describe(self) -> dict[str, str]:
         """For people: what computes, and where its KV lies."""
@@ -114,6 +110,30 @@ class DevicePool:
             self.staged.close()
         self.runner.unbind()
         self.region.close()
+
+
+def check_tokens(field: str, tokens: Sequence[int], model: Runner | ModelInfo) -> None:
+    """Raises BatonError PROMPT_TOO_LONG or TOKEN_OUT_OF_RANGE, of `field`."""
+    if len(tokens) >= model.context_len_max:
+        text = f"{len(tokens)} tokens leave no room for one more in the model's context of {model.context_len_max}."
+        raise bad_field(field, text, reason=Reason.PROMPT_TOO_LONG)
+    if max(tokens, default=0) >= model.vocab_size:
+        text = f"Token id {max(tokens)} is outside the vocabulary of {model.vocab_size}."
+        raise bad_field(field, text, reason=Reason.TOKEN_OUT_OF_RANGE)
+
+
+def check_request(tokens: Sequence[int], prompt_len: int, sampling: common_pb2.SamplingSpec, runner: Runner) -> None:
+    """A bad request must not break the steps of the others. `tokens`: the prompt, and the answer so far.
+
+    Raises BatonError PROMPT_TOO_LONG, TOKEN_OUT_OF_RANGE, SAMPLING_OUT_OF_RANGE or BAD_FIELD.
+    """
+    check_tokens("prompt", tokens, runner)
+    problem = sampling_problem(sampling, vocab_size=runner.vocab_size)
+    if problem is not None:
+        text = f"No token can be drawn with these parameters: {problem}."
+        raise bad_field("sampling", text, reason=Reason.SAMPLING_OUT_OF_RANGE)
+    if len(tokens) - prompt_len >= sampling.max_tokens:
+        raise bad_field("output", f"The answer already has its {sampling.max_tokens} tokens (max_tokens).")
 
 
 def layout_of(spec: KvSpec) -> Layout:

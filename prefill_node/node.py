@@ -42,14 +42,16 @@ from prefill_node.job import (
     NOBODY,
     Job,
     LocalRunner,
+    check_fits,
     first_logprobs,
     first_token_event,
     granted_event,
     handed_off_event,
     handoff_failed,
+    no_room,
 )
 from prefill_node.local_policy import NOT_THERE, TAKES_NONE_NOW, LocalFallback, falls_back, is_kept
-from prefill_node.request_queue import PrefillRate, RequestQueue, check_request, no_room, queue_full
+from prefill_node.request_queue import PrefillRate, RequestQueue, queue_full
 
 STEPS_AHEAD: Final = 2
 """The step under way, and the one whose grants are asked for meanwhile."""
@@ -229,7 +231,7 @@ class PrefillNode:
                 return prefill_pb2.PrefillEvent(granted=self._peers.granted_here())
             never = local.never(job)
             if never is not None and asked.reasons <= NOT_THERE and not self.decode_nodes.may_be_held(job):
-                raise bad_field("prompt", f"{never}.", reason=Reason.PROMPT_TOO_LONG)
+                raise bad_field("prompt", never, reason=Reason.PROMPT_TOO_LONG)
         try:
             raise asked.error
         finally:
@@ -449,7 +451,7 @@ class PrefillNode:
         return left
 
     def _check(self, request: prefill_pb2.PrefillRequest, key: RequestKey) -> None:
-        check_request(request, runner=self.pool.runner, blocks=self._blocks)
+        check_fits(request, self.pool)
         alike = sum(job.resumed == bool(request.output) for job in self._queue)
         if alike >= self.config.queue_max:
             room_s = wait_s(ROOM_SHARE * self._tokens_left(self._queue), self._rate.last_per_s)
