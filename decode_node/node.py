@@ -134,10 +134,8 @@ class DecodeNode:
     # What the transfer service asks.
 
     def reserve(self, request: transfer_pb2.ReserveRequest, pair: Pair) -> transfer_pb2.ReserveReply:
-        """Grant blocks for the prompt and set the answer's growth aside, or say why not. Answers at once.
-
-        A repeat gets the first one's answer, even where this node could not give it any more.
-        """
+        """Grant blocks for the prompt and set the answer's growth aside, or say why not. A repeat gets the first one's
+        answer."""
         reserved = self.reserving.ask(request, pair, self.receiver)
         if isinstance(reserved, transfer_pb2.ReserveReply):
             return reserved
@@ -170,8 +168,7 @@ class DecodeNode:
     async def commit(self, request: transfer_pb2.CommitRequest, pair: Pair) -> bool:
         """The prefill node commits. Returns when the seal is here too, or the grant is revoked.
 
-        Raises BatonError as `Receiver.commit` does, and TOKEN_OUT_OF_RANGE or BAD_FIELD for a Commit that cannot be of
-        this request. That ends the request: one bad token would end every sequence of its batch.
+        Raises BatonError as `Receiver.commit` does, and TOKEN_OUT_OF_RANGE or BAD_FIELD, which end the request.
         """
         grant = GrantId(request.grant)
         job = self._jobs.get(grant)
@@ -220,10 +217,9 @@ class DecodeNode:
     # What routers ask.
 
     def cancel(self, key: RequestKey, reason: str, *, notify_router: bool = False) -> bool:
-        """The request lets go, wherever it is in its life: of the room that it waits for, too. Idempotent; an unknown
-        key leaves a tombstone.
+        """The request lets go of what it has or waits for. Idempotent; an unknown key leaves a tombstone.
 
-        `notify_router`: it is not the router that cancels, and it may be waiting for tokens.
+        `notify_router`: somebody else cancels, and the router may be waiting for tokens.
         """
         job = self._by_key.get(key)
         self.receiver.cancel(key)

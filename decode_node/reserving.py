@@ -44,8 +44,8 @@ class _Wait:
 class ResumedFirst:
     """Which resumed requests were refused here for want of room, and how long new ones wait. Control thread only.
 
-    They do for `wait_ms` after each refusal, and no longer than `hold_ms_max` after the first one of a search. A
-    request that comes with more of its answer has had a node meanwhile: that is another search.
+    They wait for `wait_ms` after each refusal, and at most `hold_ms_max` after the first one of a search. A request
+    that comes with more of its answer begins another search.
     """
 
     def __init__(self, *, wait_ms: int, hold_ms_max: int) -> None:

@@ -32,8 +32,7 @@ from prefill_node.node import PrefillNode
 class MixedNode:
     """What the two halves are to each other; control thread only.
 
-    Implements node.engine_loop.StepHost (each event goes to the half whose sequence it is about) and
-    prefill_node.job.LocalRunner. `prefill` is set once, before the first call.
+    Implements node.engine_loop.StepHost and prefill_node.job.LocalRunner. `prefill` is set before the first call.
     """
 
     prefill: PrefillNode

@@ -110,11 +110,8 @@ class BlockCopier:
         self._thread.start()
 
     def rehearse(self) -> None:
-        """Copy a block out and back, and wait: kernels are compiled now, and not when memory is short. The first block
-        of either side; the one on the device is the same afterwards. Blocks; before the first `start`.
-
-        Raises DeviceError.
-        """
+        """Copy the first block out and back, so that kernels are compiled now. Blocks; before the first `start`. Raises
+        DeviceError."""
         out = BlockCopy(out=True, device=(BlockId(0),), host=(HostBlockId(0),))
         for copy in (out, replace(out, out=False)):
             self._wait_for(self._queue(copy, self._streams.current().record()))

@@ -159,9 +159,9 @@ async def open_device_pool(
 ) -> DevicePool:
     """Load the model, make the region and warm up, each on a thread of its own, with progress.
 
-    With `spill.host_blocks` there is host memory below the region too, and the engine runs under overcommit. On a
-    device, where this node `decodes`, graphs are captured, with blocks of their own for padding; what `transports`
-    need of the region is made here: a handle for cuda_ipc, pinned memory (`staging`) for tcp.
+    With `spill.host_blocks` there is host memory below the region, and the engine runs under overcommit. On a device,
+    graphs are captured where this node `decodes`, and `transports` get what they need: a handle for cuda_ipc, pinned
+    memory (`staging`) for tcp.
 
     Raises BatonError: MODEL_MISSING, MODEL_BROKEN, MODEL_UNSUPPORTED, BAD_CONFIG (no room, no such device or backend).
     """
@@ -212,10 +212,7 @@ async def open_device_pool(
 
 
 async def _warm_up(runner: GpuRunner, ledger: Ledger, *, decodes: bool, progress: Progress) -> int:
-    """Compile kernels and capture graphs, before there is any request -> how many blocks are held for good.
-
-    The blocks come from the ledger: a node whose region has none but those for padding serves nobody, and says so.
-    """
+    """Compile kernels and capture graphs, before there is any request -> how many of the blocks are held for good."""
     padding = runner.padding_blocks if decodes else 0
     if ledger.num_blocks <= padding:
         raise BatonError(
@@ -295,8 +292,7 @@ def _model_info(built: BuiltEngine, layout: Layout, config: EngineConfig) -> Mod
 
 
 def transport_facts(configured: Sequence[TransportName], region: RegionKind, offered: Sequence[str]) -> dict[str, str]:
-    """For people: by what this process moves bytes, and which transports of its configuration it cannot offer, though
-    they would serve its region. The native libraries that it asks about are loaded already."""
+    """For people: by what this process moves bytes, and which transports that serve its region it cannot offer."""
     facts = {}
     if region is RegionKind.HOST:
         facts["copies by"] = copies_by()

@@ -156,8 +156,7 @@ class Spill:
     # What the engine calls (Overcommit).
 
     def before_step(self, runners: Several[Sequence]) -> None:
-        """See `Overcommit.before_step`. Raises what a copy broke off with: the device has failed, or it is a bug of
-        ours. Where its blocks' content is nobody knows then, so the engine cannot go on."""
+        """See `Overcommit.before_step`. Raises what a copy broke off with: the engine cannot go on."""
         if self._broken is not None:
             raise self._broken
         self._runners = {seq.key: seq for seq in runners}
@@ -335,10 +334,8 @@ class Spill:
         return merged
 
     def _may_leave(self, unit: _Unit, others: int = 0) -> bool:
-        """Only swapped-out sequences (and `others` more that are about to be) hold it; none comes back, no pin.
-
-        A pinned block stays on the device whoever holds it: copying it out would free nothing.
-        """
+        """Only swapped-out sequences (and `others` more that are about to be) hold it, none comes back, and it is not
+        pinned: copying it out would free nothing."""
         if unit.device is None or unit.copying or self._ledger.is_pinned(unit.device):
             return False
         if self._ledger.holders(unit.device) != len(unit.holders) + others:

@@ -89,7 +89,7 @@ class PrefillHalf:
         self.peers.follow_directory()
 
     def upkeep(self) -> None:
-        self.node.upkeep()
+        self.node.decode_nodes.upkeep()
         self.peers.upkeep()
 
     def add_status(self, message: node_pb2.NodeStatus) -> None:
