@@ -140,7 +140,11 @@ class Reserving:
         self._blocks.ledger.hold(prefix)  # so that making room does not evict what was just matched
         try:
             new = known_blocks - len(prefix)
-            why_not = self._why_not_now(resumed=bool(request.output))
+            why_not = None
+            if not self.has_place:
+                why_not = "its request limit is reached"
+            elif self.yields(resumed=bool(request.output)):
+                why_not = "answers that have lost their node go first"
             room = why_not is None and self.has_room(prefix=len(prefix), new=new, footprint=footprint)
             if room and not repeated:
                 self._blocks.prefix_cache.evict_until(new)
@@ -217,14 +221,6 @@ class Reserving:
         immovable = counts.writer_owned + counts.quarantined - of_jobs + sum(own for _, own in claims)
         kept = self._blocks.padding_blocks + self._blocks.prefix_cache.pinned_blocks + pins_more
         return all(immovable - own + footprint <= self._ledger.num_blocks - kept for footprint, own in claims)
-
-    def _why_not_now(self, *, resumed: bool) -> str | None:
-        """What keeps any request out at the moment, whatever its size."""
-        if not self.has_place:
-            return "its request limit is reached"
-        if self.yields(resumed=resumed):
-            return "answers that have lost their node go first"
-        return None
 
     def _busy(self, key: RequestKey, reason: str, *, blocks_lacking: int) -> transfer_pb2.ReserveReply:
         """Blocks and promises leave with the requests that end; a place among the requests does with any of them."""

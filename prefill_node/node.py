@@ -19,7 +19,7 @@ from batonpb import prefill_pb2
 from baton.drain import Holdings
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import BlockId, RequestKey
-from baton.retry_time import ROOM_SHARE, wait_s
+from baton.retry_time import ROOM_SHARE, retry_after_ms, spread_of, wait_s
 from baton.wire import NodeLoad
 from cachestore.block_manager import prefix_blocks_max
 from engine.core import TokenEvent
@@ -51,7 +51,7 @@ from prefill_node.job import (
     no_room,
 )
 from prefill_node.local_policy import NOT_THERE, TAKES_NONE_NOW, LocalFallback, falls_back, is_kept
-from prefill_node.request_queue import PrefillRate, RequestQueue, queue_full
+from prefill_node.request_queue import PrefillRate, RequestQueue
 
 STEPS_AHEAD: Final = 2
 """The step under way, and the one whose grants are asked for meanwhile."""
@@ -445,7 +445,11 @@ class PrefillNode:
         alike = sum(job.resumed == bool(request.output) for job in self._queue)
         if alike >= self.config.queue_max:
             room_s = wait_s(ROOM_SHARE * self._tokens_left(self._queue), self._rate.last_per_s)
-            raise queue_full(alike, room_s, retry_ms_min=self.config.busy_retry_ms, request=key.request)
+            raise BatonError(
+                Reason.QUEUE_FULL,
+                f"{alike} requests are waiting here already, the limit.",
+                retry_after_ms=retry_after_ms(room_s, ms_min=self.config.busy_retry_ms, spread=spread_of(key.request)),
+            )
         if key in self._admitted or self._engine.has(key) or any(job.key == key for job in self._queue):
             raise BatonError(Reason.REQUEST_EXISTS, f"Attempt {key.attempt} of request {key.request} is here already.")
 

@@ -1,4 +1,4 @@
-"""Requests that wait for a place in the engine of a prefill node: who is refused, who is next, how fast it goes. Pure.
+"""Requests that wait for a place in the engine of a prefill node: who is next, how fast it goes. Pure.
 
 The queue is in order of arrival, except that requests in the middle of their answer (`resumed`) go before those without
 a token. Each of those is bypassed at most `bypasses_max` times.
@@ -8,10 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from typing import TYPE_CHECKING
-
-from baton.errors import BatonError, Reason
-from baton.ids import RequestId
-from baton.retry_time import retry_after_ms, spread_of
 
 if TYPE_CHECKING:
     from prefill_node.job import Job
@@ -65,12 +61,3 @@ class PrefillRate:
 
     def _is_old(self, now_s: float) -> bool:
         return now_s - self._measured_s > self._age_s_max
-
-
-def queue_full(waiting: int, room_s: float | None, *, retry_ms_min: int, request: RequestId) -> BatonError:
-    """So many wait here already. `room_s`: how long until there is room; None while that is not known."""
-    return BatonError(
-        Reason.QUEUE_FULL,
-        f"{waiting} requests are waiting here already, the limit.",
-        retry_after_ms=retry_after_ms(room_s, ms_min=retry_ms_min, spread=spread_of(request)),
-    )
