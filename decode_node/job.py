@@ -55,10 +55,10 @@ def why_never(tokens: Tokens[int], prompt_len: int, sampling: common_pb2.Samplin
     try:
         check_request(tokens, prompt_len, sampling, pool.runner)
     except BatonError as error:
-        return error.message
+        return error.message.removesuffix(".")
     need = pool.footprint(len(tokens), prompt_len, sampling.max_tokens)
     if need > blocks.blocks_usable:
-        return f"Prompt and answer need {need} blocks, the region has {blocks.ledger.num_blocks}{blocks.less_others}."
+        return f"prompt and answer need {need} blocks, the region has {blocks.ledger.num_blocks}{blocks.less_others}"
     return None
 
 

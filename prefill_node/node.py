@@ -223,7 +223,7 @@ class PrefillNode:
                 return prefill_pb2.PrefillEvent(granted=self._peers.granted_here())
             never = local.never(job)
             if never is not None and asked.reasons <= NOT_THERE and not self.decode_nodes.may_be_held(job):
-                raise bad_field("prompt", never, reason=Reason.PROMPT_TOO_LONG)
+                raise bad_field("prompt", f"{never}.", reason=Reason.PROMPT_TOO_LONG)
         try:
             raise asked.error
         finally:

@@ -274,7 +274,7 @@ def test_room_for_the_answer_is_waited_for_not_borrowed() -> None:
             assert most == 1
             error = await error_of(cluster.client.generate(prompts[0], max_tokens=600))
             assert error.reason is Reason.PROMPT_TOO_LONG
-            assert "Prompt and answer need 48 blocks, the region has 40" in error.message
+            assert "prompt and answer need 48 blocks, the region has 40" in error.message
             await assert_conserved(cluster)
 
     asyncio.run(scenario())

@@ -93,7 +93,7 @@ def test_a_reserve_with_bad_sampling_is_rejected() -> None:
                 deadline_left_ms=60_000,
             )
             reject = decode.reserve(request, asker.pair).reject.reason
-            assert "a sampling parameter names token id 1000, outside the vocabulary of 1000." in reject
+            assert "a sampling parameter names token id 1000, outside the vocabulary of 1000" in reject
             assert decode.requests == 0
             await assert_conserved(cluster)
 
