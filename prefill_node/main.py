@@ -14,7 +14,7 @@ from baton.runtime import NodeRuntime
 from baton.tracing import forward_metadata
 from baton.wire import Role, check_header
 from kvtransfer.transport import TransportName
-from kvtransfer.transports.rdma_device import LentRegistration
+from kvtransfer.transports.rdma import LentRegistration
 from node.main import Serving, serve_node
 from node.peers import Peers
 from node.pool import DevicePool
