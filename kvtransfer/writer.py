@@ -1,7 +1,6 @@
 """The writer's shell, for one receiver process: carries out what `WriterMachine` instructs.
 
-`WriterPeer` makes the calls to the receiver and changes the `Handoff`s that it gives out. The data connection is in
-`link`. Everything runs on the node's control thread, except `StepWrites.layer_done`, which the engine thread calls.
+Everything runs on the node's control thread, except `StepWrites.layer_done`, which the engine thread calls.
 
 Shape suffix: B = one entry per block.
 """
@@ -98,8 +97,7 @@ class Handoff:
     metadata: Metadata
     """Request id and trace context, sent along with the calls of this handoff."""
     sources_released: Callable[[], None] | None
-    """None once it has been called: what it refers to may in turn refer to this, and the two would be freed by the
-    collector only."""
+    """None once it has been called, which breaks a cycle of references."""
     request: transfer_pb2.ReserveRequest | None
     """None once it is sent, so that the prompt is freed."""
     first_token: int = -1
@@ -129,11 +127,8 @@ class Handoff:
         return self.peer.machine.may_post(self.number)
 
     def plan_step(self, src_blocks_B: Int64Array, dst_blocks_B: Int64Array, layers: range) -> StepWrites:
-        """What it writes in one engine step. From here on the writes are outstanding, and only `StepWrites.finish`
-        takes back those that were not posted: they count as completed.
-
-        Raises WriteOutOfBounds: a block that the grant does not open.
-        """
+        """What it writes in one engine step. From here on the writes are outstanding; `StepWrites.finish` completes
+        those that were not posted. Raises WriteOutOfBounds: a block that the grant does not open."""
         assert self.link is not None, self
         peer = self.peer
         check_granted(dst_blocks_B, self.dst_blocks)
@@ -150,14 +145,7 @@ class Handoff:
         self.writes += writes
         self.bytes_written += nbytes
         self.progress_s = peer.loop.time()
-        step = StepWrites(
-            handoff=self,
-            link=self.link,
-            src_blocks_B=src_blocks_B,
-            dst_blocks_B=dst_blocks_B,
-            plan=plan,
-            layers=layers,
-        )
+        step = StepWrites(handoff=self, link=self.link, dst_blocks_B=dst_blocks_B, plan=plan, layers=layers)
         self.steps.add(step)
         return step
 
@@ -173,11 +161,10 @@ class Handoff:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StepWrites:
-    """The writes of one handoff in one engine step: the same blocks, layer after layer. Made by `Handoff.plan_step`."""
+    """The writes of one handoff in one engine step: the same blocks, layer after layer."""
 
     handoff: Handoff
     link: WriterLink
-    src_blocks_B: Int64Array
     dst_blocks_B: Int64Array
     plan: RecordPlan
     layers: range
@@ -195,7 +182,7 @@ class StepWrites:
     def _post(self, layer: int) -> None:
         peer = self.handoff.peer
         ops = self.plan.of_layer(layer)
-        nbytes = len(self.src_blocks_B) * peer.layout.record_bytes
+        nbytes = len(self.dst_blocks_B) * peer.layout.record_bytes
         peer.link.posting(nbytes)
         try:
             self.link.post(self.handoff.grant, ops)
@@ -208,11 +195,10 @@ class StepWrites:
 
     def finish(self) -> None:
         """On the control thread, after the step, or within it when the handoff was given up: no layer is posted from
-        now on, and those that were not count as dropped. Idempotent.
-        """
+        now on. Idempotent."""
         with self._posting:
             self._closed = True
-        missing = (len(self.layers) - self.posted) * len(self.src_blocks_B)
+        missing = (len(self.layers) - self.posted) * len(self.dst_blocks_B)
         self.posted = len(self.layers)
         self.handoff.steps.discard(self)
         if missing:
@@ -242,12 +228,8 @@ class WriterPeer:
         self.machine = machine
         self.layout = layout
         self.src_num_blocks = src_num_blocks
-        self.bytes_moved = 0
-        self.handoffs_corrupt = 0
-        self.records_checksummed = 0
-        self._checksums = checksums
-        self.loop = loop
-        self._config = config
+        self.bytes_moved = self.handoffs_corrupt = self.records_checksummed = 0
+        self._checksums, self.loop, self._config = checksums, loop, config
         self._channels = channels
         self.stub = transfer_pb2_grpc.TransferStub(channels.get(address.endpoint))
         self._header = common_pb2.Header(sender=address.pair.writer, receiver=address.pair.receiver)
@@ -452,15 +434,9 @@ class WriterPeer:
             if call is not None:
                 self._tasks.spawn(call)
         for number in [event.number] if isinstance(event, protocol.HandoffEvent) else list(self._handoffs):
-            self._forget_if_over(number)
-
-    def _forget_if_over(self, number: ReserveNumber) -> None:
-        handoff = self._handoffs.get(number)
-        if handoff is None or self.machine.knows(number):
-            return
-        del self._handoffs[number]
-        self._granted.pop(handoff.grant, None)
-        self._fewer.set()
+            if number in self._handoffs and not self.machine.knows(number):
+                self._granted.pop(self._handoffs.pop(number).grant, None)
+                self._fewer.set()
 
     def _start_writing(self, instruction: protocol.StartWriting) -> None:
         handoff = self._handoffs[instruction.number]
@@ -522,9 +498,9 @@ class WriterPeer:
             handoff.link.forget(handoff.grant)
 
         def released() -> None:
+            handoff.pinned_blocks = 0
             sources_released, handoff.sources_released = handoff.sources_released, None
             assert sources_released is not None, handoff
-            handoff.pinned_blocks = 0
             sources_released()
 
         if handoff.sample is None:
@@ -537,9 +513,8 @@ class WriterPeer:
         if handoff.sample is not None and instruction.end in (HandoffEnd.COMMITTED, HandoffEnd.CORRUPT):
             self.records_checksummed += handoff.sample.records
         self.handoffs_corrupt += instruction.end is HandoffEnd.CORRUPT
-        if not handoff.granted.done():
-            text = f"{self.address.name}: the handoff ended before it began ({instruction.end.value})."
-            handoff.granted.set_result(BatonError(Reason.HANDOFF_FAILED, text))
+        text = f"{self.address.name}: the handoff ended before it began ({instruction.end.value})."
+        _fail_grant(handoff, BatonError(Reason.HANDOFF_FAILED, text))
         handoff.ended.set_result(instruction.end)
         if handoff.renewal is not None:
             handoff.renewal.cancel()
@@ -722,11 +697,8 @@ def _fail_grant(handoff: Handoff, error: BatonError) -> None:
 def _refusal_error(reply: transfer_pb2.ReserveReply, name: str) -> BatonError:
     """What an answer to Reserve other than a grant means to whoever asked."""
     if reply.WhichOneof("answer") == "busy":
-        return BatonError(
-            Reason.DECODE_FULL,
-            f"{name} has no room: {reply.busy.reason}.",
-            retry_after_ms=reply.busy.retry_after_ms,
-        )
+        text = f"{name} has no room: {reply.busy.reason}."
+        return BatonError(Reason.DECODE_FULL, text, retry_after_ms=reply.busy.retry_after_ms)
     if reply.reject.reason in _GRANT_REFUSALS:
         return BatonError(Reason.INCOMPATIBLE_NODE, f"{name} refused: {reply.reject.reason}.")
     return bad_field("prompt", f"{name} refused: {reply.reject.reason}.", reason=Reason.PROMPT_TOO_LONG)

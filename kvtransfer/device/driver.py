@@ -1,9 +1,7 @@
-"""Device memory that other processes of the machine can be given: plain cudaMalloc, exported by CUDA IPC.
-And pinned memory of the host.
+"""What the transfers need of a device: memory, streams and copies. CUDA's, and the interface that the tests implement.
 
-Plain, because memory of the stream-ordered and of the expandable allocators cannot be exported, nor registered for
-GPUDirect. cuda-bindings and torch are imported when a `CudaDriver` is made. CUDA's runtime is called where it can do a
-thing; its driver API, which knows no device but by a context of the calling thread, for the rest.
+Memory is plain cudaMalloc, exported by CUDA IPC: that of the stream-ordered and of the expandable allocators cannot be
+exported, nor registered for GPUDirect. cuda-bindings and torch are imported when a `CudaDriver` is made.
 
 Shape suffix: U8 = one-dimensional array of bytes (uint8).
 """
@@ -130,10 +128,7 @@ class GpuDirect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DmaBuf:
-    """Device memory as a descriptor of the kernel's. It is whole pages; the memory begins `offset` bytes into it.
-
-    Whoever asked for it closes `fd`: a registration keeps what it needs.
-    """
+    """Device memory as a descriptor, which whoever asked for it closes. Whole pages; it begins `offset` bytes in."""
 
     fd: int
     offset: int
