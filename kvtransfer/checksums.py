@@ -129,21 +129,17 @@ class ChecksumThread:
 
     def __init__(self, region: Any, *, name: str) -> None:
         """`region` is a buffer, or a region on a device, and outlives this object's `close`."""
-        self._region: Any = region if isinstance(region, DeviceRegion) else memoryview(region)
+        self.region: Any = region if isinstance(region, DeviceRegion) else memoryview(region)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"checksum-{name}")
 
     def submit(self, offsets_R: Int64Array, nbytes: int) -> Future[Uint32Array]:
         """The CRCs of these records, later. In the order of the calls."""
-        return self._thread.submit(crcs, self._region, offsets_R, nbytes)
-
-    def now(self, offsets_R: Int64Array, nbytes: int) -> Uint32Array:
-        """The same on the caller's thread."""
-        return crcs(self._region, offsets_R, nbytes)
+        return self._thread.submit(crcs, self.region, offsets_R, nbytes)
 
     def close(self) -> None:
         """Returns when nothing reads the region any more. Idempotent."""
         self._thread.shutdown(wait=True)
-        self._region = None
+        self.region = None
 
 
 class SourceSample:
@@ -248,7 +244,7 @@ class RecordChecks:
         offsets_R, nbytes = sent.offsets(self._layout, self._num_blocks), self._layout.record_bytes
         try:
             if len(sent) * nbytes <= INLINE_BYTES_MAX:
-                found_R = self._thread.now(offsets_R, nbytes)
+                found_R = crcs(self._thread.region, offsets_R, nbytes)
             else:
                 found_R = await asyncio.wrap_future(self._thread.submit(offsets_R, nbytes), loop=self._loop)
             corrupt = differing(sent, found_R)

@@ -422,22 +422,18 @@ class PairLink:
             if error.reason is Reason.INCARNATION_MISMATCH:
                 self._replaced()
             raise
-        endpoint = DataEndpoint(
-            transport=TransportName(reply.transport),
-            address=reply.address,
-            secret=reply.secret,
-            epoch=Epoch(reply.epoch),
-        )
+        transport, epoch = TransportName(reply.transport), Epoch(reply.epoch)
+        endpoint = DataEndpoint(transport=transport, address=reply.address, secret=reply.secret, epoch=epoch)
         self.num_blocks = reply.num_blocks
         try:
             self.now = await self._make_link(endpoint, self._address.pair, self._events)
         except BatonError as error:
-            self._count_failure(endpoint.transport, error.message, worked=not isinstance(error, DataDoesNotPass))
+            self._count_failure(transport, error.message, worked=not isinstance(error, DataDoesNotPass))
             raise
-        if endpoint.transport is not self.transport:
+        if transport is not self.transport:
             with self._speed_lock:
                 self._speed.restart(self._loop.time())
-        self.transport, self.epoch = endpoint.transport, endpoint.epoch
+        self.transport, self.epoch = transport, epoch
         self._landed = self._lost_writes = False
         self._note_rejected(reply)
         log.info("data link", peer=self._address.name, transport=reply.transport, epoch=reply.epoch)
@@ -521,10 +517,8 @@ class LivenessStream:
                 await self._clock.sleep_s(max(self._pause_s, self._reach.doubt_pause_s))
 
     async def _replaced(self) -> bool:
-        """One call, to its end. True: another process is at the receiver's address.
-
-        The receiver's one answer says no more than that it has taken the call: what counts is whether that stays.
-        """
+        """One call, to its end. True: another process is at the receiver's address. The one answer says that the call
+        was taken; what counts is whether it stays."""
         staying: asyncio.TimerHandle | None = None
         try:
             with rpc_errors(self._name):

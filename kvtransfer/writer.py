@@ -85,8 +85,8 @@ class WriterConfig:
 class Handoff:
     """One handoff as the prefill node holds it, from Reserve to its end.
 
-    `granted` is set when writing may start (None), or to what says why not. `ended` is set once, with how it ended.
-    `sources_released` is called once if it was ever granted: the transport has let go of the source blocks.
+    `granted` is set when writing may start (None), or to what says why not. `sources_released` is called once if it was
+    granted: the transport has let go of the source blocks.
     """
 
     peer: WriterPeer
@@ -103,7 +103,6 @@ class Handoff:
     first_token: int = -1
     first_logprobs: common_pb2.TokenLogprobs | None = None
     grant: GrantId = GrantId(b"")
-    epoch: Epoch = Epoch(0)
     dst_blocks: list[BlockId] = field(default_factory=list)
     prefix_skip: int = 0
     lease_ends_s: float = 0.0
@@ -313,11 +312,8 @@ class WriterPeer:
         metadata: Metadata,
         sources_released: Callable[[], None],
     ) -> Handoff:
-        """Ask for a grant and wait for it. Cancelling the caller gives the handoff up.
-
-        Raises BatonError: DECODE_FULL with a retry time, PEER_UNREACHABLE, INCARNATION_MISMATCH, INCOMPATIBLE_NODE,
-        or what the receiver refused with.
-        """
+        """Ask for a grant and wait for it. Cancelling the caller gives the handoff up. Raises BatonError: DECODE_FULL
+        with a retry time, PEER_UNREACHABLE, INCARNATION_MISMATCH, INCOMPATIBLE_NODE, or why the receiver refused."""
         self._check_here()
         await self.link.ensure(idle=not self._handoffs)
         self._check_here()
@@ -356,12 +352,8 @@ class WriterPeer:
             self._tasks.spawn(self._cancel(key))
 
     async def revoked(self, number: ReserveNumber) -> bool:
-        """The receiver takes a grant back: returns when nothing is written under this number any more.
-
-        True: what was under way when the link ended may still land (see WriterReleased).
-
-        Raises BatonError UNKNOWN_GRANT for a number that was never asked for.
-        """
+        """The receiver takes a grant back: returns when nothing is written under this number any more. True: what was
+        under way when the link ended may still land. Raises BatonError UNKNOWN_GRANT: it was never asked for."""
         if number >= self.machine.next_number:
             raise BatonError(Reason.UNKNOWN_GRANT, f"No Reserve has had the number {number} yet.")
         return await self._revokes.ask(number, lambda: self.handle(protocol.RevokeAsked(number=number)))
@@ -440,7 +432,6 @@ class WriterPeer:
 
     def _start_writing(self, instruction: protocol.StartWriting) -> None:
         handoff = self._handoffs[instruction.number]
-        handoff.epoch = instruction.epoch
         handoff.progress_s = self.loop.time()
         self._granted[handoff.grant] = handoff
         link = self.link.now
@@ -450,12 +441,9 @@ class WriterPeer:
             return
         handoff.link = link
         if self._checksums is not None:
-            handoff.sample = SourceSample(
-                self._checksums,
-                handoff.grant,
-                fraction=self._config.checksum_fraction,
-                records=self.layout.num_layers * len(handoff.dst_blocks),
-            )
+            records = self.layout.num_layers * len(handoff.dst_blocks)
+            fraction = self._config.checksum_fraction
+            handoff.sample = SourceSample(self._checksums, handoff.grant, fraction=fraction, records=records)
         # Most handoffs are over before it is time to renew: those that are not get a task then.
         handoff.renewal = self.loop.call_later(
             handoff.lease_ms / 3000, lambda: self._tasks.spawn(self._keep_lease(handoff))

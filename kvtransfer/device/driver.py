@@ -228,7 +228,7 @@ class CudaDriver:
 
     def export(self, address: int) -> bytes:
         self._exported.add(address)
-        # Not by its attribute `reserved`, which some versions of cuda-bindings have and some have not.
+        # Not all versions of cuda-bindings have its attribute `reserved`.
         handle = self._call("cudaIpcGetMemHandle", address)
         return ctypes.string_at(int(handle.getPtr()), IPC_HANDLE_BYTES)
 
