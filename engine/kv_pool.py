@@ -40,8 +40,10 @@ def record_bytes(spec: KvSpec) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotMapping:
-    """Where the K and V of each new token go: block id and slot in it, int64 [T] each, on the pool's device."""
+    """Where each new token is in its sequence, and the block id and slot of its K and V: int64 [T] each, on the pool's
+    device."""
 
+    positions_T: torch.Tensor
     blocks_T: torch.Tensor
     slots_T: torch.Tensor
 
@@ -76,16 +78,17 @@ class KvPool:
     def map_slots(self, batch: Batch) -> SlotMapping:
         """Where the new tokens of a batch go; once per step, for all layers."""
         block_size = self.spec.block_size
-        blocks, slots = [], []
-        for s in batch.slices:
-            positions = np.arange(s.start, s.stop, dtype=np.int64)
-            blocks.append(np.asarray(s.block_table, dtype=np.int64)[positions // block_size])
-            slots.append(positions % block_size)
-        blocks_T = np.concatenate(blocks)
+        positions = [np.arange(s.start, s.stop, dtype=np.int64) for s in batch.slices]
+        blocks = [
+            np.asarray(s.block_table, dtype=np.int64)[at // block_size]
+            for s, at in zip(batch.slices, positions, strict=True)
+        ]
+        blocks_T, positions_T = np.concatenate(blocks), np.concatenate(positions)
         assert blocks_T.min() >= 0 and blocks_T.max() < self.num_blocks, "block id outside the region"
         return SlotMapping(
+            positions_T=to_device(positions_T, self.device),
             blocks_T=to_device(blocks_T, self.device),
-            slots_T=to_device(np.concatenate(slots), self.device),
+            slots_T=to_device(positions_T % block_size, self.device),
         )
 
     def store(self, layer: int, k_TKD: torch.Tensor, v_TKD: torch.Tensor, where: SlotMapping) -> None:

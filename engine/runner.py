@@ -8,7 +8,7 @@ Shape suffixes as in engine/types.py; P int64 numbers, one after another.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -16,7 +16,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 import torch
 
-from engine.attention import AttentionBackend, AttentionMetadata, Ends, TorchAttention, ends_of
+from engine.attention import PagedAttention, TorchAttention, ends_of
 from engine.checkpoint import Progress, load_tensors
 from engine.kv_pool import DeviceMirror, KvPool, SlotMapping
 from engine.model_config import (
@@ -64,35 +64,46 @@ def token_ids(batch: Batch, vocab_size: int) -> torch.Tensor:
 class TorchForward:
     """PyTorch's own operations: any device, float32 or bfloat16. What the others are measured by."""
 
-    def __init__(self, decoder: Decoder, pool: KvPool, attention: AttentionBackend | None = None) -> None:
+    def __init__(self, decoder: Decoder, pool: KvPool, attention: PagedAttention | None = None) -> None:
         self.decoder = decoder
         self.pool = pool
         self.attention = attention or TorchAttention(pool)
 
     def forward(self, batch: Batch, sink: KvSink, *, every_row: bool = False) -> torch.Tensor:
         """`sink` hears of a layer before the attention of the same layer: its bytes travel meanwhile."""
-        attention, decoder = self.attention, self.decoder
-        metadata = attention.prepare(batch)
-        angles = decoder.angles(metadata.positions_T)
-        x_TE = decoder.embed(self.token_ids(batch))
-        last, last_ends = decoder.config.num_layers - 1, None if every_row else ends_of(batch, self.pool.device)
+        attention = self.attention
+        slots, plan = self.pool.map_slots(batch), attention.prepare(batch.slices)
+        x_TE = self.decoder.embed(self.token_ids(batch))
+        ends = None if every_row else ends_of(batch, self.pool.device)
+        last = self.decoder.config.num_layers - 1
+
+        def attend(layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+            sink.layer_done(layer)
+            if ends is not None and layer == last:
+                return ends.attend(attention, layer, q_THD)
+            return attention.attend(layer, q_THD, plan)
+
+        return self.run_layers(x_TE, slots, attend, None if ends is None else ends.rows_W)
+
+    def run_layers(
+        self,
+        x_TE: torch.Tensor,
+        slots: SlotMapping,
+        attend: Callable[[int, torch.Tensor], torch.Tensor],
+        rows_W: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """All layers; `attend` gets each layer's number and queries, once K and V are stored. With `rows_W` the last
+        layer answers for these rows alone."""
+        decoder = self.decoder
+        angles, last = decoder.angles(slots.positions_T), decoder.config.num_layers - 1
         for layer in range(last + 1):
-            ends = last_ends if layer == last else None
 
-            def attend(
-                q_THD: torch.Tensor,
-                k_TKD: torch.Tensor,
-                v_TKD: torch.Tensor,
-                layer: int = layer,
-                ends: Ends | None = ends,
+            def attend_stored(
+                q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int = layer
             ) -> torch.Tensor:
-                q_THD = self.rotate_and_store(layer, q_THD, k_TKD, v_TKD, angles, metadata.slots)
-                sink.layer_done(layer)
-                if ends is not None:
-                    return ends.attend(attention, layer, q_THD)
-                return attention.attend(layer, q_THD, metadata)
+                return attend(layer, self.rotate_and_store(layer, q_THD, k_TKD, v_TKD, angles, slots))
 
-            x_TE = decoder.run_layer(layer, x_TE, attend, None if ends is None else ends.rows_W)
+            x_TE = decoder.run_layer(layer, x_TE, attend_stored, rows_W if layer == last else None)
         return x_TE
 
     def logits(self, x_BE: torch.Tensor) -> torch.Tensor:
@@ -123,27 +134,11 @@ class DeterministicForward(TorchForward):
     """
 
     def forward(self, batch: Batch, sink: KvSink, *, every_row: bool = False) -> torch.Tensor:
-        attention, decoder = self.attention, self.decoder
+        """`sink` hears of the layers at the end."""
+        forward, nobody = super().forward, NullSink()
         singles = [replace(s, start=at, stop=at + 1) for s in batch.slices for at in range(s.start, s.stop)]
-        ids = self.token_ids(batch)
-        metadata = [attention.prepare(Batch(slices=(single,))) for single in singles]
-        angles = [decoder.angles(each.positions_T) for each in metadata]
-        rows = [decoder.embed(ids[row : row + 1]) for row in range(len(singles))]
-        for layer in range(decoder.config.num_layers):
-            for row, each in enumerate(metadata):
-
-                def attend(
-                    q_1HD: torch.Tensor,
-                    k_1KD: torch.Tensor,
-                    v_1KD: torch.Tensor,
-                    layer: int = layer,
-                    row: int = row,
-                    each: AttentionMetadata = each,
-                ) -> torch.Tensor:
-                    q_1HD = self.rotate_and_store(layer, q_1HD, k_1KD, v_1KD, angles[row], each.slots)
-                    return attention.attend(layer, q_1HD, each)
-
-                rows[row] = decoder.run_layer(layer, rows[row], attend)
+        rows = [forward(Batch(slices=(single,)), nobody, every_row=True) for single in singles]
+        for layer in range(self.decoder.config.num_layers):
             sink.layer_done(layer)
         wanted = rows if every_row else [rows[row] for row in batch.drawing_rows]
         return torch.cat(wanted) if wanted else rows[0][:0]
@@ -392,6 +387,7 @@ class TorchRunner(ModelRunner):
 
         Raises torch.OutOfMemoryError: it has not the room.
         """
+        assert isinstance(region_U8, torch.Tensor) or region_U8.flags.writeable, "the region is not writable"
         if self.mirror is not None:
             region_U8 = self.mirror.open(region_U8, num_blocks, self.kv_spec)
         pool = KvPool(torch.as_tensor(region_U8), num_blocks, self.kv_spec)

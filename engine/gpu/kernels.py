@@ -17,6 +17,7 @@ Shape suffixes as in engine/types.py; P splits of one context, G query heads tha
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +26,7 @@ import triton
 import triton.language as tl
 
 from engine.kv_pool import KvPool, to_device
-from engine.types import Batch
+from engine.types import SequenceSlice
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -395,11 +396,11 @@ class GatherPlan:
     num_rows: int
 
 
-def plan_gather(pool: KvPool, batch: Batch) -> GatherPlan:
-    """The whole context of each slice, in batch order."""
+def plan_gather(pool: KvPool, slices: Sequence[SequenceSlice]) -> GatherPlan:
+    """The whole context of each slice, in order."""
     size = pool.spec.block_size
     blocks, rows, slots, first_row = [], [], [], 0
-    for s in batch.slices:
+    for s in slices:
         starts_n = np.arange(0, s.stop, size, dtype=np.int64)
         blocks.append(np.asarray(s.block_table[: len(starts_n)], dtype=np.int64))
         rows.append(first_row + starts_n)

@@ -94,23 +94,14 @@ class GpuForward(TorchForward):
         positions_B = inputs.positions_B.to(torch.int64)
         tables_BM = inputs.tables_BM.contiguous()
         blocks_B = tables_BM.gather(1, (positions_B // size)[:, None])[:, 0].to(torch.int64)
-        slots = SlotMapping(blocks_T=blocks_B, slots_T=positions_B % size)
+        slots = SlotMapping(positions_T=positions_B, blocks_T=blocks_B, slots_T=positions_B % size)
         plan = DecodePlan(
             tables_BM=tables_BM,
             contexts_B=(inputs.positions_B + 1).contiguous(),
             num_splits=backend.num_splits(len(positions_B), context_max),
         )
-        angles = decoder.angles(positions_B)
         x_BE = decoder.embed(pick(inputs.ids_B, inputs.future_rows_B.to(torch.int64), self._future.ids))
-        for layer in range(decoder.config.num_layers):
-
-            def attend(
-                q_BHD: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor, layer: int = layer
-            ) -> torch.Tensor:
-                q_BHD = self.rotate_and_store(layer, q_BHD, k_BKD, v_BKD, angles, slots)
-                return backend.attend(layer, q_BHD, plan)
-
-            x_BE = decoder.run_layer(layer, x_BE, attend)
+        x_BE = self.run_layers(x_BE, slots, lambda layer, q_BHD: backend.attend(layer, q_BHD, plan))
         return decoder.logits(x_BE)
 
 

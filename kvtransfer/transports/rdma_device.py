@@ -15,7 +15,6 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -69,12 +68,6 @@ class RegistrationRefused(Exception):
     """Memory cannot be registered with this card; the text says why."""
 
 
-class RegisteredAs(Enum):
-    HOST_MEMORY = "host memory"
-    DMA_BUF = "device memory as a dma-buf"
-    PEER_MEMORY = "device memory as peer memory"
-
-
 class Keys(NamedTuple):
     """`base`: where the card finds the first byte, under these keys."""
 
@@ -83,17 +76,11 @@ class Keys(NamedTuple):
     rkey: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Registration:
-    keys: Keys
-    registered_as: RegisteredAs
-    why_not_better: str = ""
-    """Why the way that is tried first failed; empty: it did not."""
+class Registration(NamedTuple):
+    """`how`, for people: what has been registered, and why not in the way that is tried first."""
 
-    @property
-    def text(self) -> str:
-        """For people."""
-        return self.registered_as.value + (f" ({self.why_not_better})" if self.why_not_better else "")
+    keys: Keys
+    how: str
 
 
 class Registrar:
@@ -152,10 +139,9 @@ class HostBytes:
         array_U8 = self._array_U8()
         assert array_U8.dtype == np.uint8 and array_U8.flags.c_contiguous
         try:
-            keys = registrar.by_address(int(array_U8.ctypes.data), len(array_U8))
+            return Registration(registrar.by_address(int(array_U8.ctypes.data), len(array_U8)), "host memory")
         except RegistrationRefused as error:
             raise RegistrationRefused(f"{error}; {_WHAT_HOSTS_NEED}") from error
-        return Registration(keys=keys, registered_as=RegisteredAs.HOST_MEMORY)
 
     def flush(self) -> bool:
         """See `DeviceBytes.flush`."""
@@ -189,7 +175,7 @@ class DeviceBytes:
         why = "the device's driver makes none"
         if allowed.dma_buf:
             try:
-                return Registration(keys=self._by_dma_buf(registrar), registered_as=RegisteredAs.DMA_BUF)
+                return Registration(self._by_dma_buf(registrar), "device memory as a dma-buf")
             except (DeviceError, RegistrationRefused) as error:
                 why = str(error)
         try:
@@ -198,7 +184,7 @@ class DeviceBytes:
             keys = registrar.by_address(self._region.address, self._region.nbytes)
         except RegistrationRefused as error:
             raise RegistrationRefused(f"as a dma-buf: {why}; as peer memory: {error}; {WHAT_GPUS_NEED}") from error
-        return Registration(keys=keys, registered_as=RegisteredAs.PEER_MEMORY, why_not_better=f"no dma-buf: {why}")
+        return Registration(keys, f"device memory as peer memory (no dma-buf: {why})")
 
     def flush(self) -> bool:
         """Make what a card is known to have written visible to all that is launched after this. A completion only says
@@ -288,13 +274,13 @@ class RdmaDevice:
             opened.callback(registrar.close)
             what = f"the KV region of {self.nbytes:,} bytes"
             try:
-                self.registration = region.register(registrar, remote_writes=remote_writes)
+                keys, self.registered_as = region.register(registrar, remote_writes=remote_writes)
                 what = "a page for probes"
                 probe = registrar.by_address(probe_base, PROBE_BYTES)
             except RegistrationRefused as error:
                 raise RdmaUnavailable(f"{port.device} cannot register {what}: {error}") from error
             self._close = opened.pop_all()
-        self.base, self.lkey, self.rkey = self.registration.keys
+        self.base, self.lkey, self.rkey = keys
         self.probes = ProbePlace(base=probe_base, rkey=probe.rkey)
         """Where writers' probes go, and where ours come from."""
         self.probe_lkey = probe.lkey
@@ -318,11 +304,6 @@ def open_device(region: RdmaRegion, config: RdmaConfig, *, remote_writes: bool, 
         wanted = f"the device {config.device}" if config.device else "a device"
         raise RdmaUnavailable(f"no port of {wanted} is active and has an address (there are: {have})")
     return RdmaDevice(port, region, config, remote_writes=remote_writes, limits=limits)
-
-
-def mtu_bytes(code: int) -> int:
-    """Of a code of enum ibv_mtu: 1 is 256, 5 is 4096."""
-    return 128 << code
 
 
 class QueuePairs:
@@ -395,7 +376,7 @@ class QueuePairs:
         """On each queue pair a packet as large as the path takes, since some paths lose only large ones. `take_probes`
         follows. Raises QueuePairFailed."""
         enums, wr, device = self._verbs.enums, self._verbs.wr, self._device
-        nbytes = mtu_bytes(min(self.ends.mtu, peer.mtu))
+        nbytes = 128 << min(self.ends.mtu, peer.mtu)  # enum ibv_mtu: 1 is 256, 5 is 4096
         with self._or_failed("a probe cannot be posted"):
             self._cq.req_notify()
             for index, qp in enumerate(self._qps):
@@ -593,7 +574,8 @@ class RdmaMemory:
         self._held: RdmaDevice | None = self._open()
         self._lost = False
         self._holds: list[Hold] = []
-        self._returned: list[Callable[[], None]] = []
+        self.returned: Callable[[], None] = lambda: None
+        """Called each time that a device has been opened again."""
         self._opening: asyncio.Task[None] | None = None
         self._closed = False
         self.devices_lost = 0
@@ -616,11 +598,7 @@ class RdmaMemory:
         device = self.device
         if device is None:
             return "no device now"
-        return f"{device.port.device}:{device.port.number}, {device.registration.text}"
-
-    def when_returned(self, callback: Callable[[], None]) -> None:
-        """Call this each time that a device has been opened again."""
-        self._returned.append(callback)
+        return f"{device.port.device}:{device.port.number}, {device.registered_as}"
 
     def acquire(self) -> Hold:
         """Raises RdmaUnavailable: there is no device now."""
@@ -686,8 +664,7 @@ class RdmaMemory:
         self._held, self._lost = opened, False
         log.info("RDMA device is back", device=opened.port.device)
         if not self._closed:
-            for returned in self._returned:
-                returned()
+            self.returned()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -732,6 +709,6 @@ def register_if_usable(
         device=device.port.device,
         port=device.port.number,
         gid=device.port.best_gid.kind.name,
-        region=device.registration.text,
+        region=device.registered_as,
     )
     return memory

@@ -94,7 +94,7 @@ class RdmaReceiverPort(ListeningPort[PortLimits, RdmaConnection]):
         self._hold: Hold | None = None
         self._unsealed: dict[GrantId, Pair] = {}
         """Grants that may be written to, and whose seal has not come."""
-        memory.when_returned(self._device_back)
+        memory.returned = self._device_back
         self._device_back()
 
     def _endpoint_address(self) -> str:

@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
 from engine.gpu import kernels, linears
 from engine.kv_pool import KvPool
-from engine.types import Batch, KvSpec, SamplingParams, SequenceSlice
+from engine.types import KvSpec, SamplingParams, SequenceSlice
 from kvtransfer.device.cuda_streams import copy_records
 from kvtransfer.transport import WriteOps
 
@@ -96,7 +96,7 @@ def attention(pool: KvPool, group: int) -> None:
         output_index=0,
         params=GREEDY,
     )
-    kernels.gather(pool, 1, kernels.plan_gather(pool, Batch(slices=(prompt,))))
+    kernels.gather(pool, 1, kernels.plan_gather(pool, [prompt]))
 
 
 def products(capability: int) -> None:

@@ -67,8 +67,8 @@ class DoubleDevice:
     def __init__(self, region: RdmaRegion, config: RdmaConfig, *, remote_writes: bool, limits: RdmaLimits) -> None:
         self.port, self.config, self.remote_writes = PORT, config, remote_writes
         registrar = DoubleRegistrar()
-        self.registration = region.register(registrar, remote_writes=remote_writes)
-        self.base, self.lkey, self.rkey = self.registration.keys
+        keys, self.registered_as = region.register(registrar, remote_writes=remote_writes)
+        self.base, self.lkey, self.rkey = keys
         self.nbytes, self.region_U8 = region.nbytes, registrar.registered_U8
         self.probes = ProbePlace(base=next(_numbers), rkey=next(_numbers))
         self.mtu, self.lid, self.ethernet = 5, 0, True
