@@ -81,7 +81,7 @@ def sample_fraction(fraction: float, records: int) -> float:
 def in_sample(grant: GrantId, layer: int, blocks_B: Int64Array, fraction: float) -> BoolArray:
     """Which of these records (by their ids at the receiver) are in the sample -> [B].
 
-    It depends on grant, layer and block alone: whoever knows the grant id knows the sample; each grant has its own.
+    It depends on grant, layer and block alone, so each grant has its own sample.
     The mixing is splitmix64's finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
     """
     seed = np.uint64(int.from_bytes(grant[:8].ljust(8, b"\0"), "little") ^ int.from_bytes(grant[8:16], "little"))

@@ -55,8 +55,8 @@ SERVED_BY: Final[Mapping[RegionKind, frozenset[TransportName]]] = {
     RegionKind.HOST: frozenset({TransportName.SHM, TransportName.RDMA, TransportName.UCX, TransportName.TCP}),
     RegionKind.DEVICE: frozenset({TransportName.CUDA_IPC, TransportName.RDMA, TransportName.TCP}),
 }
-"""Which transports can read and write a region of each kind: the one place that says so. rdma reaches device memory
-where the card can register it (`rdma_device`), tcp through pinned memory of the host (`kvtransfer.device.staging`)."""
+"""Which transports can read and write a region of each kind. rdma reaches device memory where the card can register it
+(`rdma_device`), tcp through pinned memory of the host (`kvtransfer.device.staging`)."""
 
 DEFAULT_TRANSPORTS = (TransportName.CUDA_IPC, TransportName.SHM, TransportName.RDMA, TransportName.TCP)
 """Those that do not serve the node's kind of region are left out. So is rdma, silently where there is no device,
@@ -285,10 +285,7 @@ LinkMaker = Callable[[DataEndpoint, Pair, WriterEvents], Awaitable[WriterLink]]
 
 
 class PairLink:
-    """At most one connection at a time, opened by one task however many callers wait for it.
-
-    Control thread only, except `posting` and `not_posted`, which the engine thread calls.
-    """
+    """At most one connection at a time. Control thread only, except `posting` and `not_posted`: the engine thread's."""
 
     def __init__(
         self,

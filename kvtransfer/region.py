@@ -46,11 +46,8 @@ class RegionInUse(Exception):
 
 
 class Region:
-    """Shared memory of a fixed size. Owns the memfd and the mapping until `close`.
-
-    The file is sealed against growing and shrinking, so that nobody who maps it can be hit by SIGBUS.
-    Not thread-safe; `array_U8` may be read and written from any thread.
-    """
+    """Shared memory of a fixed size, sealed: nobody who maps it can be hit by SIGBUS. Owns memfd and mapping until
+    `close`. Not thread-safe; `array_U8` may be read and written from any thread."""
 
     kind: ClassVar[RegionKind] = RegionKind.HOST
 

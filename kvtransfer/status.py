@@ -171,8 +171,8 @@ class WriterHoldings:
         """What seals vouch for: a receiver sees no single write."""
 
     def follow(self, event: protocol.ReceiverEvent, instructions: Sequence[protocol.ReceiverInstruction]) -> None:
-        """A revocation timer starts when a grant begins to be taken back, and again with each round; all timers of a
-        grant stop when its writer's right is over. What a seal vouches for has landed."""
+        """A revocation timer starts when a grant begins to be taken back, and with each round; all timers of a grant
+        stop when its writer's right is over."""
         for instruction in instructions:
             if isinstance(instruction, protocol.StartGrantTimer):
                 if instruction.kind is protocol.TimerKind.REVOKE:

@@ -213,10 +213,8 @@ class WriterLink(Protocol):
     """One writer's data connection to one receiver, within one epoch of the pair."""
 
     def post(self, grant: GrantId, ops: WriteOps) -> None:
-        """Queue copies; returns at once. Completion arrives as `WriterEvents.writes_completed`.
-
-        After `abandon(grant)` or `close` further posts for the grant complete without copying.
-        """
+        """Queue copies; returns at once. Completion arrives as `WriterEvents.writes_completed`. After `abandon(grant)`
+        or `close` they complete without copying."""
 
     def seal(self, seal: Seal) -> None:
         """Send the seal. The caller has seen all completions of the grant."""
@@ -235,10 +233,8 @@ class WriterLink(Protocol):
         """The receiver has ended this link by a fence: it says nothing about how well the transport works."""
 
     async def close(self) -> None:
-        """Stop the copying, complete what is queued uncopied, let go of the region or socket. Idempotent.
-
-        Ends within the transport's named limits, whatever the receiver does.
-        """
+        """Stop the copying, complete what is queued uncopied, let go of the region or socket, within the transport's
+        named limits. Idempotent."""
 
 
 class WriterEvents(Protocol):

@@ -48,9 +48,7 @@ class DeviceEvent(Protocol):
 
 class DeviceStream(Protocol):
     """Runs what is queued on it in order; two streams run in any order but for what `wait` adds. Nothing here blocks.
-
-    Events and streams go back to the device that made them, and to no other: hence their types are open.
-    """
+    Events and streams go back to the device that made them, and to no other: hence their types are open."""
 
     def record(self) -> DeviceEvent:
         """The point behind all that is queued now."""
