@@ -284,7 +284,3 @@ def logprobs_from_proto(message: common_pb2.TokenLogprobs) -> TokenLogprobs:
 
 def key_from_proto(key: common_pb2.RequestKey) -> RequestKey:
     return RequestKey(request=RequestId(key.request), attempt=Attempt(key.attempt))
-
-
-def key_to_proto(key: RequestKey) -> common_pb2.RequestKey:
-    return common_pb2.RequestKey(request=key.request, attempt=key.attempt)
