@@ -76,10 +76,8 @@ class _Flight:
 
 
 class Engine:
-    """One runner, bound to its region already, and the sequences it works for.
-
-    A sequence belongs to the engine from `submit` or `resume` until the event in which it leaves. In COMPLETE mode the
-    engine then releases its blocks and its promise; in PREFILL_ONLY mode the caller releases `seq.block_table`.
+    """One runner, bound to its region, and its sequences, each from `submit` or `resume` until the event in which it
+    leaves. In COMPLETE mode the engine then releases blocks and promise; in PREFILL_ONLY mode the caller the blocks.
     """
 
     def __init__(self, runner: Runner, blocks: BlockManager, config: SchedulerConfig) -> None:
@@ -146,8 +144,8 @@ class Engine:
     def abort(self, key: RequestKey) -> bool:
         """End a sequence; False when it is not here. Idempotent until its event is out.
 
-        If a step in flight contains it, it keeps its blocks until the last such step's `postprocess`, which has its
-        event; no token of it comes before. Otherwise it leaves at once, and `take_events` has the event.
+        If steps in flight contain it, the last one's `postprocess` has its event, and no token comes before. Otherwise
+        it leaves at once, and `take_events` has the event.
         """
         seq = self.scheduler.find(key)
         if seq is None:
