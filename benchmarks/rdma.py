@@ -28,7 +28,7 @@ from baton.ids import Epoch, GrantId, Incarnation, Pair
 from kvtransfer.region import Region
 from kvtransfer.transport import Seal, WriteOps
 from kvtransfer.transports.chain_link import ChainLanes, ChainLimits, SealPart
-from kvtransfer.transports.rdma_device import HostBytes, RdmaLimits, RdmaMemory
+from kvtransfer.transports.rdma import HostBytes, RdmaLimits, RdmaMemory
 from kvtransfer.transports.rdma_ports import choose_port, find_ports
 from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
 from kvtransfer.transports.rdma_verbs import Addresses, Poster, rdma_library

@@ -71,11 +71,8 @@ class _SequencePlan:
 
 
 class TorchAttention:
-    """The reference: each sequence's blocks are copied together, then torch's own attention runs over them.
-
-    Works on every device that torch has. Slots past the end of the context are never read into a result, so unused
-    memory may hold anything, NaN too.
-    """
+    """The reference, on every device: each sequence's blocks are copied together, then torch's own attention runs over
+    them. Slots past the end of a context are never read into a result: they may hold anything, NaN too."""
 
     def __init__(self, pool: KvPool, num_heads: int | None = None) -> None:
         """`num_heads` is what other attentions have to know."""

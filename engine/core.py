@@ -3,10 +3,9 @@
 Everything is called on the node's control thread but `Engine.run`, which runs one step on the engine thread and touches
 nothing but the batch. Meanwhile the control thread may submit, resume and abort.
 
-Overlap scheduling (NanoFlow, Zhu et al. 2024; SGLang), with an `OverlapRunner`: a step is launched and collected, and
-the one behind it may be launched in between. Tokens that the host does not know yet are taken on the device. A stop
-token, an abort or a failure shows when the first step is collected and makes one surplus slice in the second: its token
-is dropped, and the blocks that it writes to stay held until it is over.
+Overlap scheduling (NanoFlow, Zhu et al. 2024; SGLang), with an `OverlapRunner`: a step may be launched before the one
+before is collected. A sequence that ends in the first has a surplus slice in the second: its token is dropped, and the
+blocks that it writes to stay held until it is over.
 """
 
 from __future__ import annotations
@@ -67,20 +66,9 @@ class EngineCounters:
     """Sequences that ended because their scores were not numbers."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Flight:
-    """A step that is not over."""
-
-    batch: Batch
-    seqs: list[Sequence]
-    """Those of the batch's slices, in order."""
-
-
 class Engine:
-    """One runner, bound to its region already, and the sequences it works for.
-
-    A sequence belongs to the engine from `submit` or `resume` until the event in which it leaves. In COMPLETE mode the
-    engine then releases its blocks and its promise; in PREFILL_ONLY mode the caller releases `seq.block_table`.
+    """One runner, bound to its region, and its sequences, each from `submit` or `resume` until the event in which it
+    leaves. In COMPLETE mode the engine then releases blocks and promise; in PREFILL_ONLY mode the caller the blocks.
     """
 
     def __init__(self, runner: Runner, blocks: BlockManager, config: SchedulerConfig) -> None:
@@ -93,7 +81,8 @@ class Engine:
         """The runner, where steps are launched and collected instead of run."""
         if isinstance(runner, OverlapRunner) and config.rows_max <= runner.overlap_rows_max:
             self.overlap = runner
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[tuple[Batch, list[Sequence]]] = deque()
+        """Steps that are not over, each with the sequences of its slices."""
         self._aborting: set[RequestKey] = set()
         self._events: list[TokenEvent] = []
         self.changed: Callable[[], None] = lambda: None
@@ -147,8 +136,8 @@ class Engine:
     def abort(self, key: RequestKey) -> bool:
         """End a sequence; False when it is not here. Idempotent until its event is out.
 
-        If a step in flight contains it, it keeps its blocks until the last such step's `postprocess`, which has its
-        event; no token of it comes before. Otherwise it leaves at once, and `take_events` has the event.
+        If steps in flight contain it, the last one's `postprocess` has its event, and no token comes before. Otherwise
+        it leaves at once, and `take_events` has the event.
         """
         seq = self.scheduler.find(key)
         if seq is None:
@@ -171,15 +160,12 @@ class Engine:
         return self._take_off(self.scheduler.schedule())
 
     def schedule_overlapped(self) -> Batch | None:
-        """The batch of the step behind the one in flight, which has been launched and is not collected.
-
-        None: the runner takes none, there is nothing to do, or it is held back (see `EngineCounters`); the step in
-        flight is to be collected then.
-        """
+        """The batch of the step behind the one in flight. None: the runner takes none, there is nothing to do, or it
+        is held back (see `EngineCounters`); the step in flight is to be collected then."""
         if self.overlap is None:
             return None
-        (flight,) = self._flights
-        pairs = zip(flight.seqs, flight.batch.slices, strict=True)
+        ((ahead, seqs),) = self._flights
+        pairs = zip(seqs, ahead.slices, strict=True)
         afters = [(seq, self._after(seq, piece)) for seq, piece in pairs if not seq.has_left]
         going_on = [seq for seq, after in afters if not after.leaves]
         drawing = [seq for seq, after in afters if after.draws and not after.leaves]
@@ -201,14 +187,10 @@ class Engine:
         return self._runner.run(batch, sink)
 
     def postprocess(self, batch: Batch, result: StepResult) -> list[TokenEvent]:
-        """Take the oldest step's outcome in: tokens appended, full blocks indexed, ended sequences gone -> events.
-
-        The step is over: nothing of it is written any more.
-        """
-        flight = self._land(batch)
-        events = self.take_events()
+        """The oldest step is over: tokens appended, full blocks indexed, ended sequences gone -> events."""
+        seqs, events = self._land(batch), self.take_events()
         self.counters.tokens_computed += batch.num_tokens
-        for seq, piece in zip(flight.seqs, batch.slices, strict=True):
+        for seq, piece in zip(seqs, batch.slices, strict=True):
             event = self._advance(seq, piece, result)
             if event is not None:
                 events.append(event)
@@ -216,13 +198,10 @@ class Engine:
         return events
 
     def fail_step(self, batch: Batch) -> list[TokenEvent]:
-        """The oldest step failed, and is over: abort every sequence of the batch. What it half wrote is not indexed.
-
-        One that is in the step behind too is aborted when that one is over.
-        """
-        flight = self._land(batch)
-        events = self.take_events()
-        for seq in flight.seqs:
+        """The oldest step failed, and is over: abort every sequence of the batch, one that is in the step behind too
+        when that is over. What was half written is not indexed."""
+        seqs, events = self._land(batch), self.take_events()
+        for seq in seqs:
             seq.steps_in_flight -= 1
             if seq.has_left:
                 self._release_if_over(seq)
@@ -242,12 +221,12 @@ class Engine:
             assert seq is not None, piece.key
             seq.steps_in_flight += 1
             seqs.append(seq)
-        self._flights.append(_Flight(batch, seqs))
+        self._flights.append((batch, seqs))
         return batch
 
-    def _land(self, batch: Batch) -> _Flight:
-        assert self._flights and self._flights[0].batch is batch, "not the oldest step in flight"
-        return self._flights.popleft()
+    def _land(self, batch: Batch) -> list[Sequence]:
+        assert self._flights and self._flights[0][0] is batch, "not the oldest step in flight"
+        return self._flights.popleft()[1]
 
     def _after(self, seq: Sequence, piece: SequenceSlice) -> After:
         leaves = piece.key in self._aborting

@@ -1,6 +1,5 @@
 """The region seen as tensors, and a device's own copy of a region that lies in host memory.
 
-The copy is kept equal where it matters. The region that transports write to and read from stays where it is on a CPU.
 Before a step, blocks that something else has filled are copied to the device; after each layer, the records that the
 step has written are copied back, and only then is the layer reported. Every copy is waited for: plain, exact and slow,
 for devices that no transport writes to.

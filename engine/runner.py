@@ -1,8 +1,5 @@
 """Runs a Hugging Face model over the paged region, in float32 or bfloat16.
 
-First the ways of computing a batch: through every layer once, with its K and V written to the pool on the way. Then
-what all runners share, and the runner for a CPU; engine/gpu/runner.py has the one for a GPU.
-
 Shape suffixes as in engine/types.py; P int64 numbers, one after another.
 """
 
@@ -350,9 +347,8 @@ class TorchRunner(ModelRunner):
         """Takes the tensors of `weight_shapes(config)`; those on `device` already are not copied.
 
         All are of one type, float32 or bfloat16, which is the type of the KV cache too. `deterministic`: the scores
-        of a token, bit for bit, depend on the tokens before it alone, not on the batch or on how its prompt was cut
-        into chunks (I6). See `DeterministicForward`; it is many times slower. `mirrored`: compute on a copy of
-        the region (engine/kv_pool.py); None: where the device is not the CPU.
+        of a token, bit for bit, depend on the tokens before it alone (I6); see `DeterministicForward`. `mirrored`:
+        compute on a copy of the region (engine/kv_pool.py); None: where the device is not the CPU.
         """
         super().__init__(config, tensors, block_size=block_size, device=device)
         assert self.kv_spec.dtype in ("float32", "bfloat16"), self.kv_spec.dtype
@@ -362,7 +358,9 @@ class TorchRunner(ModelRunner):
         self.arithmetic = f"PyTorch's operations{', a token at a time' * deterministic} ({self.kv_spec.dtype})"
         """For people: what computes, and with which numbers."""
         self._native: NativeDecoder | None = None
-        kernels = native_kernels() if self._may_be_native() else None
+        # A deterministic runner stays with the operations whose results it was compared by.
+        may_be_native = self.kv_spec.dtype == "bfloat16" and self.device.type == "cpu" and not deterministic
+        kernels = native_kernels() if may_be_native and supports(config) else None
         if quantisation is Quantisation.FP8:
             raise UnsupportedModelError("weights can be fp8 on a GPU only; a CPU takes int8 and int4")
         if kernels is not None:
@@ -376,11 +374,6 @@ class TorchRunner(ModelRunner):
             self._decoder = Decoder(config, {name: tensor.to(self.device) for name, tensor in tensors.items()})
         if self.device.type == "cpu":
             draw_kernel()  # built now, if it has to be, and not in the first step
-
-    @property
-    def uses_kernels(self) -> bool:
-        """Whether kernels.c computes, and not PyTorch's operations."""
-        return self._native is not None
 
     def bind(self, region_U8: Any, num_blocks: int) -> None:
         """See `Runner.bind`. A tensor on this runner's device, or an array. With a mirror a copy is made on the device.
@@ -418,11 +411,6 @@ class TorchRunner(ModelRunner):
             return StepResult()
         tokens_B, scored = self.draw(drawn, forward.logits(x_WE))
         return LaunchedStep.of(drawn, tokens_B, scored, device=self.device).result()
-
-    def _may_be_native(self) -> bool:
-        """A deterministic runner stays with the operations whose results it was compared by."""
-        is_bfloat16 = self.kv_spec.dtype == "bfloat16"
-        return is_bfloat16 and self.device.type == "cpu" and not self.deterministic and supports(self.config)
 
     def _native_decoder(
         self, tensors: Mapping[str, torch.Tensor], kernels: Kernels, quantisation: Quantisation

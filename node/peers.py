@@ -29,7 +29,7 @@ from kvtransfer.link import (
 from kvtransfer.protocol.writer import WriterMachine
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriterEvents, WriterLink
 from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
-from kvtransfer.transports.rdma_device import LentRegistration, register_if_usable
+from kvtransfer.transports.rdma import LentRegistration, register_if_usable
 from kvtransfer.transports.rdma_writer import RdmaUnproved, RdmaWriterLink
 from kvtransfer.transports.shm_writer import ShmWriterLink, copy_turns
 from kvtransfer.transports.tcp_staged import StagedTcpLink
@@ -194,9 +194,7 @@ class Peers:
 
     def follow_directory(self) -> None:
         """Notice decode processes that have ended: another one is at the endpoint, or it is neither listed nor linked.
-
-        Being wrong costs the handoffs under way there and nothing else: whoever asks for them learns of their end.
-        """
+        An error costs the handoffs under way there, nothing else."""
         if self.runtime.membership.stale:
             return
         records = self.runtime.membership.nodes(Role.DECODE)

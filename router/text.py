@@ -119,8 +119,6 @@ class TextStream:
 
     Some tokens read differently at the beginning of a text (a leading space is dropped). So decoding starts a little
     before the last point where the text was whole, and the first token of an answer is decoded behind another one too.
-    No token is decoded more than a bounded number of times.
-
     Tokenizers with byte fallback (Llama 2, Mistral) decode a run of byte tokens as one: while the character at its end
     is unfinished, those before it, already given out, become replacements too. Decoding then starts behind them.
     """
@@ -143,7 +141,8 @@ class TextStream:
         self._ids.append(token)
         now, settled = self._look()
         if not now.startswith(self._shown) or _REPLACEMENT in now[len(self._shown) : settled]:
-            self._start_at_whole()
+            self._shown = self._shown[len(self._decode(self._prefix, self._whole)) :]
+            self._prefix = self._whole
             now, settled = self._look()
         new = now[len(self._shown) : settled]
         self._shown = now[:settled]
@@ -158,10 +157,6 @@ class TextStream:
         """The text as it reads now, and how much of it will not change any more."""
         now = self._decode(self._prefix)
         return now, max(len(self._shown), len(now) - _unsettled(now))
-
-    def _start_at_whole(self) -> None:
-        self._shown = self._shown[len(self._decode(self._prefix, self._whole)) :]
-        self._prefix = self._whole
 
     def _begin(self, token: int) -> None:
         """Let something come before: the token itself will do, unless it is a part of a character."""

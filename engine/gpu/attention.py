@@ -1,13 +1,8 @@
 """Attention on a GPU: one backend for slices of one token (decode), one for longer ones (prefill), chosen apart.
 
-Attention of libraries that may be installed is wrapped as `PagedAttention`: each maker raises ImportError or
-BackendUnfit. None of them runs on a CPU: the tests run the choice among them, and our side of each call with a stand-in
-for the library.
-
 Importing a library says little: a wheel may be built for another torch, another architecture or other page sizes, and
 some compute nonsense instead of refusing. So each candidate is run at start, over a small pool of NaN of the node's own
-shape, type and block size, with sequences that begin, end and pause inside blocks, one of them over several tiles and
-splits. A node uses the best one that agrees with the torch reference.
+shape, type and block size. A node uses the best one that agrees with the torch reference.
 
 Shape suffixes as in engine/attention.py; R query rows of the slices of one part, M columns of the block tables.
 """
@@ -122,12 +117,8 @@ last key. K and V are [C, K, D]; of a backend that reads pages the region's own,
 
 
 class Varlen:
-    """A library's kernel for uneven lengths.
-
-    Without `pages` the contexts of the chunk are copied together, once in each layer. The copy moves each K and V twice
-    where the attention of a chunk of some hundred tokens reads them that often from caches: it is small beside it, and
-    free of any rule about pages.
-    """
+    """A library's kernel for uneven lengths. Without `pages` contexts are copied together, once in each layer: small
+    beside the attention of some hundred tokens, and free of any rule about pages."""
 
     def __init__(self, pool: KvPool, call: VarlenCall, *, pages: bool = False) -> None:
         self._pool = pool

@@ -6,10 +6,7 @@ is read or written there. Slots past the end of a context are never read, so the
 
 Counts that differ from step to step are not specialised: the compiler would make a variant for 1 and one for multiples
 of 16, inside the request that first has such a count. Under TRITON_INTERPRET=1 (read by Triton when this module is
-imported) the kernels run on the CPU.
-
-Two kernels go over the rows of a batch, for rounded weights; sizes that are no multiples of a tile are masked. Behind
-the kernels are functions on tensors that launch them: shapes checked, grids and tile sizes chosen.
+imported) the kernels run on the CPU. Behind the kernels are the functions on tensors that launch them.
 
 Shape suffixes as in engine/types.py; P splits of one context, G query heads that share one KV head.
 """

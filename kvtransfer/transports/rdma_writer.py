@@ -22,8 +22,7 @@ from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.chain_link import ChainLimits, ChainLink, LinkParts, SealPart
 from kvtransfer.transports.control_channel import WriterChannel, connect_errors
 from kvtransfer.transports.limits import check_limits
-from kvtransfer.transports.rdma import CODEC, RdmaWelcome, RegionAddress
-from kvtransfer.transports.rdma_device import Hold, ProbeLost, QueuePairs, RdmaMemory
+from kvtransfer.transports.rdma import CODEC, Hold, ProbeLost, QueuePairs, RdmaMemory, RdmaWelcome, RegionAddress
 from kvtransfer.transports.rdma_verbs import Poster, QueuePairFailed, RdmaUnavailable
 
 log = get_log("rdma")
@@ -218,7 +217,7 @@ class RdmaWriterLink(ChainLink):
             try:
                 async with asyncio.timeout(limits.connect_ms_max / 1000):
                     region = RegionAddress.decode(endpoint.address)
-                    qps = QueuePairs(hold.device, hold.device.config.qps, os.urandom, sends=True)
+                    qps = QueuePairs(hold.device, hold.device.config.qps, sends=True)
                     link_id = int.from_bytes(os.urandom(8))
                     hello = wire.Hello(pair=pair, epoch=endpoint.epoch, link=link_id, payload=qps.ends.encode())
                     channel = await WriterChannel.open(region.listens, loop, CODEC, address=endpoint.address)

@@ -28,7 +28,7 @@ from kvtransfer.transport import (
 )
 from kvtransfer.transports.cuda_ipc import CudaIpcReceiverPort, CudaIpcWriterLink
 from kvtransfer.transports.limits import LinkLimits
-from kvtransfer.transports.rdma_device import DeviceBytes, HostBytes, RdmaMemory
+from kvtransfer.transports.rdma import DeviceBytes, HostBytes, RdmaMemory
 from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
 from kvtransfer.transports.rdma_writer import RdmaLinkLimits, RdmaWriterLink
 from kvtransfer.transports.settings import RdmaConfig, TcpConfig, UcxConfig

@@ -21,11 +21,11 @@ from kvtransfer.device.driver import DmaBuf, GpuDirect
 from kvtransfer.device.host_driver import HostDriver
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.transport import ConnectError, Seal
-from kvtransfer.transports.rdma import LinkEnds
-from kvtransfer.transports.rdma_device import (
+from kvtransfer.transports.rdma import (
     RDMA_LIMITS,
     DeviceBytes,
     HostBytes,
+    LinkEnds,
     ProbeLost,
     QueuePairs,
     RdmaMemory,
@@ -57,8 +57,8 @@ class Two:
         self.receiver_device = open_device(
             HostBytes(lambda: self.region_U8), config, remote_writes=True, limits=RDMA_LIMITS
         )
-        self.writer = QueuePairs(self.writer_device, 1, os.urandom, sends=True)
-        self.receiver = QueuePairs(self.receiver_device, 1, os.urandom, sends=False)
+        self.writer = QueuePairs(self.writer_device, 1, sends=True)
+        self.receiver = QueuePairs(self.receiver_device, 1, sends=False)
         self.receiver.connect(self.writer.ends)
         self.writer.connect(self.receiver.ends)
         self.poster = self.writer.poster(dst_base=self.receiver_device.base, rkey=self.receiver_device.rkey)

@@ -17,11 +17,13 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from kvtransfer.transports import rdma_device, rdma_receiver, rdma_writer
-from kvtransfer.transports.rdma import LinkEnds, ProbePlace, QpAddress
-from kvtransfer.transports.rdma_device import (
+from kvtransfer.transports import rdma, rdma_receiver, rdma_writer
+from kvtransfer.transports.rdma import (
     Keys,
+    LinkEnds,
     ProbeLost,
+    ProbePlace,
+    QpAddress,
     RdmaLimits,
     RdmaRegion,
     Registrar,
@@ -96,7 +98,7 @@ class DoubleQueuePairs:
     fails_to_destroy: ClassVar[int] = 0
     probes_lost: ClassVar[dict[int, int | None]] = {}
 
-    def __init__(self, device: DoubleDevice, count: int, randomness: Callable[[int], bytes], *, sends: bool) -> None:
+    def __init__(self, device: DoubleDevice, count: int, *, sends: bool) -> None:
         self.device, self.sends = device, sends
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
         self.immediates: list[tuple[int, int]] = []
@@ -238,9 +240,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     def find() -> list[RdmaPort]:
         return [] if state["lost"] else [PORT]
 
-    monkeypatch.setattr(rdma_device, "open_device", open_device)
-    monkeypatch.setattr(rdma_device, "why_lost", lambda _: state["lost"])
-    monkeypatch.setattr(rdma_device, "find_ports", find)
+    monkeypatch.setattr(rdma, "open_device", open_device)
+    monkeypatch.setattr(rdma, "why_lost", lambda _: state["lost"])
+    monkeypatch.setattr(rdma, "find_ports", find)
     monkeypatch.setattr(rdma_writer, "QueuePairs", DoubleQueuePairs)
     monkeypatch.setattr(rdma_receiver, "QueuePairs", DoubleQueuePairs)
     monkeypatch.setattr(DoubleQueuePairs, "fails_to_destroy", 0)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvtransfer.device.driver import CudaDriver, DeviceError, DmaBuf, GpuDirect, page_span
 from kvtransfer.device.region import DeviceRegion
-from kvtransfer.transports.rdma_device import (
+from kvtransfer.transports.rdma import (
     DeviceBytes,
     HostBytes,
     Keys,
