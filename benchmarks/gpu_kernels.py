@@ -22,7 +22,7 @@ from engine.gpu.linears import Int4Matmul
 from engine.kv_pool import KvPool
 from engine.models.decoder import rotary_angles, rotate
 from engine.types import Batch
-from kvtransfer.device.copy_kernel import copy_records
+from kvtransfer.device.cuda_streams import copy_records
 from kvtransfer.transport import WriteOps
 from tests.support.kernel_cases import SHAPES, Shape, fill, poisoned_pool, random_batch, random_queries
 
@@ -92,7 +92,7 @@ def _attention(bench: Bench, shape: Shape, seed: int) -> Iterator[Compared]:
         found = kernels.decode(pool, 1, q_BHD.to(device), tables_BM.to(device), contexts_B.to(device), splits)
         yield "decode", dtype, found, wanted, allowed
 
-    k_CKD, v_CKD = kernels.gather(pool, 1, kernels.plan_gather(pool, batch))
+    k_CKD, v_CKD = kernels.gather(pool, 1, kernels.plan_gather(pool, batch.slices))
     at_C = torch.cat([torch.arange(s.stop) for s in batch.slices])
     blocks_C = torch.cat([torch.tensor(s.block_table)[torch.arange(s.stop) // shape.block_size] for s in batch.slices])
     for half, found in enumerate((k_CKD, v_CKD)):
@@ -172,7 +172,7 @@ def _on(device: torch.device, pool: KvPool, shape: Shape) -> KvPool:
 def _reference(pool: KvPool, shape: Shape, batch: Batch, q_THD: torch.Tensor) -> torch.Tensor:
     bytes_U8 = pool.kv_LN2KSD.float().reshape(-1).view(torch.uint8)
     attention = TorchAttention(KvPool(bytes_U8, pool.num_blocks, replace(shape.spec, dtype="float32")))
-    return attention.attend(1, q_THD.float(), attention.prepare(batch))
+    return attention.attend(1, q_THD.float(), attention.prepare(batch.slices))
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:

@@ -27,8 +27,8 @@ import numpy as np
 from baton.ids import Epoch, GrantId, Incarnation, Pair
 from kvtransfer.region import Region
 from kvtransfer.transport import Seal, WriteOps
-from kvtransfer.transports.chain_link import ChainLanes, QueueLimits, SealPart
-from kvtransfer.transports.rdma_device import HostBytes, RdmaLimits, RdmaMemory
+from kvtransfer.transports.chain_link import ChainLanes, ChainLimits, SealPart
+from kvtransfer.transports.rdma import HostBytes, RdmaLimits, RdmaMemory
 from kvtransfer.transports.rdma_ports import choose_port, find_ports
 from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
 from kvtransfer.transports.rdma_verbs import Addresses, Poster, rdma_library
@@ -192,12 +192,11 @@ def _post_alone(native: Poster, ops: WriteOps, chain: int) -> float:
 def _post_queued(native: Poster, ops: WriteOps, chain: int) -> float:
     """As a link's thread does it, of one large batch; the device completes at once."""
     loop = asyncio.new_event_loop()
-    limits = QueueLimits(
-        qps=1, send_wrs_max=chain + 1, chain_wrs_max=chain, chain_bytes_max=1 << 30, wr_bytes_max=1 << 20,
-        on_the_way_bytes_max=1 << 40,
-    )  # fmt: skip
+    limits = ChainLimits(chain_wrs_max=chain, chain_bytes_max=1 << 30, on_the_way_bytes_max=1 << 40)
     lanes = ChainLanes(
         limits=limits,
+        qps=1,
+        send_wrs_max=chain + 1,
         src_nbytes=POSTER_REGION_BYTES,
         dst_nbytes=POSTER_REGION_BYTES,
         loop=loop,

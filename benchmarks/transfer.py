@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvtransfer.transports.ucx_nixl import installed
+from kvtransfer.transports.ucx import installed
 
 ROOT = Path(__file__).parents[1]
 SIZES = [1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22]

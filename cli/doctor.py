@@ -18,12 +18,11 @@ import click
 from baton.native import load
 from cli.invocation import EXIT_ERROR
 from cli.output import JSON, format_table, output_option, print_json
-from kvtransfer.transports.rdma_device import WHAT_GPUS_NEED
+from kvtransfer.transports.rdma import WHAT_GPUS_NEED
 from kvtransfer.transports.rdma_ports import RdmaPort, choose_port, find_ports
 from kvtransfer.transports.rdma_verbs import DISTRIBUTION_FOLDERS, SOURCE, RdmaUnavailable, load_verbs
 from kvtransfer.transports.settings import UcxConfig
-from kvtransfer.transports.ucx import try_ucx
-from kvtransfer.transports.ucx_nixl import UcxUnavailable, destruction_fences, installed
+from kvtransfer.transports.ucx import UcxUnavailable, destruction_fences, installed, try_ucx
 
 CAP_IPC_LOCK = 14
 """Its bit among the capabilities (linux/capability.h): memory may be locked without limit."""

@@ -16,7 +16,7 @@ from decode_node.node import DecodeNode
 from decode_node.service import DecodeService, ReceiverService
 from kvtransfer.receiver import LivenessStreams
 from kvtransfer.transport import TransportName
-from kvtransfer.transports.rdma_device import LentRegistration
+from kvtransfer.transports.rdma import LentRegistration
 from node.main import Serving, serve_node
 from node.pool import DevicePool
 from node.receiver import add_status, make_receiver, open_ports

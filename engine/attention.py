@@ -5,6 +5,7 @@ G query heads that share one KV head (H = K * G)   C tokens of one sequence's co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,33 +13,20 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from engine.kv_pool import KvPool, SlotMapping, to_device
+from engine.kv_pool import KvPool, to_device
 from engine.types import Batch, SequenceSlice
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionMetadata:
-    """What one step needs in every layer, computed once. Backends keep their own part in `plan`."""
+class PagedAttention(Protocol):
+    """Attention of some slices over one pool, where a layer's new K and V are stored before `attend`. Used by the
+    engine thread only."""
 
-    slots: SlotMapping
-    positions_T: torch.Tensor
-    plan: Any
-
-    @classmethod
-    def of(cls, batch: Batch, pool: KvPool, plan: Any) -> AttentionMetadata:
-        positions_T = np.concatenate([np.arange(s.start, s.stop, dtype=np.int64) for s in batch.slices])
-        return cls(slots=pool.map_slots(batch), positions_T=to_device(positions_T, pool.device), plan=plan)
-
-
-class AttentionBackend(Protocol):
-    """How queries meet the pool. The runner stores a layer's new K and V before it calls `attend`."""
-
-    def prepare(self, batch: Batch) -> AttentionMetadata:
-        """Once per step."""
+    def prepare(self, slices: Sequence[SequenceSlice]) -> Any:
+        """Once per step: what `attend` needs in every layer."""
         ...
 
-    def attend(self, layer: int, q_THD: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-        """Each token over its sequence up to and including itself -> [T, H, D]."""
+    def attend(self, layer: int, q_THD: torch.Tensor, plan: Any) -> torch.Tensor:
+        """Each query over its sequence up to and including itself -> [T, H, D]."""
         ...
 
 
@@ -52,10 +40,10 @@ class Ends:
     batch: Batch
     """These rows alone."""
 
-    def attend(self, attention: AttentionBackend, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+    def attend(self, attention: PagedAttention, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
         """Of the last layer -> [W, H, D]. Prepares a plan only now, as a backend may keep one at a time."""
         q_WHD = q_THD[self.rows_W]
-        return attention.attend(layer, q_WHD, attention.prepare(self.batch)) if len(q_WHD) else q_WHD
+        return attention.attend(layer, q_WHD, attention.prepare(self.batch.slices)) if len(q_WHD) else q_WHD
 
 
 def ends_of(batch: Batch, device: torch.device) -> Ends | None:
@@ -83,25 +71,24 @@ class _SequencePlan:
 
 
 class TorchAttention:
-    """The reference: each sequence's blocks are copied together, then torch's own attention runs over them.
+    """The reference, on every device: each sequence's blocks are copied together, then torch's own attention runs over
+    them. Slots past the end of a context are never read into a result: they may hold anything, NaN too."""
 
-    Works on every device that torch has. Slots past the end of the context are never read into a result, so unused
-    memory may hold anything, NaN too.
-    """
-
-    def __init__(self, pool: KvPool) -> None:
+    def __init__(self, pool: KvPool, num_heads: int | None = None) -> None:
+        """`num_heads` is what other attentions have to know."""
+        del num_heads
         self.pool = pool
 
-    def prepare(self, batch: Batch) -> AttentionMetadata:
+    def prepare(self, slices: Sequence[SequenceSlice]) -> list[_SequencePlan]:
         plans, first_row = [], 0
-        for s in batch.slices:
+        for s in slices:
             plans.append(self._plan(s, first_row))
             first_row += s.stop - s.start
-        return AttentionMetadata.of(batch, self.pool, tuple(plans))
+        return plans
 
-    def attend(self, layer: int, q_THD: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    def attend(self, layer: int, q_THD: torch.Tensor, plan: list[_SequencePlan]) -> torch.Tensor:
         runs = self.pool.runs(layer)
-        return torch.cat([self._attend_one(runs, q_THD, plan) for plan in metadata.plan])
+        return torch.cat([self._attend_one(runs, q_THD, each) for each in plan])
 
     def _plan(self, s: SequenceSlice, first_row: int) -> _SequencePlan:
         spec, device, num_rows = self.pool.spec, self.pool.device, s.stop - s.start

@@ -72,9 +72,8 @@ def load_tensors(
 def checkpoint_fingerprint(folder: Path) -> str:
     """A name for what a checkpoint computes, 32 hex digits: equal for copies, different for other weights or settings.
 
-    Covers the parsed config and, of each weight file, name, size, header and evenly spaced samples of the data: reading
-    all of a large checkpoint takes minutes, and two trainings of one model differ nearly everywhere. It guards against
-    mistakes, not against someone who alters single weights.
+    Covers the parsed config and, of each weight file, name, size, header and spaced samples of the data. It guards
+    against mistakes, not against someone who alters single weights.
 
     Raises ModelError: the folder, its config or its weight files cannot be read.
     """

@@ -3,10 +3,9 @@
 Everything is called on the node's control thread but `Engine.run`, which runs one step on the engine thread and touches
 nothing but the batch. Meanwhile the control thread may submit, resume and abort.
 
-Overlap scheduling (NanoFlow, Zhu et al. 2024; SGLang), with an `OverlapRunner`: a step is launched and collected, and
-the one behind it may be launched in between. Tokens that the host does not know yet are taken on the device. A stop
-token, an abort or a failure shows when the first step is collected and makes one surplus slice in the second: its token
-is dropped, and the blocks that it writes to stay held until it is over.
+Overlap scheduling (NanoFlow, Zhu et al. 2024; SGLang), with an `OverlapRunner`: a step may be launched before the one
+before is collected. A sequence that ends in the first has a surplus slice in the second: its token is dropped, and the
+blocks that it writes to stay held until it is over.
 """
 
 from __future__ import annotations
@@ -77,10 +76,8 @@ class _Flight:
 
 
 class Engine:
-    """One runner, bound to its region already, and the sequences it works for.
-
-    A sequence belongs to the engine from `submit` or `resume` until the event in which it leaves. In COMPLETE mode the
-    engine then releases its blocks and its promise; in PREFILL_ONLY mode the caller releases `seq.block_table`.
+    """One runner, bound to its region, and its sequences, each from `submit` or `resume` until the event in which it
+    leaves. In COMPLETE mode the engine then releases blocks and promise; in PREFILL_ONLY mode the caller the blocks.
     """
 
     def __init__(self, runner: Runner, blocks: BlockManager, config: SchedulerConfig) -> None:
@@ -147,8 +144,8 @@ class Engine:
     def abort(self, key: RequestKey) -> bool:
         """End a sequence; False when it is not here. Idempotent until its event is out.
 
-        If a step in flight contains it, it keeps its blocks until the last such step's `postprocess`, which has its
-        event; no token of it comes before. Otherwise it leaves at once, and `take_events` has the event.
+        If steps in flight contain it, the last one's `postprocess` has its event, and no token comes before. Otherwise
+        it leaves at once, and `take_events` has the event.
         """
         seq = self.scheduler.find(key)
         if seq is None:
@@ -171,11 +168,8 @@ class Engine:
         return self._take_off(self.scheduler.schedule())
 
     def schedule_overlapped(self) -> Batch | None:
-        """The batch of the step behind the one in flight, which has been launched and is not collected.
-
-        None: the runner takes none, there is nothing to do, or it is held back (see `EngineCounters`); the step in
-        flight is to be collected then.
-        """
+        """The batch of the step behind the one in flight. None: the runner takes none, there is nothing to do, or it
+        is held back (see `EngineCounters`); the step in flight is to be collected then."""
         if self.overlap is None:
             return None
         (flight,) = self._flights
@@ -201,10 +195,7 @@ class Engine:
         return self._runner.run(batch, sink)
 
     def postprocess(self, batch: Batch, result: StepResult) -> list[TokenEvent]:
-        """Take the oldest step's outcome in: tokens appended, full blocks indexed, ended sequences gone -> events.
-
-        The step is over: nothing of it is written any more.
-        """
+        """The oldest step is over: tokens appended, full blocks indexed, ended sequences gone -> events."""
         flight = self._land(batch)
         events = self.take_events()
         self.counters.tokens_computed += batch.num_tokens
@@ -216,10 +207,8 @@ class Engine:
         return events
 
     def fail_step(self, batch: Batch) -> list[TokenEvent]:
-        """The oldest step failed, and is over: abort every sequence of the batch. What it half wrote is not indexed.
-
-        One that is in the step behind too is aborted when that one is over.
-        """
+        """The oldest step failed, and is over: abort every sequence of the batch, one that is in the step behind too
+        when that is over. What was half written is not indexed."""
         flight = self._land(batch)
         events = self.take_events()
         for seq in flight.seqs:

@@ -1,8 +1,7 @@
 """Writes a small model with random weights and a tokenizer of its own, in the Hugging Face layout: for demos and tests.
 
 It says English words in no order, but its scores depend on the whole context and are well apart, so that any error in
-positions, cache or handoff changes its answer. transformers loads it too. Its tokenizer is trained on plain sentences
-over a few hundred common words. Needs no torch.
+positions, cache or handoff changes its answer. transformers loads it too. Needs no torch.
 """
 
 from __future__ import annotations
@@ -236,12 +235,9 @@ def _unprintable_ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def _tensors(config: dict[str, Any], seed: int, quiet_ids: list[int]) -> dict[str, np.ndarray]:
-    """Random weights of which every part matters.
-
-    Matrices keep the scale of what passes through them, so that each layer adds about as much as there is, and the
-    output is scaled to LOGIT_STD. The embedding is as small as the output: tied to it, it would else favour repeating
-    the last token. Tokens of `quiet_ids` get scores near 0, so they are drawn rarely and are never the best.
-    """
+    """Random weights that all matter: each layer adds about as much as there is, and the output is scaled to
+    LOGIT_STD. The embedding is as small: tied to the output, it would else favour repeating the last token. Tokens of
+    `quiet_ids` get scores near 0: they are drawn rarely and are never the best."""
     shapes = weight_shapes(parse_model_config(config, source="the demo model", generation={}))
     random = np.random.default_rng(seed)
     tensors = {}

@@ -1,6 +1,5 @@
 """The region seen as tensors, and a device's own copy of a region that lies in host memory.
 
-The copy is kept equal where it matters. The region that transports write to and read from stays where it is on a CPU.
 Before a step, blocks that something else has filled are copied to the device; after each layer, the records that the
 step has written are copied back, and only then is the layer reported. Every copy is waited for: plain, exact and slow,
 for devices that no transport writes to.
@@ -40,8 +39,10 @@ def record_bytes(spec: KvSpec) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotMapping:
-    """Where the K and V of each new token go: block id and slot in it, int64 [T] each, on the pool's device."""
+    """Where each new token is in its sequence, and the block id and slot of its K and V: int64 [T] each, on the pool's
+    device."""
 
+    positions_T: torch.Tensor
     blocks_T: torch.Tensor
     slots_T: torch.Tensor
 
@@ -76,16 +77,17 @@ class KvPool:
     def map_slots(self, batch: Batch) -> SlotMapping:
         """Where the new tokens of a batch go; once per step, for all layers."""
         block_size = self.spec.block_size
-        blocks, slots = [], []
-        for s in batch.slices:
-            positions = np.arange(s.start, s.stop, dtype=np.int64)
-            blocks.append(np.asarray(s.block_table, dtype=np.int64)[positions // block_size])
-            slots.append(positions % block_size)
-        blocks_T = np.concatenate(blocks)
+        positions = [np.arange(s.start, s.stop, dtype=np.int64) for s in batch.slices]
+        blocks = [
+            np.asarray(s.block_table, dtype=np.int64)[at // block_size]
+            for s, at in zip(batch.slices, positions, strict=True)
+        ]
+        blocks_T, positions_T = np.concatenate(blocks), np.concatenate(positions)
         assert blocks_T.min() >= 0 and blocks_T.max() < self.num_blocks, "block id outside the region"
         return SlotMapping(
+            positions_T=to_device(positions_T, self.device),
             blocks_T=to_device(blocks_T, self.device),
-            slots_T=to_device(np.concatenate(slots), self.device),
+            slots_T=to_device(positions_T % block_size, self.device),
         )
 
     def store(self, layer: int, k_TKD: torch.Tensor, v_TKD: torch.Tensor, where: SlotMapping) -> None:

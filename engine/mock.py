@@ -1,8 +1,7 @@
 """A model without weights: the protocol's test tool (CONTRIBUTING.md).
 
-The KV bytes of a slot are a digest of the token and of the bytes of the slot before it, read back from the region; the
-next token is a digest of the bytes of the whole context in all layers, read back too. So one wrong byte anywhere in a
-sequence's records changes the next token, and with it all that follow.
+The KV bytes of a slot are a digest of the token and of the slot before it, read back from the region; the next token is
+a digest of the whole context in all layers. So one wrong byte in a sequence's records changes all tokens that follow.
 
 Shape suffixes as in `engine.types`; 2 is K and V.
 """
@@ -24,10 +23,7 @@ _BLAKE2B_BYTES_MAX = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MockConfig:
-    """The mock model. Two runners give the same tokens if and only if they agree in all but the last two fields.
-
-    Raises ValueError: a size is out of range, or no token is left to draw.
-    """
+    """The mock model. Two runners give the same tokens if and only if they agree in all but the last two fields."""
 
     num_layers: int = 4
     head_dim: int = 8
@@ -44,14 +40,10 @@ class MockConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "head_dim", "vocab_size", "context_len_max", "block_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if 2 * self.head_dim > _BLAKE2B_BYTES_MAX:
-            raise ValueError(f"head_dim is {self.head_dim}; K and V of a slot are one digest, so at most 32")
-        if self.layer_delay_s < 0:
-            raise ValueError(f"layer_delay_s is {self.layer_delay_s}; it must not be negative")
-        if len(self.banned) == self.vocab_size:
-            raise ValueError(f"all {self.vocab_size} tokens are end-of-sequence tokens; none is left to draw")
+            assert getattr(self, name) >= 1, f"{name} is {getattr(self, name)}"
+        assert 2 * self.head_dim <= _BLAKE2B_BYTES_MAX, f"head_dim is {self.head_dim}: a slot's K and V are one digest"
+        assert self.layer_delay_s >= 0, f"layer_delay_s is {self.layer_delay_s}"
+        assert len(self.banned) < self.vocab_size, "all are end-of-sequence tokens; none is left to draw"
 
     @property
     def banned(self) -> list[int]:

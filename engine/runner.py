@@ -1,14 +1,11 @@
 """Runs a Hugging Face model over the paged region, in float32 or bfloat16.
 
-First the ways of computing a batch: through every layer once, with its K and V written to the pool on the way. Then
-what all runners share, and the runner for a CPU; engine/gpu/runner.py has the one for a GPU.
-
 Shape suffixes as in engine/types.py; P int64 numbers, one after another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -16,7 +13,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 import torch
 
-from engine.attention import AttentionBackend, AttentionMetadata, Ends, TorchAttention, ends_of
+from engine.attention import PagedAttention, TorchAttention, ends_of
 from engine.checkpoint import Progress, load_tensors
 from engine.kv_pool import DeviceMirror, KvPool, SlotMapping
 from engine.model_config import (
@@ -64,35 +61,46 @@ def token_ids(batch: Batch, vocab_size: int) -> torch.Tensor:
 class TorchForward:
     """PyTorch's own operations: any device, float32 or bfloat16. What the others are measured by."""
 
-    def __init__(self, decoder: Decoder, pool: KvPool, attention: AttentionBackend | None = None) -> None:
+    def __init__(self, decoder: Decoder, pool: KvPool, attention: PagedAttention | None = None) -> None:
         self.decoder = decoder
         self.pool = pool
         self.attention = attention or TorchAttention(pool)
 
     def forward(self, batch: Batch, sink: KvSink, *, every_row: bool = False) -> torch.Tensor:
         """`sink` hears of a layer before the attention of the same layer: its bytes travel meanwhile."""
-        attention, decoder = self.attention, self.decoder
-        metadata = attention.prepare(batch)
-        angles = decoder.angles(metadata.positions_T)
-        x_TE = decoder.embed(self.token_ids(batch))
-        last, last_ends = decoder.config.num_layers - 1, None if every_row else ends_of(batch, self.pool.device)
+        attention = self.attention
+        slots, plan = self.pool.map_slots(batch), attention.prepare(batch.slices)
+        x_TE = self.decoder.embed(self.token_ids(batch))
+        ends = None if every_row else ends_of(batch, self.pool.device)
+        last = self.decoder.config.num_layers - 1
+
+        def attend(layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+            sink.layer_done(layer)
+            if ends is not None and layer == last:
+                return ends.attend(attention, layer, q_THD)
+            return attention.attend(layer, q_THD, plan)
+
+        return self.run_layers(x_TE, slots, attend, None if ends is None else ends.rows_W)
+
+    def run_layers(
+        self,
+        x_TE: torch.Tensor,
+        slots: SlotMapping,
+        attend: Callable[[int, torch.Tensor], torch.Tensor],
+        rows_W: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """All layers; `attend` gets each layer's number and queries, once K and V are stored. With `rows_W` the last
+        layer answers for these rows alone."""
+        decoder = self.decoder
+        angles, last = decoder.angles(slots.positions_T), decoder.config.num_layers - 1
         for layer in range(last + 1):
-            ends = last_ends if layer == last else None
 
-            def attend(
-                q_THD: torch.Tensor,
-                k_TKD: torch.Tensor,
-                v_TKD: torch.Tensor,
-                layer: int = layer,
-                ends: Ends | None = ends,
+            def attend_stored(
+                q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int = layer
             ) -> torch.Tensor:
-                q_THD = self.rotate_and_store(layer, q_THD, k_TKD, v_TKD, angles, metadata.slots)
-                sink.layer_done(layer)
-                if ends is not None:
-                    return ends.attend(attention, layer, q_THD)
-                return attention.attend(layer, q_THD, metadata)
+                return attend(layer, self.rotate_and_store(layer, q_THD, k_TKD, v_TKD, angles, slots))
 
-            x_TE = decoder.run_layer(layer, x_TE, attend, None if ends is None else ends.rows_W)
+            x_TE = decoder.run_layer(layer, x_TE, attend_stored, rows_W if layer == last else None)
         return x_TE
 
     def logits(self, x_BE: torch.Tensor) -> torch.Tensor:
@@ -123,27 +131,11 @@ class DeterministicForward(TorchForward):
     """
 
     def forward(self, batch: Batch, sink: KvSink, *, every_row: bool = False) -> torch.Tensor:
-        attention, decoder = self.attention, self.decoder
+        """`sink` hears of the layers at the end."""
+        forward, nobody = super().forward, NullSink()
         singles = [replace(s, start=at, stop=at + 1) for s in batch.slices for at in range(s.start, s.stop)]
-        ids = self.token_ids(batch)
-        metadata = [attention.prepare(Batch(slices=(single,))) for single in singles]
-        angles = [decoder.angles(each.positions_T) for each in metadata]
-        rows = [decoder.embed(ids[row : row + 1]) for row in range(len(singles))]
-        for layer in range(decoder.config.num_layers):
-            for row, each in enumerate(metadata):
-
-                def attend(
-                    q_1HD: torch.Tensor,
-                    k_1KD: torch.Tensor,
-                    v_1KD: torch.Tensor,
-                    layer: int = layer,
-                    row: int = row,
-                    each: AttentionMetadata = each,
-                ) -> torch.Tensor:
-                    q_1HD = self.rotate_and_store(layer, q_1HD, k_1KD, v_1KD, angles[row], each.slots)
-                    return attention.attend(layer, q_1HD, each)
-
-                rows[row] = decoder.run_layer(layer, rows[row], attend)
+        rows = [forward(Batch(slices=(single,)), nobody, every_row=True) for single in singles]
+        for layer in range(self.decoder.config.num_layers):
             sink.layer_done(layer)
         wanted = rows if every_row else [rows[row] for row in batch.drawing_rows]
         return torch.cat(wanted) if wanted else rows[0][:0]
@@ -355,9 +347,8 @@ class TorchRunner(ModelRunner):
         """Takes the tensors of `weight_shapes(config)`; those on `device` already are not copied.
 
         All are of one type, float32 or bfloat16, which is the type of the KV cache too. `deterministic`: the scores
-        of a token, bit for bit, depend on the tokens before it alone, not on the batch or on how its prompt was cut
-        into chunks (I6). See `DeterministicForward`; it is many times slower. `mirrored`: compute on a copy of
-        the region (engine/kv_pool.py); None: where the device is not the CPU.
+        of a token, bit for bit, depend on the tokens before it alone (I6); see `DeterministicForward`. `mirrored`:
+        compute on a copy of the region (engine/kv_pool.py); None: where the device is not the CPU.
         """
         super().__init__(config, tensors, block_size=block_size, device=device)
         assert self.kv_spec.dtype in ("float32", "bfloat16"), self.kv_spec.dtype
@@ -367,7 +358,9 @@ class TorchRunner(ModelRunner):
         self.arithmetic = f"PyTorch's operations{', a token at a time' * deterministic} ({self.kv_spec.dtype})"
         """For people: what computes, and with which numbers."""
         self._native: NativeDecoder | None = None
-        kernels = native_kernels() if self._may_be_native() else None
+        # A deterministic runner stays with the operations whose results it was compared by.
+        may_be_native = self.kv_spec.dtype == "bfloat16" and self.device.type == "cpu" and not deterministic
+        kernels = native_kernels() if may_be_native and supports(config) else None
         if quantisation is Quantisation.FP8:
             raise UnsupportedModelError("weights can be fp8 on a GPU only; a CPU takes int8 and int4")
         if kernels is not None:
@@ -382,16 +375,12 @@ class TorchRunner(ModelRunner):
         if self.device.type == "cpu":
             draw_kernel()  # built now, if it has to be, and not in the first step
 
-    @property
-    def uses_kernels(self) -> bool:
-        """Whether kernels.c computes, and not PyTorch's operations."""
-        return self._native is not None
-
     def bind(self, region_U8: Any, num_blocks: int) -> None:
         """See `Runner.bind`. A tensor on this runner's device, or an array. With a mirror a copy is made on the device.
 
         Raises torch.OutOfMemoryError: it has not the room.
         """
+        assert isinstance(region_U8, torch.Tensor) or region_U8.flags.writeable, "the region is not writable"
         if self.mirror is not None:
             region_U8 = self.mirror.open(region_U8, num_blocks, self.kv_spec)
         pool = KvPool(torch.as_tensor(region_U8), num_blocks, self.kv_spec)
@@ -422,11 +411,6 @@ class TorchRunner(ModelRunner):
             return StepResult()
         tokens_B, scored = self.draw(drawn, forward.logits(x_WE))
         return LaunchedStep.of(drawn, tokens_B, scored, device=self.device).result()
-
-    def _may_be_native(self) -> bool:
-        """A deterministic runner stays with the operations whose results it was compared by."""
-        is_bfloat16 = self.kv_spec.dtype == "bfloat16"
-        return is_bfloat16 and self.device.type == "cpu" and not self.deterministic and supports(self.config)
 
     def _native_decoder(
         self, tensors: Mapping[str, torch.Tensor], kernels: Kernels, quantisation: Quantisation

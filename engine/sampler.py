@@ -4,12 +4,9 @@ Gumbel-max: argmax of (score / temperature + Gumbel noise) is a draw from the so
 function of (seed, choice, output index, token id), so a request that is resumed elsewhere meets the same noise
 (I6). Nodes of different versions must agree on it: do not change it.
 
-Scores are changed for all rows at once, and only those of tokens that something is done to: the rest stay as the model
-gave them, in its own type. A pair of a row and a token is held as one number, row * vocabulary + token.
-
-Each of the filters min_p, top_k and top_p keeps a beginning of the ranking by score, ties by token id. The ranking is
-made as far as it is needed: a list of the best candidates, and a longer one for the rows that it is too short for. What
-is kept does not depend on how long the list was. Log-probabilities are of the model's own scores, before any change.
+Only scores that something is done to are changed, for all rows at once. A pair of row and token is one number, row *
+vocabulary + token. Each of the filters min_p, top_k and top_p keeps a beginning of the ranking by score, ties by token
+id. The ranking is made as far as it is needed; how far does not change what is kept.
 
 Shape suffixes: B rows   R some of them   V vocabulary   C candidates or alternatives   P pairs of a row and a token, or
 int64 numbers, one after another.
@@ -65,11 +62,8 @@ def adjusted_scores(
     output_counts: Sequence[int],
     eos_token_ids: Collection[int],
 ) -> Adjusted:
-    """Apply, in this order: logit_bias, min_tokens, repetition, frequency, presence penalty. Mutates nothing.
-
-    `tokens` are each row's prompt and output, `output_counts` how many of them (at the end) are output; `tokens` of
-    rows without penalties are not looked at. In float64; only tokens that something is done to are here.
-    """
+    """In float64, mutates nothing; arguments and order as for `sample`. `tokens` of rows without penalties are not
+    looked at."""
     vocab_size, device = logits_BV.shape[1], logits_BV.device
     biases = [(row * vocab_size + token, bias) for row, p in enumerate(params) for token, bias in p.logit_bias]
     biased = np.array([pair for pair, _ in biases], dtype=np.int64)
@@ -136,19 +130,13 @@ TOP_K_BLIND_MAX = 1024
 """A list of so many candidates is made without asking whether a shorter one would do."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidates:
-    """The best tokens of some rows. Tokens that are not kept have -inf."""
+class Candidates(NamedTuple):
+    """The best tokens of some rows, and which of them the filters keep."""
 
     rows_R: torch.Tensor
     ids_RC: torch.Tensor
     scores_RC: torch.Tensor
-
-    @classmethod
-    def of(
-        cls, rows_R: torch.Tensor, ids_RC: torch.Tensor, scores_RC: torch.Tensor, kept_RC: torch.Tensor
-    ) -> Candidates:
-        return cls(rows_R=rows_R, ids_RC=ids_RC, scores_RC=scores_RC.masked_fill(~kept_RC, float("-inf")))
+    kept_RC: torch.Tensor
 
 
 def has_filter(params: SamplingParams) -> bool:
@@ -171,10 +159,8 @@ def candidates(
     """The tokens that the filters keep, each row in exactly one of the parts. Mutates nothing.
 
     `scores_RV` are divided by the temperature already. min_p is a fraction of the best token's probability; top_p is of
-    the probability that min_p and top_k have left, and includes the token that crosses it.
-
-    `blind`: rows whose list has a known length, or that need none, are done by queued work alone, without a look at any
-    value.
+    the probability that min_p and top_k have left, and includes the token that crosses it. `blind`: no value is looked
+    at for rows whose list has a known length, or that need none.
     """
     device, vocab_size = scores_RV.device, scores_RV.shape[1]
     limits = _Limits.of(scores_RV, params)
@@ -186,17 +172,17 @@ def candidates(
         values_RC, ids_RC = best_blind(scores_RV[rows_R], max(params[row].top_k for row in listed))
         certain_R = torch.full(rows_R.shape, vocab_size, device=device)
         kept_RC, _ = limits.take(rows_R).keep(values_RC, certain_R, vocab_size)
-        yield Candidates.of(rows_R, ids_RC, values_RC, kept_RC)
+        yield Candidates(rows_R, ids_RC, values_RC, kept_RC)
     if masked:  # min_p alone: each token's own score decides
         rows_R = _rows(masked, device)
         part, part_RV = limits.take(rows_R), scores_RV[rows_R]
         ids_RV = torch.arange(vocab_size, device=device).expand_as(part_RV)
-        yield Candidates.of(rows_R, ids_RV, part_RV, _weights(part_RV, part.best) >= part.min_p[:, None])
+        yield Candidates(rows_R, ids_RV, part_RV, _weights(part_RV, part.best) >= part.min_p[:, None])
     rows_R, width = _rows(looked, device) if looked else torch.empty(0, dtype=torch.int64), CANDIDATES_FIRST
     while len(rows_R):  # in parts by how long a list each row needs
         values_RC, ids_RC, certain_R = ranked(scores_RV[rows_R], width)
         kept_RC, done_R = limits.take(rows_R).keep(values_RC, certain_R, vocab_size)
-        yield Candidates.of(rows_R[done_R], ids_RC[done_R], values_RC[done_R], kept_RC[done_R])
+        yield Candidates(rows_R[done_R], ids_RC[done_R], values_RC[done_R], kept_RC[done_R])
         rows_R = rows_R[~done_R]
         width *= CANDIDATES_GROWTH
 
@@ -466,7 +452,8 @@ def _draw(
         rows = _rows(filtered, device)
         keys_R = _on_device([keys[i] for i in filtered], device)
         for part in candidates(scores_BV[rows], [params[i] for i in filtered], blind=blind):
-            noisy_RC = part.scores_RC + _gumbel(_noise_bits(keys_R[part.rows_R], part.ids_RC))
+            scores_RC = part.scores_RC.masked_fill(~part.kept_RC, float("-inf"))
+            noisy_RC = scores_RC + _gumbel(_noise_bits(keys_R[part.rows_R], part.ids_RC))
             best_R1 = noisy_RC.amax(dim=-1, keepdim=True)
             tokens_B[rows[part.rows_R]] = part.ids_RC.masked_fill(noisy_RC < best_R1, vocab_size).amin(dim=-1)
     return torch.where(highest_B1[:, 0].isfinite(), tokens_B, NO_TOKEN)

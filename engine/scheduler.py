@@ -1,11 +1,9 @@
 """Which tokens the next step computes: continuous batching with chunked prompts (Orca, Sarathi-Serve).
 
 Pure; owned by the node's control thread. Running sequences go first with one token each, then the prompt already begun,
-then waiting prompts in order of arrival, all under one budget of tokens. A prompt that waits gives its place to at most
-`bypasses_max` later sequences that come to decode; prompts never bypass each other. Nothing that runs is ever
-preempted to be computed again: growth comes from a promise made at admission (I5). Where promises are backed by
-host memory (`Overcommit`), a sequence may be swapped out for a while, and one whose next block is not there yet sits a
-step out.
+then waiting prompts in order of arrival, all under one budget of tokens. At most `bypasses_max` later sequences that
+come to decode bypass a waiting prompt; prompts never bypass each other. Nothing is preempted to be computed again:
+growth comes from a promise made at admission (I5). With `Overcommit` a sequence may be swapped out, or lack a block.
 
 The step behind one in flight is put together from where that one will have left its sequences (`Sequence.after`).
 """
@@ -50,8 +48,7 @@ class Sequence:
     """Tokens of one attempt at one request, and the blocks that hold their KV. Owned by the control thread.
 
     Output token i is `tokens[prompt_len + i]`; a retry starts with output already there. The KV of `tokens[:computed]`
-    is in the blocks of `block_table`, each of which this sequence holds once. The engine changes `tokens`, `computed`
-    and `block_table` while it has the sequence.
+    is in the blocks of `block_table`, each held once. The engine changes these three while it has the sequence.
     """
 
     key: RequestKey
@@ -101,17 +98,12 @@ class Overcommit(Protocol):
     """Called on the control thread, never while it is inside a call of the engine's that it made itself."""
 
     def before_step(self, runners: Several[Sequence]) -> None:
-        """No step is in flight and the next one is about to be put together: the moment to swap out sequences.
-
-        `runners` are those that decode, oldest first.
-        """
+        """No step is in flight, the next one is about to be put together, and sequences may be swapped out. `runners`
+        are those that decode, oldest first."""
         ...
 
     def lets_step(self, runners: Several[Sequence]) -> bool:
-        """A step is in flight, so nothing can be swapped out, and the one behind it is about to be put together.
-
-        Whether `before_step` would change nothing. `runners` as there.
-        """
+        """Whether `before_step` would change nothing: asked while a step is in flight, when none can be swapped out."""
         ...
 
     def swapped_out(self, seq: Sequence) -> None:

@@ -91,12 +91,11 @@ class KvSpec:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SequenceSlice:
-    """The part of one sequence that one step computes. Not changed once made (nor frozen: that would cost more than
-    the rest of making one, for every token drawn).
+    """The part of one sequence that one step computes. Not changed once made (nor frozen, which costs time).
 
     `tokens[start:stop]` are the new tokens; the KV of `tokens[:start]` is in the region already. `block_table` covers
     at least `ceil(stop / block_size)` blocks. `tokens` and `block_table` are the sequence's own, which nobody touches
-    while the step runs: read them in `Runner.run`, and keep copies of what is needed longer.
+    while the step runs.
     """
 
     key: RequestKey
@@ -206,8 +205,8 @@ class OverlapRunner(Runner, Protocol):
     def launch(self, batch: Batch, sink: KvSink) -> Any:
         """Queue the batch on the device, behind the step launched before -> what `collect` takes. Waits for nothing.
 
-        All that the host has of the batch is read before it returns. If it raises, nothing of this batch is written
-        any more. `sink` as in `run`, where a layer is done when it is queued.
+        The batch is read before it returns. If it raises, nothing of it is written any more. `sink` as in `run`, where
+        a layer is done when it is queued.
         """
         ...
 
@@ -284,7 +283,3 @@ def logprobs_from_proto(message: common_pb2.TokenLogprobs) -> TokenLogprobs:
 
 def key_from_proto(key: common_pb2.RequestKey) -> RequestKey:
     return RequestKey(request=RequestId(key.request), attempt=Attempt(key.attempt))
-
-
-def key_to_proto(key: RequestKey) -> common_pb2.RequestKey:
-    return common_pb2.RequestKey(request=key.request, attempt=key.attempt)

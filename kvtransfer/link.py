@@ -59,11 +59,11 @@ SERVED_BY: Final[Mapping[RegionKind, frozenset[TransportName]]] = {
     RegionKind.DEVICE: frozenset({TransportName.CUDA_IPC, TransportName.RDMA, TransportName.TCP}),
 }
 """Which transports can read and write a region of each kind: the one place that says so. rdma reaches device memory
-where the card can register it (`rdma_device`), tcp through pinned memory of the host (`kvtransfer.device.staging`)."""
+where the card can register it (`rdma`), tcp through pinned memory of the host (`kvtransfer.device.staging`)."""
 
 DEFAULT_TRANSPORTS = (TransportName.CUDA_IPC, TransportName.SHM, TransportName.RDMA, TransportName.TCP)
 """Those that do not serve the node's kind of region are left out. So is rdma, silently where there is no device,
-and with a warning where one cannot be used for the region (`rdma_device`). ucx is used where a configuration names it
+and with a warning where one cannot be used for the region (`rdma`). ucx is used where a configuration names it
 (docs/transports.md says why)."""
 
 FAILURES_MAX: Final = 2

@@ -1,14 +1,13 @@
-"""What a node reports and measures of its handoffs. Pure: the caller passes the time in and holds the locks.
+"""What a node reports of its handoffs: how fast a pair moves bytes, what each writer holds of a receiver's region.
 
-How fast the bytes of a pair move, and what each writer process holds of a receiver's region. Nothing here changes what
-it watches. Times are seconds of a clock that never goes back.
+Pure: the caller passes the time in, in seconds of a clock that never goes back, and holds the locks.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from batonpb import node_pb2
@@ -64,8 +63,11 @@ _EVIDENCE: Final[Mapping[type, str]] = {
 class Moved:
     """Bytes, and how long it took to move them."""
 
-    nbytes: int
-    moving_s: float
+    nbytes: int = 0
+    moving_s: float = 0.0
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(nbytes=self.nbytes + other.nbytes, moving_s=self.moving_s + other.moving_s)
 
     @property
     def bytes_per_s(self) -> float:
@@ -73,22 +75,27 @@ class Moved:
         return self.nbytes / self.moving_s if self.moving_s > 0 else 0.0
 
 
-class RecentSums:
-    """Bytes and times of the last RECENT_S seconds, at most one entry for each."""
+class MovedSums:
+    """What has moved in all and in the last RECENT_S seconds."""
 
     def __init__(self) -> None:
+        self.in_all = Moved()
         self._seconds: deque[tuple[int, Moved]] = deque(maxlen=RECENT_S)
 
-    def add(self, now_s: float, nbytes: int, moving_s: float = 0.0) -> None:
+    def add(self, moved: Moved, now_s: float) -> None:
+        self.in_all += moved
         number = int(now_s // 1)
         if self._seconds and self._seconds[-1][0] >= number:
             number, before = self._seconds.pop()
-            nbytes, moving_s = nbytes + before.nbytes, moving_s + before.moving_s
-        self._seconds.append((number, Moved(nbytes=nbytes, moving_s=moving_s)))
+            moved += before
+        self._seconds.append((number, moved))
 
-    def sums(self, now_s: float) -> Moved:
-        recent = [moved for number, moved in self._seconds if number > now_s // 1 - RECENT_S]
-        return Moved(nbytes=sum(m.nbytes for m in recent), moving_s=sum(m.moving_s for m in recent))
+    def recent(self, now_s: float) -> Moved:
+        return sum((moved for number, moved in self._seconds if number > now_s // 1 - RECENT_S), Moved())
+
+    def per_s(self, now_s: float) -> float:
+        """Bytes in each of the last RECENT_S seconds, pauses included: for who sees no single write."""
+        return self.recent(now_s).nbytes / (RECENT_S - 1 + now_s % 1) if self.in_all.nbytes else 0.0
 
 
 class PairSpeed:
@@ -102,7 +109,7 @@ class PairSpeed:
         self._outstanding_bytes = 0
         self._counted_to_s = 0.0
         """Of the time with something outstanding; without meaning while there is nothing."""
-        self.restart(0.0)
+        self._sums = MovedSums()
 
     def posted(self, nbytes: int, now_s: float) -> None:
         """They are about to be posted: a completion may come at once."""
@@ -112,49 +119,26 @@ class PairSpeed:
 
     def completed(self, nbytes: int, now_s: float, *, copied: bool) -> None:
         """So many of the posted bytes are outstanding no more; not `copied`: they have not moved."""
-        moving_s = self._uncounted_s(now_s)
+        self._sums.add(Moved(nbytes=nbytes if copied else 0) + self._uncounted(now_s), now_s)
         # A surplus completion must not end the node over a statistic.
         self._outstanding_bytes = max(0, self._outstanding_bytes - nbytes)
         self._counted_to_s = now_s
-        moved_bytes = nbytes if copied else 0
-        self._bytes += moved_bytes
-        self._moving_s += moving_s
-        self._recent.add(now_s, moved_bytes, moving_s)
 
     def restart(self, now_s: float) -> None:
         """From here on another path is measured. What is outstanding completes all the same."""
-        self._bytes = 0
-        self._moving_s = 0.0
         self._counted_to_s = now_s
-        self._recent = RecentSums()
+        self._sums = MovedSums()
 
     def in_all(self, now_s: float) -> Moved:
         """Since the path was last changed."""
-        return Moved(nbytes=self._bytes, moving_s=self._moving_s + self._uncounted_s(now_s))
+        return self._sums.in_all + self._uncounted(now_s)
 
     def recent(self, now_s: float) -> Moved:
         """Of the last RECENT_S seconds, and the whole time that what is outstanding has taken so far."""
-        sums = self._recent.sums(now_s)
-        return Moved(nbytes=sums.nbytes, moving_s=sums.moving_s + self._uncounted_s(now_s))
+        return self._sums.recent(now_s) + self._uncounted(now_s)
 
-    def _uncounted_s(self, now_s: float) -> float:
-        return now_s - self._counted_to_s if self._outstanding_bytes else 0.0
-
-
-class LandedBytes:
-    """What seals vouch for at a receiver. It sees no single write, so the rate is one of the clock's time."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self._recent = RecentSums()
-
-    def add(self, nbytes: int, now_s: float) -> None:
-        self.nbytes += nbytes
-        self._recent.add(now_s, nbytes)
-
-    def per_s(self, now_s: float) -> float:
-        """Over the last RECENT_S seconds, pauses included."""
-        return self._recent.sums(now_s).nbytes / (RECENT_S - 1 + now_s % 1) if self.nbytes else 0.0
+    def _uncounted(self, now_s: float) -> Moved:
+        return Moved(moving_s=now_s - self._counted_to_s if self._outstanding_bytes else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +157,6 @@ class _TakenBack:
     blocks: int
     since_s: float
     why: str
-    quarantined: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -181,7 +164,7 @@ class _Quarantine:
     """Of one writer, from its first grant in quarantine to the last."""
 
     since_s: float
-    grants: int = 0
+    grants: set[GrantId] = field(default_factory=set)
     """In it now."""
     blocks: int = 0
     """In it so far."""
@@ -203,7 +186,8 @@ class WriterHoldings:
         self._now_s = now_s
         self._taken_back: dict[GrantId, _TakenBack] = {}
         self._quarantines: dict[Pair, _Quarantine] = {}
-        self._landed: dict[Pair, LandedBytes] = {}
+        self._landed: dict[Pair, MovedSums] = {}
+        """What seals vouch for: a receiver sees no single write."""
 
     def follow(self, event: ReceiverEvent, instructions: Sequence[ReceiverInstruction]) -> None:
         """A revocation timer starts when a grant begins to be taken back, and again with each round; all timers of a
@@ -213,9 +197,9 @@ class WriterHoldings:
                 if instruction.kind is TimerKind.REVOKE:
                     self._going_back(instruction.grant, event)
             elif isinstance(instruction, StopGrantTimers) and instruction.grant in self._taken_back:
-                self._back(self._taken_back.pop(instruction.grant), event)
+                self._back(instruction.grant, event)
         if isinstance(event, SealLanded) and event.pair in self._places:
-            self._landed.setdefault(event.pair, LandedBytes()).add(event.bytes_written, self._now_s())
+            self._landed.setdefault(event.pair, MovedSums()).add(Moved(nbytes=event.bytes_written), self._now_s())
 
     def forget(self, pair: Pair) -> None:
         """The writer is not known any more."""
@@ -226,14 +210,14 @@ class WriterHoldings:
         now_s = self._now_s()
         found: dict[Pair, node_pb2.WriterStatus] = {}
         for pair, place in self._places.items():
-            landed, quarantine = self._landed.get(pair) or LandedBytes(), self._quarantines.get(pair)
+            landed, quarantine = self._landed.get(pair) or MovedSums(), self._quarantines.get(pair)
             found[pair] = node_pb2.WriterStatus(
                 writer=place.name,
                 writer_incarnation=pair.writer,
                 host=place.host,
                 transport=place.transport.value,
                 quarantined_ms=0 if quarantine is None else _age_ms(quarantine.since_s, now_s),
-                bytes_landed=landed.nbytes,
+                bytes_landed=landed.in_all.nbytes,
                 landed_per_s=landed.per_s(now_s),
             )
         for pair, state, blocks in self._grants.owned():
@@ -261,17 +245,16 @@ class WriterHoldings:
             why = LEASE_RAN_OUT if lapsed else _TAKEN_BACK_BY[type(event)]
             taken = _TakenBack(pair=pair, blocks=blocks, since_s=self._now_s(), why=why)
             self._taken_back[grant] = taken
-        if not taken.quarantined and self._grants.state_of(grant) is GrantState.QUARANTINED:
-            taken.quarantined = True
-            self._quarantined(taken)
+        if self._grants.state_of(grant) is GrantState.QUARANTINED:
+            self._quarantined(grant, taken)
 
-    def _quarantined(self, taken: _TakenBack) -> None:
+    def _quarantined(self, grant: GrantId, taken: _TakenBack) -> None:
         now_s = self._now_s()
         quarantine = self._quarantines.get(taken.pair)
         if quarantine is None:
             quarantine = self._quarantines[taken.pair] = _Quarantine(since_s=now_s)
             place = self._places[taken.pair]
-            others = [t for t in self._taken_back.values() if t.pair == taken.pair and not t.quarantined]
+            others = [t for g, t in self._taken_back.items() if t.pair == taken.pair and g != grant]
             log.warning(
                 "quarantine begins: no evidence that the writer has stopped writing",
                 writer=self.name_of(taken.pair),
@@ -282,15 +265,17 @@ class WriterHoldings:
                 why=taken.why,
                 asked_back_s=round(now_s - taken.since_s, 1),
             )
-        quarantine.grants += 1
-        quarantine.blocks += taken.blocks
+        if grant not in quarantine.grants:
+            quarantine.grants.add(grant)
+            quarantine.blocks += taken.blocks
 
-    def _back(self, taken: _TakenBack, event: ReceiverEvent) -> None:
-        if not taken.quarantined:
+    def _back(self, grant: GrantId, event: ReceiverEvent) -> None:
+        taken = self._taken_back.pop(grant)
+        quarantine = self._quarantines.get(taken.pair)
+        if quarantine is None or grant not in quarantine.grants:
             return
-        quarantine = self._quarantines[taken.pair]
-        quarantine.grants -= 1
-        if quarantine.grants == 0:
+        quarantine.grants.remove(grant)
+        if not quarantine.grants:
             del self._quarantines[taken.pair]
             log.warning(
                 "quarantine ends",

@@ -13,7 +13,7 @@ from baton.wire import Role
 from decode_node.main import DecodeHalf
 from decode_node.service import ReceiverService
 from kvtransfer.transport import TransportName
-from kvtransfer.transports.rdma_device import LentRegistration, register_if_usable
+from kvtransfer.transports.rdma import LentRegistration, register_if_usable
 from mixed_node.config import MixedConfig
 from mixed_node.node import MixedNode
 from node.main import Serving, serve_node

@@ -25,9 +25,8 @@ from baton.log import get_log
 from baton.tasks import call_loop
 from cachestore.host_blocks import HostBlockId
 from cachestore.layout import Layout
-from kvtransfer.device.driver import DeviceError, PinnedMemory
+from kvtransfer.device.driver import POLL_INTERVAL_S, DeviceError, DeviceEvent, DeviceStreams, PinnedMemory
 from kvtransfer.device.region import DeviceRegion
-from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
 from kvtransfer.region import Region
 from kvtransfer.transport import WriteOps, check_ops
 from node.regions import clear_frames_of

@@ -29,7 +29,7 @@ from kvtransfer.link import (
 from kvtransfer.protocol.writer import WriterMachine
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriterEvents, WriterLink
 from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
-from kvtransfer.transports.rdma_device import LentRegistration, register_if_usable
+from kvtransfer.transports.rdma import LentRegistration, register_if_usable
 from kvtransfer.transports.rdma_writer import RdmaUnproved, RdmaWriterLink
 from kvtransfer.transports.shm_writer import ShmWriterLink, copy_turns
 from kvtransfer.transports.tcp_staged import StagedTcpLink

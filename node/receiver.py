@@ -19,7 +19,7 @@ from kvtransfer.receiver import Receiver, ReceiverHost, ReceiverPorts
 from kvtransfer.transport import ReceiverPort, TransportName
 from kvtransfer.transports.cuda_ipc import CudaIpcReceiverPort
 from kvtransfer.transports.limits import PORT_LIMITS, PortLimits
-from kvtransfer.transports.rdma_device import LentRegistration, RdmaMemory, register_if_usable
+from kvtransfer.transports.rdma import LentRegistration, RdmaMemory, register_if_usable
 from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
 from kvtransfer.transports.shm_receiver import SHM_PORT_LIMITS, ShmReceiverPort
 from kvtransfer.transports.tcp_receiver import TCP_PORT_LIMITS, TcpReceiverPort

@@ -21,7 +21,7 @@ from kvtransfer.device.staging import STAGING_LIMITS, StagedRegion, StagingConfi
 from kvtransfer.link import serving
 from kvtransfer.region import Region, RegionTooLarge
 from kvtransfer.transport import RegionKind, TransportName
-from kvtransfer.transports.rdma_device import DeviceBytes, HostBytes, RdmaRegion
+from kvtransfer.transports.rdma import DeviceBytes, HostBytes, RdmaRegion
 
 log = get_log("region")
 

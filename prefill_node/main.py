@@ -11,7 +11,7 @@ from batonpb import node_pb2, prefill_pb2_grpc, transfer_pb2_grpc
 from baton.runtime import NodeRuntime
 from baton.wire import Role
 from kvtransfer.transport import TransportName
-from kvtransfer.transports.rdma_device import LentRegistration
+from kvtransfer.transports.rdma import LentRegistration
 from node.main import Serving, serve_node
 from node.peers import Peers
 from node.pool import DevicePool

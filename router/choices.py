@@ -26,8 +26,7 @@ async def run_choices(
     """`n` answers to each request, as (index, event); answer j to request i has the index i * n + j.
 
     The first answer to a request goes ahead until it has its second token: its prompt's blocks are then in the caches
-    of both nodes, and the other answers share them. The first BatonError ends all answers and is raised. Closing the
-    iterator ends all answers, and returns when they have let go.
+    of both nodes for the others. Closing the iterator ends all answers and waits for them. Raises the first BatonError.
     """
     assert requests
     assert n > 0

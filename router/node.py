@@ -11,7 +11,6 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -122,14 +121,6 @@ class RequestLog(RepeatLog):
         report(what, peer=error.reason.value, request=request_id or "none", **fields, **why)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouterState:
-    """What a router has at this moment, for tests and debugging. The inboxes are the router's own."""
-
-    inboxes: dict[RequestKey, Inbox]
-    streams: tuple[DecodeSubscription, ...]
-
-
 class RouterNode:
     """State of one router; control thread only."""
 
@@ -164,11 +155,11 @@ class RouterNode:
         self._pace = ResumptionPace(config.retries, now_s=loop.time(), rng=rng)
         self._tasks = Tasks(loop, log)
         self._repeats = RepeatLog(log, loop.time, key="node")
-        self._streams = DecodeStreams(
+        self.streams = DecodeStreams(
             config=config, own=incarnation, channels=channels, tasks=self._tasks, clock=clock, repeats=self._repeats
         )
         self._prefill_nodes = PrefillNodes(blocks_max=config.prefix_blocks_max)
-        self._prefill_calls = PrefillCalls(self._prefill_nodes, self._streams, rng)
+        self._prefill_calls = PrefillCalls(self._prefill_nodes, self.streams, rng)
         self._ended = LeaveRate()
         self._regions = RegionWatch()
 
@@ -323,7 +314,7 @@ class RouterNode:
         """One attempt: prefill call and decode stream both fill the inbox; whatever happens, both let go at the end."""
         if job.call.cut_off is not None:
             inbox.on_put = partial(self._check_unread, job)
-        self._streams.inboxes[inbox.key] = inbox
+        self.streams.inboxes[inbox.key] = inbox
         prefilling = self._loop.create_task(self._prefill_calls.run(job, inbox), name=f"prefill-{job.id}")
         given = 0
         try:
@@ -346,7 +337,7 @@ class RouterNode:
             await asyncio.wait([prefilling], timeout=HANDED_OFF_MS_MAX / 1000)
         finally:
             prefilling.cancel()
-            del self._streams.inboxes[inbox.key]
+            del self.streams.inboxes[inbox.key]
             inbox.error = None  # or each would refer to the other, by way of the frames in its traceback
             if inbox.subscription is not None:
                 inbox.subscription.let_go(inbox)
@@ -416,11 +407,8 @@ class RouterNode:
         self.request_log.upkeep()
         self._repeats.upkeep()
 
-    def debug_state(self) -> RouterState:
-        return RouterState(inboxes=dict(self._streams.inboxes), streams=self._streams.subscriptions)
-
     async def close(self) -> None:
-        await self._streams.close()
+        await self.streams.close()
         await self._tasks.drain(self.config.stop_grace_ms)
         await self._tasks.cancel()
         self.request_log.close()
@@ -434,7 +422,7 @@ class RouterNode:
         self._pace.routers = max(1, sum(record.role is Role.ROUTER for record in records))
         for endpoint in self._prefill_calls.forget({record.endpoint for record in prefill_nodes}):
             self._tasks.spawn(self._drop_channel(endpoint))
-        for stream in self._streams.follow(records):
+        for stream in self.streams.follow(records):
             self._tasks.spawn(self._drop_stream(stream))
         self._regions.look(records)
         self._records = records
@@ -446,7 +434,7 @@ class RouterNode:
 
     async def _drop_channel(self, endpoint: str) -> None:
         """Unless it is in use: a mixed node has prefill calls and a stream at one endpoint."""
-        if not self._streams.use(endpoint) and not self._prefill_calls.use(endpoint):
+        if not self.streams.use(endpoint) and not self._prefill_calls.use(endpoint):
             await self._channels.drop(endpoint)
 
     def check_open(self) -> None:

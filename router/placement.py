@@ -1,11 +1,10 @@
 """Which prefill node gets a request: the one with the smallest expected time to its first token. Pure, but for one log.
 
-Expected TTFT = (tokens left to compute there + tokens of this prompt that it has not cached) / its rate. Cached and
-computed tokens are no load, neither in the node's report nor here. What this router has sent since the last report
-counts at once, or a burst would all go to the node that was idle then.
+Expected TTFT = (tokens left to compute there + tokens of this prompt that it has not cached) / its rate. What this
+router has sent since the last report counts at once, or a burst would all go to the node that was idle then.
 
-The sizes of the nodes' regions limit what a request may become. A resumption computes prompt and answer so far again on
-one prefill node, whose region must hold both. So an answer may grow on a decode node until it cannot be resumed.
+A resumption computes prompt and answer so far again on one prefill node, whose region must hold both. So an answer may
+grow on a decode node until it cannot be resumed.
 """
 
 from __future__ import annotations

@@ -43,10 +43,9 @@ class PromptEncoder:
 
     @classmethod
     def load(cls, folder: Path | None, *, chars_max: int) -> PromptEncoder:
-        """Those of a model folder; None: neither. Imports the template language only where there is a model.
+        """Those of a model folder; None: neither. A template that cannot be used only gets a warning.
 
-        Raises BatonError MODEL_MISSING or MODEL_BROKEN of the tokenizer. A template that cannot be used only gets a
-        warning: clients that send plain prompts need none.
+        Raises BatonError MODEL_MISSING or MODEL_BROKEN of the tokenizer.
         """
         if folder is None:
             return cls(chars_max=chars_max)

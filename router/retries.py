@@ -1,10 +1,9 @@
 """What happens to a request whose attempt has failed: placed again, resumed elsewhere, or ended with an error. Pure.
 
-An attempt that no decode node has granted costs nothing and is placed again while there is time. After the grant the
-request is resumed: prompt and the tokens that the client has are computed again on nodes that live. Each request is
-resumed a few times only (it may be what kills nodes). The resumptions of the whole cluster are paced, so that one that
-has just lost a node is not flooded too. These are retry budgets as in gRPC's A6 proposal and in Finagle, but work over
-budget waits its turn instead of failing, because its client holds half an answer.
+An attempt that no decode node has granted is placed again while there is time. After the grant the request is resumed:
+prompt and the tokens that the client has are computed again, a few times only (it may be what kills nodes). The whole
+cluster's resumptions are paced: retry budgets as in gRPC's A6 proposal and in Finagle, but work over budget waits its
+turn instead of failing, because its client holds half an answer.
 """
 
 from __future__ import annotations

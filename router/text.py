@@ -119,8 +119,6 @@ class TextStream:
 
     Some tokens read differently at the beginning of a text (a leading space is dropped). So decoding starts a little
     before the last point where the text was whole, and the first token of an answer is decoded behind another one too.
-    No token is decoded more than a bounded number of times.
-
     Tokenizers with byte fallback (Llama 2, Mistral) decode a run of byte tokens as one: while the character at its end
     is unfinished, those before it, already given out, become replacements too. Decoding then starts behind them.
     """

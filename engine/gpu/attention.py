@@ -1,13 +1,8 @@
 """Attention on a GPU: one backend for slices of one token (decode), one for longer ones (prefill), chosen apart.
 
-Attention of libraries that may be installed is wrapped as `PagedAttention`: each maker raises ImportError or
-BackendUnfit. None of them runs on a CPU: the tests run the choice among them, and our side of each call with a stand-in
-for the library.
-
 Importing a library says little: a wheel may be built for another torch, another architecture or other page sizes, and
 some compute nonsense instead of refusing. So each candidate is run at start, over a small pool of NaN of the node's own
-shape, type and block size, with sequences that begin, end and pause inside blocks, one of them over several tiles and
-splits. A node uses the best one that agrees with the torch reference.
+shape, type and block size. A node uses the best one that agrees with the torch reference.
 
 Shape suffixes as in engine/attention.py; R query rows of the slices of one part, M columns of the block tables.
 """
@@ -20,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +23,7 @@ import torch
 from baton.errors import InvalidField
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
 from baton.log import get_log
-from engine.attention import AttentionMetadata, TorchAttention
+from engine.attention import PagedAttention, TorchAttention
 from engine.gpu import kernels
 from engine.gpu.config import AUTO
 from engine.gpu.kernels import SPLIT_TOKENS_MIN
@@ -38,32 +33,6 @@ from engine.types import Batch, KvSpec, SamplingParams, SequenceSlice
 
 class BackendUnfit(Exception):
     """A backend cannot serve this shape, type or device; the text says what it would need."""
-
-
-class PagedAttention(Protocol):
-    """Attention of some slices over the pool. Made for one pool; used by the engine thread only."""
-
-    def prepare(self, slices: tuple[SequenceSlice, ...]) -> Any:
-        """Once per step: what `attend` needs in every layer."""
-        ...
-
-    def attend(self, layer: int, q_RHD: torch.Tensor, plan: Any) -> torch.Tensor:
-        """Each query over its sequence up to and including itself -> [R, H, D]. K and V of the step are stored."""
-        ...
-
-
-class TorchPaged:
-    """The reference, whatever the device: gathers each sequence and calls torch's own attention."""
-
-    def __init__(self, pool: KvPool, num_heads: int) -> None:
-        del num_heads
-        self._attention = TorchAttention(pool)
-
-    def prepare(self, slices: tuple[SequenceSlice, ...]) -> AttentionMetadata:
-        return self._attention.prepare(Batch(slices=slices))
-
-    def attend(self, layer: int, q_RHD: torch.Tensor, plan: AttentionMetadata) -> torch.Tensor:
-        return self._attention.attend(layer, q_RHD, plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +56,7 @@ class TritonDecode:
         self._pool = pool
         self._processors = processors(pool.device)
 
-    def prepare(self, slices: tuple[SequenceSlice, ...]) -> DecodePlan:
+    def prepare(self, slices: Sequence[SequenceSlice]) -> DecodePlan:
         assert all(s.stop - s.start == 1 for s in slices), "decode takes one token of each sequence"
         return DecodePlan(
             tables_BM=_tables(self._pool, slices),
@@ -119,7 +88,7 @@ def _starts(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
     return _int32([0, *np.cumsum(lengths)], device)
 
 
-def _tables(pool: KvPool, slices: tuple[SequenceSlice, ...]) -> torch.Tensor:
+def _tables(pool: KvPool, slices: Sequence[SequenceSlice]) -> torch.Tensor:
     """The blocks of each context -> int32 [B, M], zeros at the end."""
     used = [-(-s.stop // pool.spec.block_size) for s in slices]
     tables_BM = np.zeros((len(slices), max(used)), dtype=np.int32)
@@ -148,23 +117,19 @@ last key. K and V are [C, K, D]; of a backend that reads pages the region's own,
 
 
 class Varlen:
-    """A library's kernel for uneven lengths.
-
-    Without `pages` the contexts of the chunk are copied together, once in each layer. The copy moves each K and V twice
-    where the attention of a chunk of some hundred tokens reads them that often from caches: it is small beside it, and
-    free of any rule about pages.
-    """
+    """A library's kernel for uneven lengths. Without `pages` contexts are copied together, once in each layer: small
+    beside the attention of some hundred tokens, and free of any rule about pages."""
 
     def __init__(self, pool: KvPool, call: VarlenCall, *, pages: bool = False) -> None:
         self._pool = pool
         self._call = call
         self._pages = pages
 
-    def prepare(self, slices: tuple[SequenceSlice, ...]) -> VarlenPlan:
+    def prepare(self, slices: Sequence[SequenceSlice]) -> VarlenPlan:
         pool, device = self._pool, self._pool.device
         queries, contexts = [s.stop - s.start for s in slices], [s.stop for s in slices]
         return VarlenPlan(
-            contexts=None if self._pages else kernels.plan_gather(pool, Batch(slices=slices)),
+            contexts=None if self._pages else kernels.plan_gather(pool, slices),
             tables_BM=_tables(pool, slices) if self._pages else None,
             contexts_B=_int32(contexts, device) if self._pages else None,
             query_starts=_starts(queries, device),
@@ -193,35 +158,33 @@ class _StepPlan:
 
 
 class GpuAttention:
-    """An `AttentionBackend` made of two: slices of one token go to `decode`, the others to `prefill`."""
+    """A `PagedAttention` made of two: slices of one token go to `decode`, the others to `prefill`."""
 
     def __init__(self, pool: KvPool, *, prefill: PagedAttention, decode: PagedAttention) -> None:
         self._pool = pool
         self.prefill = prefill
         self.decode = decode
 
-    def prepare(self, batch: Batch) -> AttentionMetadata:
-        short = tuple(s for s in batch.slices if s.stop - s.start == 1)
-        long = tuple(s for s in batch.slices if s.stop - s.start > 1)
+    def prepare(self, slices: Sequence[SequenceSlice]) -> _StepPlan:
+        short = [s for s in slices if s.stop - s.start == 1]
+        long = [s for s in slices if s.stop - s.start > 1]
         decode_rows: slice | torch.Tensor = slice(None, len(short))
         prefill_rows: slice | torch.Tensor = slice(len(short), None)
         # The scheduler puts running sequences first, so rows seldom have to be picked apart.
-        if batch.slices != short + long:
-            lengths = np.array([s.stop - s.start for s in batch.slices])
+        if list(slices) != short + long:
+            lengths = np.array([s.stop - s.start for s in slices])
             is_short_T = np.repeat(lengths == 1, lengths)
             decode_rows, prefill_rows = (
                 to_device(np.flatnonzero(chosen_T), self._pool.device) for chosen_T in (is_short_T, ~is_short_T)
             )
-        plan = _StepPlan(
+        return _StepPlan(
             decode=self.decode.prepare(short) if short else None,
             prefill=self.prefill.prepare(long) if long else None,
             decode_rows=decode_rows if short else None,
             prefill_rows=prefill_rows if long else None,
         )
-        return AttentionMetadata.of(batch, self._pool, plan)
 
-    def attend(self, layer: int, q_THD: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-        plan: _StepPlan = metadata.plan
+    def attend(self, layer: int, q_THD: torch.Tensor, plan: _StepPlan) -> torch.Tensor:
         if plan.prefill_rows is None:
             return self.decode.attend(layer, q_THD, plan.decode)
         if plan.decode_rows is None:
@@ -339,7 +302,7 @@ class FlashInferPaged:
         self._num_heads = num_heads
         self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace_U8, kv_layout="HND")
 
-    def prepare(self, slices: tuple[SequenceSlice, ...]) -> None:
+    def prepare(self, slices: Sequence[SequenceSlice]) -> None:
         """The plan is kept in the wrapper: one step at a time."""
         spec, device = self._pool.spec, self._pool.device
         used = [-(-s.stop // spec.block_size) for s in slices]
@@ -388,9 +351,9 @@ CANDIDATES: dict[Phase, dict[str, Maker]] = {
         "flash2-paged": flash_varlen("flash_attn", pages=True),
         "torch-varlen": torch_varlen,
         "flash2-gather": flash_varlen("flash_attn"),
-        "torch": TorchPaged,
+        "torch": TorchAttention,
     },
-    Phase.DECODE: {"triton": TritonDecode, "flashinfer": FlashInferPaged, "torch": TorchPaged},
+    Phase.DECODE: {"triton": TritonDecode, "flashinfer": FlashInferPaged, "torch": TorchAttention},
 }
 """By name, best first. The reference ends each list: it is never refused."""
 
@@ -502,4 +465,4 @@ def _trial(
     q_RHD = torch.randn(batch.num_tokens, num_heads, spec.head_dim, generator=generator).to(pool.dtype).to(device)
     wide = KvPool(pool.kv_LN2KSD.float().reshape(-1).view(torch.uint8), pool.num_blocks, replace(spec, dtype="float32"))
     reference = TorchAttention(wide)
-    return pool, batch, q_RHD, reference.attend(1, q_RHD.float(), reference.prepare(batch))
+    return pool, batch, q_RHD, reference.attend(1, q_RHD.float(), reference.prepare(batch.slices))

@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: a step of some hundred kernels becomes one launch.
 
-A graph is captured for each of a few batch sizes ("buckets"); a batch runs in the smallest that holds it, its last rows
-filled with padding. Padding rows write into one block that is set aside for them and are read by nobody.
+A graph is captured for each of a few batch sizes ("buckets"); a batch runs in the smallest that holds it. Padding rows
+write into one block that is set aside for them.
 
 Shape suffixes: B rows of a bucket   M columns of the block tables   V vocabulary
 """
@@ -26,11 +26,8 @@ _FIXED_COLUMNS = 3
 
 
 def bucket_sizes(rows_max: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, then steps of 8 up to 64, of 16 up to 256, of 32 beyond; the last is `rows_max` itself.
-
-    Small ones double because a graph costs memory and time at start; later ones grow by a quarter at most, because
-    padding costs time in every step.
-    """
+    """1, 2, 4, 8, then steps of 8 up to 64, of 16 up to 256, of 32 beyond; the last is `rows_max` itself. A graph costs
+    memory and time at start, padding costs time in every step."""
     sizes, size = [], 1
     while size < rows_max:
         sizes.append(size)

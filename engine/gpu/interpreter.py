@@ -14,7 +14,7 @@ _changed: list[str] = []
 
 def use_interpreter() -> None:
     """From now on kernels that are defined run in the interpreter. Called before `engine.gpu.kernels` and
-    `kvtransfer.device.copy_kernel` are imported. Idempotent; any thread.
+    `kvtransfer.device.cuda_streams` are imported. Idempotent; any thread.
 
     Raises ImportError: there is no Triton.
     """

@@ -6,10 +6,7 @@ is read or written there. Slots past the end of a context are never read, so the
 
 Counts that differ from step to step are not specialised: the compiler would make a variant for 1 and one for multiples
 of 16, inside the request that first has such a count. Under TRITON_INTERPRET=1 (read by Triton when this module is
-imported) the kernels run on the CPU.
-
-Two kernels go over the rows of a batch, for rounded weights; sizes that are no multiples of a tile are masked. Behind
-the kernels are functions on tensors that launch them: shapes checked, grids and tile sizes chosen.
+imported) the kernels run on the CPU. Behind the kernels are the functions on tensors that launch them.
 
 Shape suffixes as in engine/types.py; P splits of one context, G query heads that share one KV head.
 """
@@ -17,6 +14,7 @@ Shape suffixes as in engine/types.py; P splits of one context, G query heads tha
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +23,7 @@ import triton
 import triton.language as tl
 
 from engine.kv_pool import KvPool, to_device
-from engine.types import Batch
+from engine.types import SequenceSlice
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -395,11 +393,11 @@ class GatherPlan:
     num_rows: int
 
 
-def plan_gather(pool: KvPool, batch: Batch) -> GatherPlan:
-    """The whole context of each slice, in batch order."""
+def plan_gather(pool: KvPool, slices: Sequence[SequenceSlice]) -> GatherPlan:
+    """The whole context of each slice, in order."""
     size = pool.spec.block_size
     blocks, rows, slots, first_row = [], [], [], 0
-    for s in batch.slices:
+    for s in slices:
         starts_n = np.arange(0, s.stop, size, dtype=np.int64)
         blocks.append(np.asarray(s.block_table[: len(starts_n)], dtype=np.int64))
         rows.append(first_row + starts_n)

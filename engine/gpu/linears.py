@@ -1,11 +1,8 @@
 """A model's matrices as a GPU multiplies by them: as they are, in 8-bit floats, or in tiles of 4-bit numbers.
 
-Joined: one product for query, key and value, and one for gate and up. On the CPU the same rounded matrices are
-multiplied by torch's operations, for tests.
-
-The operations are torch's own, but private ones (`_scaled_mm`, `_weight_int4pack_mm`), made for some devices only, with
-layouts that nothing but their result tells. So one of each of the model's products is run at start, with random
-numbers, for row counts that take different ways: a node uses only roundings whose products agree with torch.
+On the CPU torch multiplies by the same rounded matrices, for tests. Some operations are private ones of torch
+(`_scaled_mm`, `_weight_int4pack_mm`), made for some devices only. So one of each of the model's products is run at
+start: a node uses only roundings whose products agree with torch's plain ones.
 
 Shape suffixes as in engine/types.py; X inputs and Y outputs of a matrix, G groups of inputs that share a scale.
 """
@@ -284,11 +281,14 @@ PACKS: dict[Quantisation, Pack] = {
 
 
 class GpuPacking(Packing):
-    """Matrices may come from any device: they are moved to this one, one after another."""
+    """How a model's matrices are kept on this device. They may come from any: they are moved, one after another."""
 
-    def __init__(self, pack: Pack, device: torch.device) -> None:
+    def __init__(self, pack: Pack, device: torch.device, *, registered: str = "", description: str = "") -> None:
+        """`registered` is for other nodes, empty if nothing is rounded; `description` is for people."""
         self._pack = pack
         self._device = device
+        self.registered = registered
+        self.description = description
 
     def matmul(self, name: str, *linears: Linear) -> Matmul:
         del name
@@ -322,17 +322,6 @@ REGISTERED = {Quantisation.FP8: "fp8", Quantisation.INT4: f"int4-groups-of-{INT4
 """Reported to other nodes: a CPU's int4 is another rounding."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdmittedWeights:
-    """How a model's matrices are kept on this device."""
-
-    packing: GpuPacking
-    registered: str
-    """For other nodes; empty: not rounded."""
-    description: str
-    """For people."""
-
-
 def admit_weights(
     quantisation: Quantisation,
     config: ModelConfig,
@@ -340,14 +329,13 @@ def admit_weights(
     device: torch.device,
     dtype: torch.dtype,
     pack: Pack | None = None,
-) -> AdmittedWeights:
+) -> GpuPacking:
     """Try the products of this quantisation out, if there is any. Runs kernels: takes seconds. `pack` is for tests.
 
     Raises UnsupportedModelError: the device cannot do it, or what it does is wrong; the text says which.
     """
     if quantisation is Quantisation.NONE:
-        packing = GpuPacking(PACKS[Quantisation.NONE], device)
-        return AdmittedWeights(packing=packing, registered="", description=str(dtype).removeprefix("torch."))
+        return GpuPacking(PACKS[quantisation], device, description=str(dtype).removeprefix("torch."))
     chosen, worst = pack or PACKS.get(quantisation), 0.0
     try:
         if chosen is None:
@@ -363,7 +351,7 @@ def admit_weights(
     registered = REGISTERED[quantisation]
     description = f"{registered} (products off by {worst:.1e})"
     log.info("weights", quantisation=description)
-    return AdmittedWeights(packing=GpuPacking(chosen, device), registered=registered, description=description)
+    return GpuPacking(chosen, device, registered=registered, description=description)
 
 
 def product_shapes(config: ModelConfig) -> set[tuple[int, int]]:

@@ -94,23 +94,14 @@ class GpuForward(TorchForward):
         positions_B = inputs.positions_B.to(torch.int64)
         tables_BM = inputs.tables_BM.contiguous()
         blocks_B = tables_BM.gather(1, (positions_B // size)[:, None])[:, 0].to(torch.int64)
-        slots = SlotMapping(blocks_T=blocks_B, slots_T=positions_B % size)
+        slots = SlotMapping(positions_T=positions_B, blocks_T=blocks_B, slots_T=positions_B % size)
         plan = DecodePlan(
             tables_BM=tables_BM,
             contexts_B=(inputs.positions_B + 1).contiguous(),
             num_splits=backend.num_splits(len(positions_B), context_max),
         )
-        angles = decoder.angles(positions_B)
         x_BE = decoder.embed(pick(inputs.ids_B, inputs.future_rows_B.to(torch.int64), self._future.ids))
-        for layer in range(decoder.config.num_layers):
-
-            def attend(
-                q_BHD: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor, layer: int = layer
-            ) -> torch.Tensor:
-                q_BHD = self.rotate_and_store(layer, q_BHD, k_BKD, v_BKD, angles, slots)
-                return backend.attend(layer, q_BHD, plan)
-
-            x_BE = decoder.run_layer(layer, x_BE, attend)
+        x_BE = self.run_layers(x_BE, slots, lambda layer, q_BHD: backend.attend(layer, q_BHD, plan))
         return decoder.logits(x_BE)
 
 
@@ -118,12 +109,10 @@ _REHEARSAL = RequestKey(request=RequestId("rehearsal"), attempt=Attempt(0))
 
 
 class GpuRunner(ModelRunner):
-    """An `OverlapRunner` for one model on one device. `run` is called from one thread at a time.
+    """An `OverlapRunner` for one model on one device, or on a "cpu" in Triton's interpreter: for tests.
 
     When `run` returns or raises, the device is through with the step: its blocks may go to a remote writer then, whose
     copies no stream orders behind the step's kernels.
-
-    On a device of type "cpu" it runs too, where Triton's kernels run in the interpreter: for tests.
     """
 
     def __init__(
@@ -137,10 +126,8 @@ class GpuRunner(ModelRunner):
         gpu: GpuConfig | None = None,
         capture: Capture | None = None,
     ) -> None:
-        """Takes the tensors of `weight_shapes(config)`, of one type, which is that of the KV cache too.
-
-        They may lie on any device. Of a layer's matrices there is one more copy on `device` at a time while they are
-        packed.
+        """Takes the tensors of `weight_shapes(config)`, of one type, which is that of the KV cache too, on any device.
+        While it packs one matrix there is one more copy of that on `device`.
 
         Raises UnsupportedModelError: the weights cannot be quantised so on this device.
         """
@@ -150,14 +137,12 @@ class GpuRunner(ModelRunner):
         weights = admit_weights(quantisation, config, device=self.device, dtype=getattr(torch, self.kv_spec.dtype))
         self.quantisation = weights.registered
         self._weights_row = weights.description
-        self._decoder = Decoder(config, tensors, weights.packing, fused_rms_norm)
+        self._decoder = Decoder(config, tensors, weights, fused_rms_norm)
         self._capture = capture
         self._bound: GpuForward | None = None
         self._graphs: DecodeGraphs | None = None
         self.overlap_rows_max = OVERLAP_ROWS_MAX if self.gpu.overlap_steps else 0
         self._future = FutureTokens(self.device)
-        self._no_graphs = "not bound"
-        """Why there are none, as long as there are none."""
 
     def bind(self, region_U8: Any, num_blocks: int) -> None:
         """See `Runner.bind`. A tensor on this runner's device, or an array. Chooses the attention: runs kernels.
@@ -173,7 +158,6 @@ class GpuRunner(ModelRunner):
         self._attention_rows = {f"{each.phase.value} attention": str(each) for each in (prefill, decode)}
         attention = GpuAttention(pool, prefill=prefill.backend, decode=decode.backend)
         self._forward = self._bound = GpuForward(self._decoder, pool, attention, self._future)
-        self._no_graphs = self._unfit_for_graphs() or "not captured"
 
     @property
     def padding_blocks(self) -> int:
@@ -223,7 +207,8 @@ class GpuRunner(ModelRunner):
 
     def _unfit_for_graphs(self) -> str:
         """Why `warm_up` captures nothing; empty where it does."""
-        assert self._bound is not None, "bind comes first"
+        if self._bound is None:
+            return "not bound"
         if not self.gpu.graphs.graph_rows_max:
             return "graph_rows_max is 0"
         if not isinstance(self._bound.attention.decode, TritonDecode):
@@ -248,7 +233,7 @@ class GpuRunner(ModelRunner):
         and how many have."""
         rows = {**self._attention_rows, "weights": self._weights_row}
         if self._graphs is None:
-            return {**rows, "decode graphs": f"none ({self._no_graphs})"}
+            return {**rows, "decode graphs": f"none ({self._unfit_for_graphs() or 'not captured'})"}
         return {
             **rows,
             "decode graphs": str(self._graphs),

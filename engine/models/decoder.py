@@ -1,10 +1,6 @@
 """One decoder for Llama, Mistral, Qwen2 and Qwen3: they differ only in biases and in the norm of queries and keys.
 
-Shape suffixes as in engine/types.py; X the width of some heads. The batch is flat: tokens of all sequences one after
-another, [T].
-
-First rotary position embedding (Su et al. 2021, RoFormer) with its stretchings, and the other parts of a layer: pure
-functions, which return new tensors and keep nothing.
+Rotary position embedding: Su et al. 2021, RoFormer. Shape suffixes as in engine/types.py; X the width of some heads.
 """
 
 from __future__ import annotations

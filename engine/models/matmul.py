@@ -121,7 +121,7 @@ class NativePacking(Packing):
     def matmul(self, name: str, *linears: Linear) -> NativeMatmul:
         bits = max(self._bits, 8) if name == LOGITS else self._bits
         whole = joined(linears)
-        return NativeMatmul(self._kernels, self._workspace, name, _operand(whole.weight, whole.bias, bits))
+        return NativeMatmul(self._kernels, self._workspace, name, pack(whole.weight, bits, bias_Y=whole.bias))
 
     def output(self, linear: Linear) -> Matmul:
         return self.matmul(LOGITS, linear)
@@ -131,17 +131,8 @@ class NativePacking(Packing):
         bias_Y = None if gate.bias is None or up.bias is None else _interleave(gate.bias, up.bias)
         # Twice the true width, so that the last panel's halves end where the two matrices do.
         columns = 2 * gate.weight.shape[0]
-        operand = _operand(_interleave(gate.weight, up.weight), bias_Y, self._bits, columns=columns)
+        operand = pack(_interleave(gate.weight, up.weight), self._bits, bias_Y=bias_Y, columns=columns)
         return NativeMatmul(self._kernels, self._workspace, "gated", operand, gated=True)
-
-
-def _operand(weight_YX: torch.Tensor, bias_Y: torch.Tensor | None, bits: int, *, columns: int | None = None) -> Operand:
-    matrix = pack(weight_YX, bits)
-    bias = None
-    if bias_Y is not None:
-        bias = bias_Y.new_zeros(-(-matrix.outputs // PANEL) * PANEL)
-        bias[: len(bias_Y)] = bias_Y
-    return Operand(matrix=matrix, bias=bias, columns=weight_YX.shape[0] if columns is None else columns)
 
 
 class NativeMatmul:

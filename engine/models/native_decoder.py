@@ -1,9 +1,7 @@
 """The decoder of engine/models/decoder.py for bfloat16 on a CPU: fewer and larger operations, on packed matrices.
 
-Query, key and value are one product, gate and up another with the activation inside it; norms, rotation and residuals
-are done in place. It rounds where the plain decoder rounds; only the order of long sums differs.
-
-A layer is two calls of kernels.c, or all layers are one: a call from Python costs as much as a small product.
+It rounds where the plain decoder rounds; only the order of long sums differs. A layer is two calls of kernels.c, or all
+layers are one: a call from Python costs as much as a small product.
 
 Shape suffixes as in engine/types.py; X the width of query, key and value together.
 """
@@ -66,15 +64,9 @@ def _layer(layer: Layer) -> _Layer:
 
 def _operand(product: Matmul) -> _Operand:
     assert isinstance(product, NativeMatmul)
-    matrix, bias = product.operand.matrix, product.operand.bias
-    return _Operand(
-        panels=address(matrix.panels),
-        scales=address(matrix.scales),
-        bias=address(bias),
-        bits=matrix.bits,
-        columns=product.operand.columns,
-        inputs=matrix.inputs,
-    )
+    of = product.operand
+    places = {name: address(getattr(of, name)) for name in ("panels", "scales", "bias")}
+    return _Operand(**places, bits=of.bits, columns=of.columns, inputs=of.inputs)
 
 
 def supports(config: ModelConfig) -> bool:

@@ -67,18 +67,24 @@ class Workspace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedMatrix:
-    """A weight [Y, X] as kernels.c reads it. `scales` [P, ceil(X / 64), 32] where `bits` is not 16."""
+class Operand:
+    """A weight [Y, X] as kernels.c reads it, the first `columns` of its outputs being wanted, and what to add."""
 
     panels: torch.Tensor
     scales: torch.Tensor | None
+    """[P, ceil(X / 64), 32] where `bits` is not 16."""
+    bias: torch.Tensor | None
+    """For every output of every panel."""
     bits: int
-    outputs: int
+    columns: int
     inputs: int
 
 
-def pack(weight_YX: torch.Tensor, bits: int = 16) -> PackedMatrix:
-    """Copy a bfloat16 matrix into panels, rounding it to whole numbers of `bits` times a scale if that is 8 or 4."""
+def pack(
+    weight_YX: torch.Tensor, bits: int = 16, *, bias_Y: torch.Tensor | None = None, columns: int | None = None
+) -> Operand:
+    """Copy a bfloat16 matrix into panels, rounding it to whole numbers of `bits` times a scale if that is 8 or 4.
+    `columns`: None wants all outputs."""
     assert bits in (16, 8, 4), bits
     outputs, inputs = weight_YX.shape
     if bits == 16:
@@ -86,7 +92,12 @@ def pack(weight_YX: torch.Tensor, bits: int = 16) -> PackedMatrix:
     else:
         whole_YX, scales = quantise(_padded(weight_YX, SCALED), bits)
         panels = _huge_copy(_nibbles(whole_YX) if bits == 4 else _panels(whole_YX))
-    return PackedMatrix(panels=panels, scales=scales, bits=bits, outputs=outputs, inputs=inputs)
+    bias = None
+    if bias_Y is not None:
+        bias = bias_Y.new_zeros(-(-outputs // PANEL) * PANEL)
+        bias[: len(bias_Y)] = bias_Y
+    columns = outputs if columns is None else columns
+    return Operand(panels=panels, scales=scales, bias=bias, bits=bits, columns=columns, inputs=inputs)
 
 
 def quantise(weight_YX: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,15 +158,6 @@ def _nibbles(whole_YX: torch.Tensor) -> torch.Tensor:
 def _huge_copy(tensor: torch.Tensor) -> torch.Tensor:
     target = huge_pages(tensor.numel() * tensor.element_size()).view(tensor.dtype).view(tensor.shape)
     return target.copy_(tensor)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operand:
-    """A matrix, the first `columns` of its outputs being wanted, and what to add: for every output of every panel."""
-
-    matrix: PackedMatrix
-    bias: torch.Tensor | None
-    columns: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,11 +283,11 @@ class Kernels:
         workspace: Workspace,
     ) -> None:
         """`x_TX` times the operand's columns, into `out_TY`; rows of both are contiguous."""
-        matrix, rows = operand.matrix, x_TX.shape[0]
-        words = self.linear_scratch(rows, matrix.inputs, matrix.bits)
+        rows = x_TX.shape[0]
+        words = self.linear_scratch(rows, operand.inputs, operand.bits)
         self._linear(
-            *(x_TX, x_TX.stride(0), matrix.panels, matrix.scales, matrix.bits, operand.bias),
-            *(out_TY, out_TY.stride(0), rows, operand.columns, matrix.inputs, epilogue),
+            *(x_TX, x_TX.stride(0), operand.panels, operand.scales, operand.bits, operand.bias),
+            *(out_TY, out_TY.stride(0), rows, operand.columns, operand.inputs, epilogue),
             *(workspace.take("linear", 1, words, torch.int32), torch.get_num_threads()),
         )
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +22,63 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from kvtransfer.device.streams import DeviceError, DeviceStreams
+from kvtransfer.transport import WriteOps
 
 IPC_HANDLE_BYTES = 64
+POLL_INTERVAL_S = 50e-6
+"""Between two looks at the oldest event: short beside a layer, long beside the look."""
 _MPS_DIRECTORY = "/tmp/nvidia-mps"
 # CUGPUDirectRDMAWritesOrdering and CUflushGPUDirectRDMAWritesOptions of the driver API.
 _ORDERED_FOR_OWNER = 100
 """From here on the device itself sees what others write in order; less is no order, more is for other devices too."""
 _FLUSH_BY_HOST = 1
+
+
+class DeviceError(Exception):
+    """The device, or its driver, has refused; the text says what was asked and what to do."""
+
+
+class DeviceEvent(Protocol):
+    """A point in a stream."""
+
+    def done(self) -> bool:
+        """Whether the stream has passed it. Any thread; never blocks. What was queued before is visible then.
+
+        Raises DeviceError: the device has failed. That is no evidence that what was queued has stopped writing.
+        """
+
+
+class DeviceStream(Protocol):
+    """Runs what is queued on it in order; two streams run in any order but for what `wait` adds. Nothing here blocks.
+
+    Events and streams go back to the device that made them, and to no other: hence their types are open.
+    """
+
+    def record(self) -> DeviceEvent:
+        """The point behind all that is queued now."""
+
+    def wait(self, event: Any) -> None:
+        """What is queued from now on runs after `event`; the caller does not wait."""
+
+
+class DeviceStreams(Protocol):
+    """The streams of one device: CUDA's are in `cuda_streams`, the tests have a simulator."""
+
+    def current(self) -> DeviceStream:
+        """The one that the calling thread computes on."""
+
+    def side(self) -> DeviceStream:
+        """A new one."""
+
+    def copy(self, stream: Any, dst: Any, src: Any, ops: WriteOps) -> None:
+        """Queue copies between two memories of the device, or one of them and pinned memory of the host; the arrays of
+        `ops` may be reused at once. Raises DeviceError."""
+
+
+def wait_for(event: DeviceEvent) -> None:
+    """Block until the stream has passed it: for as long as the device takes. Raises DeviceError."""
+    while not event.done():
+        time.sleep(POLL_INTERVAL_S)
 
 
 class PinnedMemory:
@@ -269,6 +319,3 @@ def _checked(library: Any, explain: str, name: str, arguments: tuple[Any, ...]) 
         _, text = getattr(library, explain)(status)
         raise DeviceError(f"{name}{arguments!r:.80}: {text.decode() if isinstance(text, bytes) else text}")
     return results[0] if results else None
-
-
-__all__ = ["IPC_HANDLE_BYTES", "CudaDriver", "DeviceDriver", "DeviceError", "PinnedMemory", "mps_in_use"]

@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from baton.log import get_log
-from kvtransfer.device.driver import DeviceError
-from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
+from kvtransfer.device.driver import POLL_INTERVAL_S, DeviceError, DeviceEvent, DeviceStreams
 
 log = get_log("device")
 

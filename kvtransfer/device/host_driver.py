@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtransfer.device.driver import IPC_HANDLE_BYTES, DeviceError, DmaBuf, GpuDirect, PinnedMemory
-from kvtransfer.device.streams import DeviceStreams
+from kvtransfer.device.driver import IPC_HANDLE_BYTES, DeviceError, DeviceStreams, DmaBuf, GpuDirect, PinnedMemory
 from kvtransfer.native.copy import copy_records
 from kvtransfer.region import Region, RegionTooLarge
 from kvtransfer.transport import WriteOps

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kvtransfer.device.driver import IPC_HANDLE_BYTES, DeviceDriver, DeviceError
-from kvtransfer.device.streams import wait_for
+from kvtransfer.device.driver import IPC_HANDLE_BYTES, DeviceDriver, DeviceError, wait_for
 from kvtransfer.transport import RegionKind, WriteOps
 
 _MAGIC = b"BtCu"

@@ -21,9 +21,8 @@ import numpy as np
 from baton.config import setting
 from baton.errors import InvalidField, check_positive
 from baton.log import get_log
-from kvtransfer.device.driver import DeviceDriver
+from kvtransfer.device.driver import POLL_INTERVAL_S, DeviceDriver, DeviceEvent, wait_for
 from kvtransfer.device.region import DeviceRegion
-from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, wait_for
 from kvtransfer.transport import WriteOps
 
 log = get_log("device")

@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypedDict, Unpack
 
 import numpy as np
 
@@ -41,15 +41,24 @@ class SealPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueueLimits:
-    """`send_wrs_max`: work requests on their way on each queue pair, one of them kept for a seal."""
+class ChainLimits(LinkLimits):
+    chain_wrs_max: int = 32
+    """Writes posted at once."""
+    chain_bytes_max: int = 4 << 20
+    """Bytes of such a chain, unless one write is more."""
+    wr_bytes_max: int = 1 << 20
+    """Bytes of one write; longer ones are cut."""
+    on_the_way_bytes_max: int = 32 << 20
+    """Once this many bytes are posted and not completed, no more are posted."""
 
-    qps: int
-    send_wrs_max: int
-    chain_wrs_max: int
-    chain_bytes_max: int
-    wr_bytes_max: int
-    on_the_way_bytes_max: int
+
+class LinkParts(TypedDict):
+    """What every link is made of; see `BaseWriterLink`."""
+
+    endpoint: DataEndpoint
+    pair: Pair
+    events: WriterEvents
+    loop: asyncio.AbstractEventLoop
 
 
 class ChainLanes:
@@ -58,7 +67,9 @@ class ChainLanes:
     def __init__(
         self,
         *,
-        limits: QueueLimits,
+        limits: ChainLimits,
+        qps: int,
+        send_wrs_max: int,
         src_nbytes: int,
         dst_nbytes: int,
         loop: asyncio.AbstractEventLoop,
@@ -66,9 +77,9 @@ class ChainLanes:
         in_doubt: Callable[[GrantId], None],
         wake: Callable[[], None],
     ) -> None:
-        """`wake` is called, from any thread and under the queue's lock, when there is something to take; `in_doubt`:
-        see `PostQueue`."""
-        assert limits.send_wrs_max > 1 and limits.chain_wrs_max > 0
+        """`send_wrs_max` work requests are on their way on each queue pair, one of them kept for a seal. `wake` is
+        called, from any thread and under the queue's lock, when there is something to take."""
+        assert send_wrs_max > 1
         self.queue: PostQueue[OpsPart, None] = PostQueue(
             self._cut,
             self,
@@ -78,14 +89,14 @@ class ChainLanes:
             completed=completed,
             in_doubt=in_doubt,
         )
-        self._limits = limits
+        self._limits, self._qps, self._send_wrs_max = limits, qps, send_wrs_max
         # A doorbell for each free place would cost more than waiting for a few.
-        self._chain_wrs = min(limits.chain_wrs_max, limits.send_wrs_max - 1)
+        self._chain_wrs = min(limits.chain_wrs_max, send_wrs_max - 1)
         self._wake = wake
         self._out: dict[int, Chain | SealPart] = {}
         self._seals: deque[SealPart] = deque()
         self._seal_parts = 0
-        self._wrs_out_Q = [0] * limits.qps
+        self._wrs_out_Q = [0] * qps
         self._bytes_out = 0
         self.chains = self.requests = 0
 
@@ -103,15 +114,15 @@ class ChainLanes:
     def take(self) -> Chain | SealPart | None:
         """What to post next; None: nothing to do, or no room. Seals first, for what they seal has completed."""
         with self.queue.lock:
-            if self._seals and self._wrs_out_Q[self._seals[0].lane] < self._limits.send_wrs_max:
+            if self._seals and self._wrs_out_Q[self._seals[0].lane] < self._send_wrs_max:
                 part = self._seals.popleft()
                 self._wrs_out_Q[part.lane] += 1
                 self._out[part.number] = part
                 return part
             if self._bytes_out >= self._limits.on_the_way_bytes_max:
                 return None
-            qp = min(range(self._limits.qps), key=self._wrs_out_Q.__getitem__)
-            if self._limits.send_wrs_max - 1 - self._wrs_out_Q[qp] < self._chain_wrs and self._wrs_out_Q[qp]:
+            qp = min(range(self._qps), key=self._wrs_out_Q.__getitem__)
+            if self._send_wrs_max - 1 - self._wrs_out_Q[qp] < self._chain_wrs and self._wrs_out_Q[qp]:
                 return None
             chain = self.queue.take(qp)
             if chain is None:
@@ -149,7 +160,7 @@ class ChainLanes:
         with self.queue.lock:
             assert not self.queue.uncompleted(grant), "a seal before the grant's writes have completed"
             mask = self.queue.lanes_to_seal(grant)
-            for qp in range(self._limits.qps):
+            for qp in range(self._qps):
                 if mask >> qp & 1:
                     self._seal_parts += 1
                     # Below 0: the chains have the numbers above.
@@ -223,48 +234,43 @@ class ChainLink(ChannelLink):
         *,
         src_nbytes: int,
         dst_nbytes: int,
-        endpoint: DataEndpoint,
-        pair: Pair,
-        events: WriterEvents,
-        loop: asyncio.AbstractEventLoop,
-        limits: LinkLimits,
-        queue: QueueLimits,
+        limits: ChainLimits,
+        qps: int,
+        send_wrs_max: int,
         seals_max: int,
+        **parts: Unpack[LinkParts],
     ) -> None:
         """At most `seals_max` seals are on their way. Starts the thread. Raises ConnectError: there can be no more."""
-        super().__init__(channel, endpoint=endpoint, pair=pair, events=events, loop=loop, limits=limits)
+        super().__init__(channel, limits=limits, **parts)
         self.region_nbytes = dst_nbytes
         """Of the receiver's region."""
         self._seals_max = seals_max
         self._lanes = ChainLanes(
-            limits=queue,
+            limits=limits,
+            qps=qps,
+            send_wrs_max=send_wrs_max,
             src_nbytes=src_nbytes,
             dst_nbytes=dst_nbytes,
-            loop=loop,
-            completed=events.writes_completed,
-            in_doubt=events.writes_in_doubt,
+            loop=self._loop,
+            completed=self._events.writes_completed,
+            in_doubt=self._events.writes_in_doubt,
             wake=self._wake,
         )
         self._queue = self._lanes.queue
         self._seals_held: deque[Seal] = deque()
         self._seals_out: set[int] = set()
         self._seals_made = 0
-        self._thread = threading.Thread(
-            target=self._run, name=f"{self.transport.value}-post-{pair.receiver:x}", daemon=True
-        )
+        name = f"{self.transport.value}-post-{self._pair.receiver:x}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         try:
             self._thread.start()
         except RuntimeError as error:
-            raise ConnectError(f"{endpoint.address}: no thread to post with: {error}") from error
-        loop.add_reader(self._sock, self._read)
+            raise ConnectError(f"{self._address}: no thread to post with: {error}") from error
+        self._loop.add_reader(self._sock, self._read)
 
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""
-        return {
-            **super().describe(),
-            "requests": self._lanes.requests,
-            "chains": self._lanes.chains,
-        }
+        return {**super().describe(), "requests": self._lanes.requests, "chains": self._lanes.chains}
 
     # The subclass's own.
 

@@ -27,9 +27,8 @@ from typing import Any, ClassVar, Final, Self
 
 from baton.ids import Pair
 from baton.tasks import call_loop
-from kvtransfer.device.driver import DeviceDriver, DeviceError
+from kvtransfer.device.driver import POLL_INTERVAL_S, DeviceDriver, DeviceError, DeviceEvent, DeviceStreams
 from kvtransfer.device.region import DeviceRegion, OpenedRegion
-from kvtransfer.device.streams import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriteOps, WriterEvents
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.post_queue import Batch, Completed, OpsPart, PostQueue, Taken

@@ -14,7 +14,6 @@ until a flush succeeds.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,8 +27,7 @@ from kvtransfer.transport import ReceiverEvents, WriteRanges
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import Refusal, RefusalReason, SealGather, Signal
 from kvtransfer.transports.limits import PORT_LIMITS, PortLimits
-from kvtransfer.transports.rdma import CODEC, LinkEnds, RdmaWelcome, RegionAddress
-from kvtransfer.transports.rdma_device import Hold, QueuePairs, RdmaMemory
+from kvtransfer.transports.rdma import CODEC, Hold, LinkEnds, QueuePairs, RdmaMemory, RdmaWelcome, RegionAddress
 from kvtransfer.transports.rdma_ports import counters_of
 from kvtransfer.transports.rdma_verbs import QueuePairFailed, RdmaUnavailable
 from kvtransfer.transports.receiver_port import Connection, Evidence, ListeningPort
@@ -94,7 +92,7 @@ class RdmaReceiverPort(ListeningPort[PortLimits, RdmaConnection]):
         self._hold: Hold | None = None
         self._unsealed: dict[GrantId, Pair] = {}
         """Grants that may be written to, and whose seal has not come."""
-        memory.when_returned(self._device_back)
+        memory.returned = self._device_back
         self._device_back()
 
     def _endpoint_address(self) -> str:
@@ -204,7 +202,7 @@ class RdmaReceiverPort(ListeningPort[PortLimits, RdmaConnection]):
             hold.release()
             raise Refusal(RefusalReason.LINK_LAYER)
         try:
-            qps = QueuePairs(device, len(ends.qps), secrets.token_bytes, sends=False)
+            qps = QueuePairs(device, len(ends.qps), sends=False)
         except QueuePairFailed as error:
             hold.release()
             raise self._no_queue_pairs(error) from error

@@ -101,10 +101,6 @@ def _import_from(folder: Path) -> None:
         raise
 
 
-class LayoutUnknown(RdmaUnavailable):
-    """This pyverbs keeps its structures elsewhere. Nothing was read from there."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Addresses:
     """Where both regions are, as the device addresses them, with their keys."""
@@ -164,10 +160,10 @@ def posts_by() -> str:
 
 
 def _pointer_in(wrapper: Any) -> int:
-    """Where an object of pyverbs should keep its pointer. Raises LayoutUnknown."""
+    """Where an object of pyverbs should keep its pointer. Raises RdmaUnavailable."""
     base = type(wrapper).__base__
     if base is None or type(wrapper).__basicsize__ < base.__basicsize__ + ctypes.sizeof(ctypes.c_void_p):
-        raise LayoutUnknown(f"pyverbs' {type(wrapper).__name__} has no structure where one was expected")
+        raise RdmaUnavailable(f"pyverbs' {type(wrapper).__name__} has no structure where one was expected")
     return id(wrapper) + base.__basicsize__
 
 
@@ -179,7 +175,7 @@ def channel_fd(channel: Any) -> int:
     except OSError:
         kind = "not open"
     if "infinibandevent" not in kind:
-        raise LayoutUnknown(f"pyverbs' completion channel has no descriptor where one was expected, but {fd}: {kind}")
+        raise RdmaUnavailable(f"pyverbs' completion channel has no descriptor where one was expected, but {fd}: {kind}")
     return fd
 
 
@@ -187,7 +183,7 @@ def qp_address(qp: Any) -> int:
     """Where the struct ibv_qp is. Raises RdmaUnavailable."""
     address = need_library().qp_behind(_pointer_in(qp), qp.qp_num)
     if not address:
-        raise LayoutUnknown("pyverbs' queue pair is laid out in another way")
+        raise RdmaUnavailable("pyverbs' queue pair is laid out in another way")
     return int(address)
 
 
@@ -195,7 +191,7 @@ def cq_address(cq: Any) -> int:
     """Where the struct ibv_cq is. Raises RdmaUnavailable."""
     address = need_library().cq_behind(_pointer_in(cq), cq.cqe)
     if not address:
-        raise LayoutUnknown("pyverbs' completion queue is laid out in another way")
+        raise RdmaUnavailable("pyverbs' completion queue is laid out in another way")
     return int(address)
 
 

@@ -11,19 +11,18 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from dataclasses import dataclass
-from typing import ClassVar, Final
+from dataclasses import dataclass, replace
+from typing import ClassVar, Final, Unpack
 
 from baton.ids import Pair
 from baton.log import get_log
 from baton.repeats import RepeatLog
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriterEvents
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports.chain_link import ChainLink, QueueLimits, SealPart
+from kvtransfer.transports.chain_link import ChainLimits, ChainLink, LinkParts, SealPart
 from kvtransfer.transports.control_channel import WriterChannel, connect_errors
-from kvtransfer.transports.limits import LinkLimits, check_limits
-from kvtransfer.transports.rdma import CODEC, LinkEnds, RdmaWelcome, RegionAddress
-from kvtransfer.transports.rdma_device import Hold, ProbeLost, QueuePairs, RdmaMemory
+from kvtransfer.transports.limits import check_limits
+from kvtransfer.transports.rdma import CODEC, Hold, ProbeLost, QueuePairs, RdmaMemory, RdmaWelcome, RegionAddress
 from kvtransfer.transports.rdma_verbs import Poster, QueuePairFailed, RdmaUnavailable
 
 log = get_log("rdma")
@@ -62,17 +61,9 @@ class Waker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RdmaLinkLimits(LinkLimits):
-    """`connect_ms_max` includes the first data."""
+class RdmaLinkLimits(ChainLimits):
+    """`connect_ms_max` includes the first data. A chain is posted with one doorbell, and its last write completes."""
 
-    chain_wrs_max: int = 32
-    """Writes posted with one doorbell, the last completing."""
-    chain_bytes_max: int = 4 << 20
-    """Bytes of such a chain, unless one write is more."""
-    wr_bytes_max: int = 1 << 20
-    """Bytes of one write; longer ones are cut."""
-    on_the_way_bytes_max: int = 32 << 20
-    """Once this many bytes are posted and not completed, no more are posted."""
     spin_us_max: int = 50
     """How long the thread polls for a completion before it sleeps; 0: never."""
 
@@ -88,50 +79,6 @@ RDMA_LINK_LIMITS: Final = RdmaLinkLimits()
 class RdmaUnproved(ConnectError):
     """The handshake is done, and no data arrives: the devices do not reach each other (a route, a VLAN, a filter of UDP
     port 4791, or a switch whose MTU is smaller than the devices')."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Connected:
-    """All of it is the caller's."""
-
-    channel: WriterChannel
-    qps: QueuePairs
-    region: RegionAddress
-    region_nbytes: int
-    peer: LinkEnds
-
-
-async def connect(
-    endpoint: DataEndpoint, pair: Pair, hold: Hold, loop: asyncio.AbstractEventLoop, limits: LinkLimits
-) -> Connected:
-    """See `RdmaWriterLink.connect`. Releases the hold where it fails."""
-    channel: WriterChannel | None = None
-    qps: QueuePairs | None = None
-    acknowledged: asyncio.Future[None] | None = None
-    with connect_errors(endpoint.address, limits.connect_ms_max, QueuePairFailed):
-        try:
-            async with asyncio.timeout(limits.connect_ms_max / 1000):
-                region = RegionAddress.decode(endpoint.address)
-                qps = QueuePairs(hold.device, hold.device.config.qps, os.urandom, sends=True)
-                link = int.from_bytes(os.urandom(8))
-                hello = wire.Hello(pair=pair, epoch=endpoint.epoch, link=link, payload=qps.ends.encode())
-                channel = await WriterChannel.open(region.listens, loop, CODEC, address=endpoint.address)
-                welcome = RdmaWelcome.decode((await channel.shake_hands(endpoint.secret, hello)).payload)
-                if len(welcome.ends.qps) != len(qps.ends.qps):
-                    raise ConnectError(f"{endpoint.address}: {len(welcome.ends.qps)} queue pairs in the welcome")
-                qps.connect(welcome.ends)
-                acknowledged = loop.create_future()
-                await _prove(channel, qps, welcome, loop, acknowledged)
-            return Connected(
-                channel=channel, qps=qps, region=region, region_nbytes=welcome.region_nbytes, peer=welcome.ends
-            )
-        except BaseException as error:
-            give_up(endpoint, hold, qps, channel)
-            if acknowledged is None or _all_came(acknowledged) or not _concerns_the_way(error):
-                raise
-            text = f"no data arrives within {limits.connect_ms_max} ms" if isinstance(error, TimeoutError) else error
-            reason = error.reason if isinstance(error, ConnectError) else None
-            raise RdmaUnproved(f"{endpoint.address}: the devices do not reach each other: {text}", reason) from error
 
 
 def _all_came(acknowledged: asyncio.Future[None]) -> bool:
@@ -211,40 +158,31 @@ class RdmaWriterLink(ChainLink):
 
     def __init__(
         self,
-        connected: Connected,
+        channel: WriterChannel,
         *,
+        qps: QueuePairs,
         hold: Hold,
-        endpoint: DataEndpoint,
-        pair: Pair,
-        events: WriterEvents,
-        loop: asyncio.AbstractEventLoop,
+        region: RegionAddress,
+        welcome: RdmaWelcome,
         limits: RdmaLinkLimits,
+        **parts: Unpack[LinkParts],
     ) -> None:
         """Takes over what is connected, and the hold. Use `connect`."""
-        self._qps, self._hold, self._spin_us_max = connected.qps, hold, limits.spin_us_max
-        self._poster: Poster = self._qps.poster(dst_base=connected.region.base, rkey=connected.region.rkey)
+        self._qps, self._hold, self._spin_us_max = qps, hold, limits.spin_us_max
+        self._poster: Poster = qps.poster(dst_base=region.base, rkey=region.rkey)
         self._waker = Waker()
         self._tries_left: int | None = None
-        self._repeats = RepeatLog(log, loop.time)
+        self._repeats = RepeatLog(log, parts["loop"].time)
         try:
             super().__init__(
-                connected.channel,
+                channel,
                 src_nbytes=hold.device.nbytes,
-                dst_nbytes=connected.region_nbytes,
-                endpoint=endpoint,
-                pair=pair,
-                events=events,
-                loop=loop,
-                limits=limits,
-                queue=QueueLimits(
-                    qps=len(self._qps.ends.qps),
-                    send_wrs_max=hold.device.send_wrs_max,
-                    chain_wrs_max=min(limits.chain_wrs_max, self._poster.chain_wrs_max),
-                    chain_bytes_max=limits.chain_bytes_max,
-                    wr_bytes_max=limits.wr_bytes_max,
-                    on_the_way_bytes_max=limits.on_the_way_bytes_max,
-                ),
-                seals_max=min(self._qps.ends.seals_max, connected.peer.seals_max),
+                dst_nbytes=welcome.region_nbytes,
+                limits=replace(limits, chain_wrs_max=min(limits.chain_wrs_max, self._poster.chain_wrs_max)),
+                qps=len(qps.ends.qps),
+                send_wrs_max=hold.device.send_wrs_max,
+                seals_max=min(qps.ends.seals_max, welcome.ends.seals_max),
+                **parts,
             )
         except ConnectError:
             self._waker.close()
@@ -271,14 +209,33 @@ class RdmaWriterLink(ChainLink):
             hold = memory.acquire()
         except RdmaUnavailable as error:
             raise ConnectError(str(error)) from error
-        connected = await connect(endpoint, pair, hold, loop, limits)
-        try:
-            link = cls(connected, hold=hold, endpoint=endpoint, pair=pair, events=events, loop=loop, limits=limits)
-        except BaseException as error:
-            give_up(endpoint, hold, connected.qps, connected.channel)
-            if isinstance(error, (OSError, QueuePairFailed)):
-                raise ConnectError(f"{endpoint.address}: {error}") from error
-            raise
+        parts = LinkParts(endpoint=endpoint, pair=pair, events=events, loop=loop)
+        channel: WriterChannel | None = None
+        qps: QueuePairs | None = None
+        acknowledged: asyncio.Future[None] | None = None
+        with connect_errors(endpoint.address, limits.connect_ms_max, QueuePairFailed):
+            try:
+                async with asyncio.timeout(limits.connect_ms_max / 1000):
+                    region = RegionAddress.decode(endpoint.address)
+                    qps = QueuePairs(hold.device, hold.device.config.qps, sends=True)
+                    link_id = int.from_bytes(os.urandom(8))
+                    hello = wire.Hello(pair=pair, epoch=endpoint.epoch, link=link_id, payload=qps.ends.encode())
+                    channel = await WriterChannel.open(region.listens, loop, CODEC, address=endpoint.address)
+                    welcome = RdmaWelcome.decode((await channel.shake_hands(endpoint.secret, hello)).payload)
+                    if len(welcome.ends.qps) != len(qps.ends.qps):
+                        raise ConnectError(f"{endpoint.address}: {len(welcome.ends.qps)} queue pairs in the welcome")
+                    qps.connect(welcome.ends)
+                    acknowledged = loop.create_future()
+                    await _prove(channel, qps, welcome, loop, acknowledged)
+                link = cls(channel, qps=qps, hold=hold, region=region, welcome=welcome, limits=limits, **parts)
+            except BaseException as error:
+                give_up(endpoint, hold, qps, channel)
+                if acknowledged is None or _all_came(acknowledged) or not _concerns_the_way(error):
+                    raise
+                late = f"no data arrives within {limits.connect_ms_max} ms"
+                text = f"the devices do not reach each other: {late if isinstance(error, TimeoutError) else error}"
+                reason = error.reason if isinstance(error, ConnectError) else None
+                raise RdmaUnproved(f"{endpoint.address}: {text}", reason) from error
         hold.on_lost(link._device_lost)
         return link
 
@@ -294,11 +251,8 @@ class RdmaWriterLink(ChainLink):
 
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""
-        return {
-            **super().describe(),
-            "device": self._hold.device.port.device,
-            "queue_pairs": len(self._qps.ends.qps),
-        }
+        own = {"device": self._hold.device.port.device, "queue_pairs": len(self._qps.ends.qps)}
+        return {**super().describe(), **own}
 
     # Posting thread.
 

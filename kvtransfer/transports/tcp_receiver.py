@@ -40,9 +40,8 @@ from baton.ids import Epoch, GrantId, Pair
 from baton.log import get_log
 from baton.repeats import RepeatLog
 from baton.tasks import call_loop
-from kvtransfer.device.driver import DeviceError
+from kvtransfer.device.driver import POLL_INTERVAL_S, DeviceError
 from kvtransfer.device.staging import StagedRegion, StagingFull, StagingShare
-from kvtransfer.device.streams import POLL_INTERVAL_S
 from kvtransfer.native.sockets import Received, native_sockets
 from kvtransfer.region import Region
 from kvtransfer.transport import ReceiverEvents, WriteRanges

@@ -25,8 +25,16 @@ from kvtransfer.transports.control_channel import ChannelState, Refusal, Refusal
 from kvtransfer.transports.limits import PortLimits
 from kvtransfer.transports.receiver_port import Connection, Evidence, ListeningPort
 from kvtransfer.transports.settings import UcxConfig
-from kvtransfer.transports.ucx import CODEC, UcxHello, UcxWelcome
-from kvtransfer.transports.ucx_nixl import UcxAgent, UcxFailed, UcxUnavailable, destruction_fences, ucx_transports
+from kvtransfer.transports.ucx import (
+    CODEC,
+    UcxAgent,
+    UcxFailed,
+    UcxHello,
+    UcxUnavailable,
+    UcxWelcome,
+    destruction_fences,
+    ucx_transports,
+)
 
 log = get_log("ucx")
 

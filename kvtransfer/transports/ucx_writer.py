@@ -10,31 +10,32 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Unpack
 
 import numpy as np
 
 from baton.ids import Pair
 from baton.log import get_log
 from kvtransfer.link import host_identity
-from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriterEvents
+from kvtransfer.transport import DataEndpoint, TransportName, WriterEvents
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports.chain_link import ChainLink, QueueLimits, SealPart
+from kvtransfer.transports.chain_link import ChainLimits, ChainLink, LinkParts, SealPart
 from kvtransfer.transports.control_channel import WriterChannel, connect_errors
-from kvtransfer.transports.limits import LinkLimits
 from kvtransfer.transports.settings import UcxConfig
-from kvtransfer.transports.ucx import CODEC, UcxHello, UcxWelcome
-from kvtransfer.transports.ucx_nixl import UcxAgent, UcxFailed, UcxUnavailable, ucx_transports
+from kvtransfer.transports.ucx import CODEC, UcxAgent, UcxFailed, UcxHello, UcxUnavailable, UcxWelcome, ucx_transports
 
 log = get_log("ucx")
 
-UCX_LINK_LIMITS: Final = LinkLimits(connect_ms_max=10_000)
-TRANSFER_WRITES_MAX: Final = 4096
-"""Writes handed to NIXL at once."""
-TRANSFER_BYTES_MAX: Final = 16 << 20
-"""Bytes of these, unless one write is more."""
-ON_THE_WAY_BYTES_MAX: Final = 64 << 20
-"""Once this many bytes are handed to NIXL and not completed, no more are."""
+UCX_LINK_LIMITS: Final = ChainLimits(
+    connect_ms_max=10_000,
+    chain_wrs_max=4096,
+    chain_bytes_max=16 << 20,
+    wr_bytes_max=1 << 30,
+    on_the_way_bytes_max=64 << 20,
+)
+"""A chain is what is handed to NIXL at once."""
+SEND_WRS_MAX: Final = 1 << 30
+"""NIXL takes any number of writes."""
 SEALS_MAX: Final = 256
 """Seals on their way that the receiver has not confirmed."""
 POLL_US_MIN: Final = 50
@@ -43,45 +44,6 @@ POLL_US_MAX: Final = 1000
 """The longest pause, while nothing completes."""
 SLEEP_MS_MAX = 1000
 """The posting thread looks about at least this often."""
-
-
-async def connect(
-    endpoint: DataEndpoint,
-    pair: Pair,
-    source_U8: np.ndarray,
-    loop: asyncio.AbstractEventLoop,
-    *,
-    config: UcxConfig,
-    limits: LinkLimits,
-) -> tuple[WriterChannel, UcxAgent]:
-    """See `UcxWriterLink.connect`. The welcomed channel, and an agent that may write to the receiver's."""
-    link = int.from_bytes(os.urandom(8))
-    own = UcxHello(host=host_identity(), pid=os.getpid())
-    hello = wire.Hello(pair=pair, epoch=endpoint.epoch, link=link, payload=own.encode())
-    making = loop.run_in_executor(None, UcxAgent, source_U8, f"writer-{link:x}", config.tls)
-    channel: WriterChannel | None = None
-    with connect_errors(endpoint.address, limits.connect_ms_max, UcxFailed, UcxUnavailable):
-        try:
-            async with asyncio.timeout(limits.connect_ms_max / 1000):
-                channel = await WriterChannel.open(endpoint.address, loop, CODEC, address=endpoint.address)
-                welcome = UcxWelcome.decode((await channel.shake_hands(endpoint.secret, hello)).payload)
-                agent = await asyncio.shield(making)
-            loading = loop.run_in_executor(
-                None, agent.load_peer, welcome.metadata, welcome.region_base, welcome.region_nbytes
-            )
-            if cancelled := await _until_over(loading):
-                raise cancelled
-            loading.result()
-            return channel, agent
-        except BaseException as error:
-            cancelled = await _until_over(making)
-            if making.exception() is None:
-                cancelled = await _until_over(loop.run_in_executor(None, making.result().destroy)) or cancelled
-            if channel is not None:
-                channel.leave(wire.Bye(epoch=endpoint.epoch))
-            if cancelled is not None:
-                raise cancelled from error
-            raise
 
 
 async def _until_over(work: asyncio.Future[Any]) -> asyncio.CancelledError | None:
@@ -113,12 +75,9 @@ class UcxWriterLink(ChainLink):
         channel: WriterChannel,
         agent: UcxAgent,
         *,
-        endpoint: DataEndpoint,
-        pair: Pair,
-        events: WriterEvents,
-        loop: asyncio.AbstractEventLoop,
         config: UcxConfig,
-        limits: LinkLimits,
+        limits: ChainLimits,
+        **parts: Unpack[LinkParts],
     ) -> None:
         """Takes over what is connected. Use `connect`."""
         self._agent, self._config = agent, config
@@ -128,20 +87,11 @@ class UcxWriterLink(ChainLink):
             channel,
             src_nbytes=agent.nbytes,
             dst_nbytes=agent.peer_nbytes,
-            endpoint=endpoint,
-            pair=pair,
-            events=events,
-            loop=loop,
             limits=limits,
-            queue=QueueLimits(
-                qps=1,
-                send_wrs_max=1 << 30,
-                chain_wrs_max=TRANSFER_WRITES_MAX,
-                chain_bytes_max=TRANSFER_BYTES_MAX,
-                wr_bytes_max=1 << 30,
-                on_the_way_bytes_max=ON_THE_WAY_BYTES_MAX,
-            ),
+            qps=1,
+            send_wrs_max=SEND_WRS_MAX,
             seals_max=SEALS_MAX,
+            **parts,
         )
 
     @classmethod
@@ -153,7 +103,7 @@ class UcxWriterLink(ChainLink):
         events: WriterEvents,
         loop: asyncio.AbstractEventLoop,
         config: UcxConfig | None = None,
-        limits: LinkLimits = UCX_LINK_LIMITS,
+        limits: ChainLimits = UCX_LINK_LIMITS,
     ) -> UcxWriterLink:
         """Connect, prove the pair's secret, register the source for this link, which releases it at its end.
 
@@ -161,15 +111,33 @@ class UcxWriterLink(ChainLink):
             ConnectError: refused, unreachable, not the receiver, no NIXL, or not done within `connect_ms_max`.
         """
         config = config or UcxConfig()
-        channel, agent = await connect(endpoint, pair, source_region_U8, loop, config=config, limits=limits)
-        try:
-            return cls(
-                channel, agent, endpoint=endpoint, pair=pair, events=events, loop=loop, config=config, limits=limits
-            )
-        except ConnectError:
-            agent.destroy()
-            channel.leave(wire.Bye(epoch=endpoint.epoch))
-            raise
+        parts = LinkParts(endpoint=endpoint, pair=pair, events=events, loop=loop)
+        link = int.from_bytes(os.urandom(8))
+        own = UcxHello(host=host_identity(), pid=os.getpid())
+        hello = wire.Hello(pair=pair, epoch=endpoint.epoch, link=link, payload=own.encode())
+        making = loop.run_in_executor(None, UcxAgent, source_region_U8, f"writer-{link:x}", config.tls)
+        channel: WriterChannel | None = None
+        with connect_errors(endpoint.address, limits.connect_ms_max, UcxFailed, UcxUnavailable):
+            try:
+                async with asyncio.timeout(limits.connect_ms_max / 1000):
+                    channel = await WriterChannel.open(endpoint.address, loop, CODEC, address=endpoint.address)
+                    welcome = UcxWelcome.decode((await channel.shake_hands(endpoint.secret, hello)).payload)
+                    agent = await asyncio.shield(making)
+                there = (welcome.metadata, welcome.region_base, welcome.region_nbytes)
+                loading = loop.run_in_executor(None, agent.load_peer, *there)
+                if cancelled := await _until_over(loading):
+                    raise cancelled
+                loading.result()
+                return cls(channel, agent, config=config, limits=limits, **parts)
+            except BaseException as error:
+                cancelled = await _until_over(making)
+                if making.exception() is None:
+                    cancelled = await _until_over(loop.run_in_executor(None, making.result().destroy)) or cancelled
+                if channel is not None:
+                    channel.leave(wire.Bye(epoch=endpoint.epoch))
+                if cancelled is not None:
+                    raise cancelled from error
+                raise
 
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""

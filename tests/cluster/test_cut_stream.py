@@ -41,7 +41,7 @@ class Cut:
     """Between the router and `CUT_OFF`, once `at_next_token` is set; prefill nodes reach it all the time."""
 
     def __init__(self, cluster: InProcessCluster, nowhere: grpc.aio.Channel) -> None:
-        (self.stream,) = [s for s in cluster.router.debug_state().streams if s.name == CUT_OFF]
+        (self.stream,) = [s for s in cluster.router.streams.subscriptions if s.name == CUT_OFF]
         """The router's; all its calls to the node are made here."""
         self.at_next_token = False
         self.reserved: list[tuple[str, int]] = []

@@ -12,8 +12,8 @@ from cachestore.ledger import Ledger
 from kvtransfer.link import LOST_THERE
 from kvtransfer.protocol.receiver import OPEN, GrantState
 from kvtransfer.transport import TransportName
-from kvtransfer.transports import rdma_device
-from kvtransfer.transports.rdma_device import RdmaLimits
+from kvtransfer.transports import rdma
+from kvtransfer.transports.rdma import RdmaLimits
 from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
 from kvtransfer.transports.rdma_verbs import posts_by
 from kvtransfer.transports.rdma_writer import RdmaWriterLink
@@ -69,7 +69,7 @@ def test_a_pair_whose_device_was_away_says_why_it_uses_tcp(monkeypatch: pytest.M
     want of the receiver's device. It says so too when the device is back, since its link stays as it is; the next link
     is over rdma again, and nothing is left to say."""
     state = install(monkeypatch)
-    monkeypatch.setattr(rdma_device, "RDMA_LIMITS", RdmaLimits(device_check_ms=5))
+    monkeypatch.setattr(rdma, "RDMA_LIMITS", RdmaLimits(device_check_ms=5))
     rng = random.Random(3)
 
     async def scenario() -> None:

@@ -246,7 +246,7 @@ def test_the_prefill_call_breaks_after_the_commit() -> None:
             asked = asyncio.create_task(cluster.client.generate(prompt, max_tokens=50))
             await cluster.gates[Point.COMMIT_ANSWERED].reached.wait()
             await cluster.gates[Point.LAST_TOKEN].reached.wait()
-            (inbox,) = cluster.router.debug_state().inboxes.values()
+            (inbox,) = cluster.router.streams.inboxes.values()
             inbox.fail(BatonError(Reason.PEER_UNREACHABLE, "The test has broken the call."))
             await wait_for(lambda: went_on(inbox), "the router to go on")
             for point in (Point.COMMIT_ANSWERED, Point.LAST_TOKEN):
@@ -272,7 +272,7 @@ def test_the_prefill_call_breaks_before_the_commit() -> None:
             prompt = [MARK, *random_prompt(random.Random(PROMPT_SEED + 5), 40)]
             asked = asyncio.create_task(cluster.client.generate(prompt, max_tokens=50))
             await cluster.gates[Point.COMMIT_ARRIVED].reached.wait()
-            (inbox,) = cluster.router.debug_state().inboxes.values()
+            (inbox,) = cluster.router.streams.inboxes.values()
 
             async def has_first() -> bool:
                 return len(inbox.tokens) == 1
@@ -281,7 +281,7 @@ def test_the_prefill_call_breaks_before_the_commit() -> None:
             inbox.fail(BatonError(Reason.PEER_UNREACHABLE, "The test has broken the call."))
 
             async def second() -> bool:
-                return any(key.attempt == 1 for key in cluster.router.debug_state().inboxes)
+                return any(key.attempt == 1 for key in cluster.router.streams.inboxes)
 
             await wait_for(second, "the second attempt")
             cluster.gates[Point.COMMIT_ARRIVED].open()

@@ -76,7 +76,7 @@ def test_the_answer_ends_while_its_router_asks() -> None:
             async def unanswered(self: DecodeSubscription, key: RequestKey) -> bool:
                 asking.set()
                 cluster.gates[Point.LAST_TOKEN].open()
-                (inbox,) = cluster.router.debug_state().inboxes.values()
+                (inbox,) = cluster.router.streams.inboxes.values()
                 await wait_for(lambda: ended(inbox), "the end of the answer")
                 return False
 
@@ -84,7 +84,7 @@ def test_the_answer_ends_while_its_router_asks() -> None:
             with patch.object(DecodeSubscription, "has_committed", unanswered):
                 asked = asyncio.create_task(cluster.client.generate(prompt, max_tokens=50))
                 await cluster.gates[Point.LAST_TOKEN].reached.wait()
-                (inbox,) = cluster.router.debug_state().inboxes.values()
+                (inbox,) = cluster.router.streams.inboxes.values()
                 inbox.fail(BatonError(Reason.PEER_UNREACHABLE, "The test has broken the call."))
                 await asking.wait()
                 cluster.gates[Point.COMMIT_ANSWERED].open()
@@ -116,8 +116,8 @@ def test_the_record_of_a_lost_node_goes_while_a_router_asks_it() -> None:
             with patch.object(DecodeSubscription, "has_committed", slow):
                 asked = asyncio.create_task(cluster.client.generate(prompt, max_tokens=50))
                 await cluster.gates[Point.LAST_TOKEN].reached.wait()
-                (inbox,) = cluster.router.debug_state().inboxes.values()
-                (lost,) = [s for s in cluster.router.debug_state().streams if inbox.key in s._inboxes]
+                (inbox,) = cluster.router.streams.inboxes.values()
+                (lost,) = [s for s in cluster.router.streams.subscriptions if inbox.key in s._inboxes]
                 lost.fail_all(BatonError(Reason.PEER_UNREACHABLE, "The test has lost it."))
                 await asking.wait()
                 records = [r for r in cluster.runtimes["router-0"].membership.nodes() if r.name != lost.name]
@@ -130,7 +130,7 @@ def test_the_record_of_a_lost_node_goes_while_a_router_asks_it() -> None:
             await assert_conserved(cluster)
 
             async def unused() -> bool:
-                return all(s.users == 0 and s.idle for s in cluster.router.debug_state().streams)
+                return all(s.users == 0 and s.idle for s in cluster.router.streams.subscriptions)
 
             await wait_for(unused, "nobody to use a stream")
 

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from kvtransfer.transports.ucx_nixl import installed
+from kvtransfer.transports.ucx import installed
 from tests.support.cluster_harness import (
     RunningCluster,
     assert_conserved,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 import pytest
 
 from kvtransfer.transport import TransportName
-from kvtransfer.transports.ucx_nixl import installed
+from kvtransfer.transports.ucx import installed
 from tests.conformance.transport_kits import KITS, UCX_KITS, Kit
 from tests.conformance.transport_suite import CASES
 from tests.conformance.transport_suite_more import MORE_CASES, TCP_CASES

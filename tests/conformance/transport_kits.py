@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from kvtransfer.transport import (
 )
 from kvtransfer.transports.cuda_ipc import CudaIpcReceiverPort, CudaIpcWriterLink
 from kvtransfer.transports.limits import LinkLimits
-from kvtransfer.transports.rdma_device import DeviceBytes, HostBytes, RdmaMemory
+from kvtransfer.transports.rdma import DeviceBytes, HostBytes, RdmaMemory
 from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
 from kvtransfer.transports.rdma_writer import RdmaLinkLimits, RdmaWriterLink
 from kvtransfer.transports.settings import RdmaConfig, TcpConfig, UcxConfig
@@ -37,9 +37,9 @@ from kvtransfer.transports.shm_writer import ShmLinkLimits, ShmWriterLink
 from kvtransfer.transports.tcp_receiver import TcpReceiverPort
 from kvtransfer.transports.tcp_staged import StagedTcpLink
 from kvtransfer.transports.tcp_writer import TcpWriterLink
-from kvtransfer.transports.ucx_nixl import destruction_fences
+from kvtransfer.transports.ucx import destruction_fences
 from kvtransfer.transports.ucx_receiver import UcxReceiverPort
-from kvtransfer.transports.ucx_writer import UcxWriterLink
+from kvtransfer.transports.ucx_writer import UCX_LINK_LIMITS, UcxWriterLink
 from tests.support.fake_device import FakeDriver, FakeStreams, LateStreams
 
 ConnectErrors = (ConnectError, ConnectError, ConnectError, ConnectError)
@@ -230,7 +230,7 @@ class Kit:
             link.memory = memory
             return link
         if self.transport is TransportName.UCX:
-            drains = LinkLimits(connect_ms_max=self.connect_ms_max, drain_ms_max=3_000)
+            drains = replace(UCX_LINK_LIMITS, connect_ms_max=self.connect_ms_max, drain_ms_max=3_000)
             return await UcxWriterLink.connect(endpoint, pair, source_U8, events, loop, UcxConfig(tls=self.tls), drains)
         tcp = TcpConfig(streams=self.streams)
         short = LinkLimits(connect_ms_max=self.connect_ms_max, drain_ms_max=300, bye_ms_max=300)

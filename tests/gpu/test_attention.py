@@ -24,7 +24,6 @@ from engine.gpu.attention import (
     BackendUnfit,
     GpuAttention,
     Phase,
-    TorchPaged,
     TritonDecode,
     Varlen,
     VarlenPlan,
@@ -57,31 +56,31 @@ def gather_by_torch(pool: KvPool, num_heads: int) -> Varlen:
     return Varlen(pool, varlen_by_torch)
 
 
-def broken(pool: KvPool, num_heads: int) -> TorchPaged:
+def broken(pool: KvPool, num_heads: int) -> TorchAttention:
     raise RuntimeError("no kernel image is available for execution on the device")
 
 
-def missing(pool: KvPool, num_heads: int) -> TorchPaged:
+def missing(pool: KvPool, num_heads: int) -> TorchAttention:
     raise ModuleNotFoundError("No module named 'flash_attn'", name="flash_attn")
 
 
-def unfit(pool: KvPool, num_heads: int) -> TorchPaged:
+def unfit(pool: KvPool, num_heads: int) -> TorchAttention:
     raise BackendUnfit("takes pages of 256 tokens")
 
 
-class Wrong(TorchPaged):
+class Wrong(TorchAttention):
     def attend(self, layer: int, q_RHD: torch.Tensor, plan: Any) -> torch.Tensor:
         return super().attend(layer, q_RHD, plan) * 1.1
 
 
-class ReadsTooFar(TorchPaged):
+class ReadsTooFar(TorchAttention):
     """Lets a slot past the end of the context into the result."""
 
     def attend(self, layer: int, q_RHD: torch.Tensor, plan: Any) -> torch.Tensor:
         return super().attend(layer, q_RHD, plan) * float("nan")
 
 
-class Misshapen(TorchPaged):
+class Misshapen(TorchAttention):
     def attend(self, layer: int, q_RHD: torch.Tensor, plan: Any) -> torch.Tensor:
         return super().attend(layer, q_RHD, plan)[:-1]
 
@@ -104,15 +103,15 @@ def admitted(*makers: Any, phase: Phase = Phase.PREFILL, shape: Shape = SMALL) -
 def test_a_backend_that_fails_its_trial_is_rejected(maker: Any, problem: str, caplog: pytest.LogCaptureFixture) -> None:
     """The next one in the list is taken, and the reason is told."""
     caplog.set_level(logging.CRITICAL, logger="baton")
-    found = admitted(maker, TorchPaged)
-    assert isinstance(found.backend, TorchPaged)
-    assert found.name == "1-TorchPaged"
-    assert str(found) == f"1-TorchPaged; not used: 0-{maker.__name__}: {problem}"
+    found = admitted(maker, TorchAttention)
+    assert isinstance(found.backend, TorchAttention)
+    assert found.name == "1-TorchAttention"
+    assert str(found) == f"1-TorchAttention; not used: 0-{maker.__name__}: {problem}"
 
 
 def test_a_backend_that_computes_nonsense_is_found_out() -> None:
     """Off by a tenth: no error, no NaN, and refused by comparing with the reference."""
-    found = admitted(Wrong, TorchPaged)
+    found = admitted(Wrong, TorchAttention)
     assert list(found.rejected) == ["0-Wrong"]
     assert found.rejected["0-Wrong"].startswith("wrong by 1.0e-01")
 
@@ -168,15 +167,13 @@ def test_mixed_batches_agree_with_the_reference(shape: Shape, seed: int) -> None
     fill(pool, batch, generator)
     q_THD = random_queries(pool, shape, batch, generator)
     attention = GpuAttention(pool, prefill=gather_by_torch(pool, shape.heads), decode=TritonDecode(pool, shape.heads))
-    metadata = attention.prepare(batch)
+    plan = attention.prepare(batch.slices)
     wide = KvPool(
         pool.kv_LN2KSD.float().reshape(-1).view(torch.uint8), pool.num_blocks, replace(shape.spec, dtype="float32")
     )
     reference = TorchAttention(wide)
-    wanted = reference.prepare(batch)
-    assert torch.equal(metadata.positions_T, wanted.positions_T)
-    assert torch.equal(metadata.slots.blocks_T, wanted.slots.blocks_T)
-    assert_close(attention.attend(1, q_THD, metadata), reference.attend(1, q_THD.float(), wanted), shape.dtype)
+    wanted = reference.prepare(batch.slices)
+    assert_close(attention.attend(1, q_THD, plan), reference.attend(1, q_THD.float(), wanted), shape.dtype)
 
 
 class OnCuda:
@@ -202,7 +199,7 @@ def install(monkeypatch: pytest.MonkeyPatch, module: str, **functions: Any) -> N
 def compare(backend: Any, pool: KvPool, batch: Batch, q_THD: torch.Tensor) -> None:
     reference = TorchAttention(pool)
     found = backend.attend(1, q_THD, backend.prepare(batch.slices))
-    assert_close(found, reference.attend(1, q_THD, reference.prepare(batch)), pool.spec.dtype)
+    assert_close(found, reference.attend(1, q_THD, reference.prepare(batch.slices)), pool.spec.dtype)
 
 
 def case(shape: Shape) -> tuple[KvPool, Batch, torch.Tensor]:

@@ -35,7 +35,7 @@ def references(pool: KvPool, shape: Shape, batch: Batch, q_THD: torch.Tensor, la
     """The torch reference in float32, over the same numbers."""
     bytes_U8 = pool.kv_LN2KSD.float().reshape(-1).view(torch.uint8)
     attention = TorchAttention(KvPool(bytes_U8, pool.num_blocks, replace(shape.spec, dtype="float32")))
-    return attention.attend(layer, q_THD.float(), attention.prepare(batch))
+    return attention.attend(layer, q_THD.float(), attention.prepare(batch.slices))
 
 
 @shapes
@@ -88,7 +88,7 @@ def test_gather_copies_contexts_in_order(shape: Shape, seed: int) -> None:
     pool = poisoned_pool(shape, 40)
     batch = random_batch(chance, pool, sequences=chance.randint(1, 5), context_max=5 * shape.block_size)
     fill(pool, batch, generator)
-    plan = kernels.plan_gather(pool, batch)
+    plan = kernels.plan_gather(pool, batch.slices)
     k_CKD, v_CKD = kernels.gather(pool, 1, plan)
     row = 0
     for s in batch.slices:

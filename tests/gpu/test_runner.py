@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from collections import abc
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,7 +27,7 @@ from tests.support.gpu_models import (
 # isort: split
 from baton.errors import InvalidField
 from baton.ids import BlockId
-from engine.gpu.attention import PagedAttention
+from engine.attention import PagedAttention
 from engine.gpu.config import GpuConfig, GraphConfig
 from engine.gpu.graphs import bucket_sizes
 from engine.gpu.runner import GpuRunner
@@ -83,7 +84,7 @@ class OnePlan:
         self._inner = inner
         self._plan: Any = None
 
-    def prepare(self, slices: tuple[SequenceSlice, ...]) -> None:
+    def prepare(self, slices: abc.Sequence[SequenceSlice]) -> None:
         self._plan = self._inner.prepare(slices)
 
     def attend(self, layer: int, q_RHD: torch.Tensor, plan: None) -> torch.Tensor:

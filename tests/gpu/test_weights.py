@@ -294,7 +294,7 @@ def scores(folder: Path, dtype: torch.dtype, quantisation: Quantisation = Quanti
     )
     record = 2 * spec.num_kv_heads * spec.block_size * spec.head_dim * dtype.itemsize
     pool = KvPool(torch.full((spec.num_layers * 96 * record,), 0xFF, dtype=torch.uint8), 96, spec)
-    forward = TorchForward(Decoder(config, tensors, weights.packing, fused_rms_norm), pool)
+    forward = TorchForward(Decoder(config, tensors, weights, fused_rms_norm), pool)
     tokens = random.Random(3).choices(range(2, config.vocab_size), k=480)
     x_TE = forward.forward(Batch(slices=(piece(0, tokens, 0, 480),)), NullSink(), every_row=True)
     return forward.logits(x_TE).float()

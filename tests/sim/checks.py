@@ -130,8 +130,8 @@ def _left(process: Process) -> str:
     if process.peers is not None:
         told += [f"handoffs {len(peer._handoffs)}" for peer in process.peers.all() if peer._handoffs]
         told += [f"link {link.number} busy" for link in process.links if not link.idle]
-    if process.router is not None and process.router.debug_state().inboxes:
-        told.append(f"inboxes {len(process.router.debug_state().inboxes)}")
+    if process.router is not None and process.router.streams.inboxes:
+        told.append(f"inboxes {len(process.router.streams.inboxes)}")
     if process.ledger is not None:
         counts = process.ledger.counts()
         if counts.cached + counts.free != counts.total or counts.promised:

@@ -22,8 +22,8 @@ from triton.runtime.jit import JITFunction
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
 from engine.gpu import kernels, linears
 from engine.kv_pool import KvPool
-from engine.types import Batch, KvSpec, SamplingParams, SequenceSlice
-from kvtransfer.device.copy_kernel import copy_records
+from engine.types import KvSpec, SamplingParams, SequenceSlice
+from kvtransfer.device.cuda_streams import copy_records
 from kvtransfer.transport import WriteOps
 
 GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0, max_tokens=1)
@@ -96,7 +96,7 @@ def attention(pool: KvPool, group: int) -> None:
         output_index=0,
         params=GREEDY,
     )
-    kernels.gather(pool, 1, kernels.plan_gather(pool, Batch(slices=(prompt,))))
+    kernels.gather(pool, 1, kernels.plan_gather(pool, [prompt]))
 
 
 def products(capability: int) -> None:

@@ -100,10 +100,8 @@ async def is_placed_again(cluster: InProcessCluster, prompt: list[int]) -> None:
 async def is_resumed(cluster: InProcessCluster, prompt: list[int]) -> None:
     """Its decode node is lost in the middle of the answer."""
     asked = asyncio.create_task(cluster.client.generate(prompt, max_tokens=150))
-    await until(
-        cluster, "a token", lambda: any(len(i.tokens) > 2 for i in cluster.router.debug_state().inboxes.values())
-    )
-    for inbox in cluster.router.debug_state().inboxes.values():
+    await until(cluster, "a token", lambda: any(len(i.tokens) > 2 for i in cluster.router.streams.inboxes.values()))
+    for inbox in cluster.router.streams.inboxes.values():
         inbox.give_up(BatonError(Reason.HANDOFF_FAILED, "The test says so."))
     del inbox
     answer = await asked

@@ -250,7 +250,7 @@ class InProcessCluster:
     def traces(self) -> dict[str, str]:
         """What the marked requests still have, by node. Empty when they are freed everywhere."""
         found: dict[str, str] = {}
-        if any(key.request in self.marked for key in self.router.debug_state().inboxes):
+        if any(key.request in self.marked for key in self.router.streams.inboxes):
             found[ROUTER_NAME] = "an inbox"
         for name, prefill in self.prefill.items():
             jobs = [*prefill.debug_state().queue, *prefill.debug_state().admitted]

@@ -17,11 +17,13 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from kvtransfer.transports import rdma_device, rdma_receiver, rdma_writer
-from kvtransfer.transports.rdma import LinkEnds, ProbePlace, QpAddress
-from kvtransfer.transports.rdma_device import (
+from kvtransfer.transports import rdma, rdma_receiver, rdma_writer
+from kvtransfer.transports.rdma import (
     Keys,
+    LinkEnds,
     ProbeLost,
+    ProbePlace,
+    QpAddress,
     RdmaLimits,
     RdmaRegion,
     Registrar,
@@ -67,8 +69,8 @@ class DoubleDevice:
     def __init__(self, region: RdmaRegion, config: RdmaConfig, *, remote_writes: bool, limits: RdmaLimits) -> None:
         self.port, self.config, self.remote_writes = PORT, config, remote_writes
         registrar = DoubleRegistrar()
-        self.registration = region.register(registrar, remote_writes=remote_writes)
-        self.base, self.lkey, self.rkey = self.registration.keys
+        keys, self.registered_as = region.register(registrar, remote_writes=remote_writes)
+        self.base, self.lkey, self.rkey = keys
         self.nbytes, self.region_U8 = region.nbytes, registrar.registered_U8
         self.probes = ProbePlace(base=next(_numbers), rkey=next(_numbers))
         self.mtu, self.lid, self.ethernet = 5, 0, True
@@ -96,7 +98,7 @@ class DoubleQueuePairs:
     fails_to_destroy: ClassVar[int] = 0
     probes_lost: ClassVar[dict[int, int | None]] = {}
 
-    def __init__(self, device: DoubleDevice, count: int, randomness: Callable[[int], bytes], *, sends: bool) -> None:
+    def __init__(self, device: DoubleDevice, count: int, *, sends: bool) -> None:
         self.device, self.sends = device, sends
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
         self.immediates: list[tuple[int, int]] = []
@@ -238,9 +240,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     def find() -> list[RdmaPort]:
         return [] if state["lost"] else [PORT]
 
-    monkeypatch.setattr(rdma_device, "open_device", open_device)
-    monkeypatch.setattr(rdma_device, "why_lost", lambda _: state["lost"])
-    monkeypatch.setattr(rdma_device, "find_ports", find)
+    monkeypatch.setattr(rdma, "open_device", open_device)
+    monkeypatch.setattr(rdma, "why_lost", lambda _: state["lost"])
+    monkeypatch.setattr(rdma, "find_ports", find)
     monkeypatch.setattr(rdma_writer, "QueuePairs", DoubleQueuePairs)
     monkeypatch.setattr(rdma_receiver, "QueuePairs", DoubleQueuePairs)
     monkeypatch.setattr(DoubleQueuePairs, "fails_to_destroy", 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,8 +16,7 @@ from kvtransfer.transport import Seal
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports import rdma_receiver
 from kvtransfer.transports.limits import PortLimits
-from kvtransfer.transports.rdma import CODEC, RdmaWelcome, RegionAddress
-from kvtransfer.transports.rdma_device import HostBytes, RdmaLimits, RdmaMemory, RdmaRegion
+from kvtransfer.transports.rdma import CODEC, HostBytes, RdmaLimits, RdmaMemory, RdmaRegion, RdmaWelcome, RegionAddress
 from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
 from kvtransfer.transports.rdma_writer import RdmaLinkLimits, RdmaWriterLink
 from kvtransfer.transports.settings import RdmaConfig
@@ -105,7 +103,7 @@ class Raw:
         self.endpoint = r.port.expect(PAIR, EPOCH)
         self.source_U8 = np.zeros(1, np.uint8)
         device = DoubleDevice(HostBytes(lambda: self.source_U8), CONFIG, remote_writes=False, limits=LIMITS)
-        self.qps = DoubleQueuePairs(device, 2, os.urandom, sends=True)
+        self.qps = DoubleQueuePairs(device, 2, sends=True)
         self.inbox = wire.Inbox(CODEC)
         self.waiting: list[wire.Message] = []
 

@@ -45,7 +45,7 @@ def filtered_scores(scores_RV: torch.Tensor, params: Sequence[SamplingParams]) -
     """The scores, -inf where a filter excludes the token."""
     result_RV = torch.full_like(scores_RV, float("-inf"))
     for part in sampler.candidates(scores_RV, params):
-        result_RV[part.rows_R[:, None], part.ids_RC] = part.scores_RC
+        result_RV[part.rows_R[:, None], part.ids_RC] = part.scores_RC.masked_fill(~part.kept_RC, float("-inf"))
     return result_RV
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvtransfer.transport import WriteOps
 from kvtransfer.transports import ucx, ucx_receiver, ucx_writer
-from kvtransfer.transports.ucx_nixl import UcxFailed, UcxUnavailable
+from kvtransfer.transports.ucx import UcxFailed, UcxUnavailable
 
 
 class AgentDouble:

@@ -80,7 +80,7 @@ def test_end_of_sequence_is_drawn_only_when_configured() -> None:
 )
 def test_the_configuration_is_validated(fields: dict[str, float], message: str) -> None:
     """The message names the field."""
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(AssertionError, match=message):
         MockConfig(**fields)  # type: ignore[arg-type]
 
 

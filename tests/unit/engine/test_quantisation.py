@@ -22,7 +22,7 @@ from engine.model_config import (
     load_model_config,
     weight_shapes,
 )
-from engine.native.kernels import PANEL, SCALED, Epilogue, Operand, Workspace, native_kernels, pack, quantise
+from engine.native.kernels import PANEL, SCALED, Epilogue, Workspace, native_kernels, pack, quantise
 from engine.runner import TorchRunner
 from engine.types import Batch, NullSink
 from tests.unit.engine.test_native import piece
@@ -62,11 +62,8 @@ def test_the_kernel_multiplies_by_the_rounded_weights(rows: int, outputs: int, i
     padded = torch.zeros(-(-outputs // PANEL) * PANEL, -(-inputs // SCALED) * SCALED, dtype=torch.bfloat16)
     padded[:outputs, :inputs] = w
     exact = x.double() @ rounded(padded, bits)[:outputs, :inputs].T + b.double()
-    bias = torch.zeros(padded.shape[0], dtype=torch.bfloat16)
-    bias[:outputs] = b
     out = torch.ones(rows, outputs, dtype=torch.bfloat16)
-    operand = Operand(matrix=pack(w, bits), bias=bias, columns=outputs)
-    kernels.linear(x, operand, out, epilogue=Epilogue.ADD, workspace=Workspace())
+    kernels.linear(x, pack(w, bits, bias_Y=b), out, epilogue=Epilogue.ADD, workspace=Workspace())
     assert (out.double() - exact - 1).abs().max() < 2.0**-7 * exact.abs().max()
 
 

@@ -23,8 +23,7 @@ import tests.support.triton_interpreter  # noqa: F401  # before the kernel, and 
 from triton.runtime.errors import OutOfResources
 
 from baton.errors import InvalidField
-from kvtransfer.device.copy_kernel import copy_records
-from kvtransfer.device.cuda_streams import CudaStreams
+from kvtransfer.device.cuda_streams import CudaStreams, copy_records
 from kvtransfer.device.driver import CudaDriver, DeviceError, mps_in_use
 from kvtransfer.device.region import DeviceRegion, OpenedRegion
 from kvtransfer.link import DEFAULT_TRANSPORTS, check_transports, choose, serving

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestore.layout import kv_layout
-from kvtransfer.status import RECENT_S, LandedBytes, Moved, PairSpeed
+from kvtransfer.status import RECENT_S, Moved, MovedSums, PairSpeed
 from kvtransfer.transport import RecordPlan, WriteOutOfBounds
 from kvtransfer.writer import StepWrites
 
@@ -165,13 +165,13 @@ def test_a_layer_counts_from_just_before_its_post_and_not_at_all_where_that_fail
 @given(landings=st.lists(st.tuples(st.integers(0, 64), st.integers(0, 1 << 40)), max_size=40))
 def test_what_has_landed_is_counted_in_all_and_a_second(landings: list[tuple[int, int]]) -> None:
     """A receiver knows when a handoff has landed, and nothing of the writes before: its rate is one of the clock."""
-    landed, now_s = LandedBytes(), START_S
+    landed, now_s = MovedSums(), START_S
     seen: list[tuple[float, int]] = []
     for pause_sixteenths, nbytes in landings:
         now_s += pause_sixteenths / 16
-        landed.add(nbytes, now_s)
+        landed.add(Moved(nbytes=nbytes), now_s)
         seen.append((now_s, nbytes))
-    assert landed.nbytes == sum(nbytes for _, nbytes in seen)
+    assert landed.in_all.nbytes == sum(nbytes for _, nbytes in seen)
     first_s = now_s // 1 - (RECENT_S - 1)
     recent = sum(nbytes for at_s, nbytes in seen if at_s >= first_s)
     assert landed.per_s(now_s) == pytest.approx(recent / (now_s - first_s))

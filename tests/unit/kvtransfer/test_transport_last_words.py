@@ -20,8 +20,7 @@ from kvtransfer.transport import ConnectError, DataEndpoint, TransportName
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import UNREAD_BYTES_MAX, close_politely, take_leave
 from kvtransfer.transports.rdma import CODEC as RDMA
-from kvtransfer.transports.rdma import RegionAddress
-from kvtransfer.transports.rdma_device import HostBytes, RdmaMemory
+from kvtransfer.transports.rdma import HostBytes, RdmaMemory, RegionAddress
 from kvtransfer.transports.rdma_writer import RdmaWriterLink
 from kvtransfer.transports.tcp import CODEC as TCP
 from kvtransfer.transports.tcp import FRAME_BYTES_MAX, MESSAGE_BYTES, SEGMENT_BYTES, Ack

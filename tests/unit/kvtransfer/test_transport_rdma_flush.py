@@ -19,7 +19,7 @@ from baton.ids import Pair
 from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.transport import PairBeingFenced, Seal, TransportName
-from kvtransfer.transports.rdma_device import DeviceBytes, register_if_usable
+from kvtransfer.transports.rdma import DeviceBytes, register_if_usable
 from tests.conformance.transport_kits import RDMA_KITS, Everything, Kit
 from tests.conformance.transport_suite import (
     a_closed_port_lets_go_of_everything,

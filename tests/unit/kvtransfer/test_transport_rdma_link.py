@@ -16,8 +16,15 @@ from baton.errors import InvalidField
 from baton.ids import Epoch
 from kvtransfer.transport import ConnectError, PairBeingFenced, Seal, TransportName
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports.rdma import CODEC, ProbePlace, RdmaWelcome, RegionAddress
-from kvtransfer.transports.rdma_device import HostBytes, RdmaMemory, register_if_usable
+from kvtransfer.transports.rdma import (
+    CODEC,
+    HostBytes,
+    ProbePlace,
+    RdmaMemory,
+    RdmaWelcome,
+    RegionAddress,
+    register_if_usable,
+)
 from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
 from kvtransfer.transports.rdma_writer import RdmaLinkLimits, RdmaWriterLink

@@ -18,11 +18,9 @@ from cli import doctor
 from cli.doctor import Machine, Verdict, check_rdma, works
 from kvtransfer.transports import rdma_verbs
 from kvtransfer.transports.control_channel import MalformedMessage
-from kvtransfer.transports.rdma import LinkEnds, ProbePlace, QpAddress, RdmaWelcome, RegionAddress
-from kvtransfer.transports.rdma_device import RdmaLimits
+from kvtransfer.transports.rdma import LinkEnds, ProbePlace, QpAddress, RdmaLimits, RdmaWelcome, RegionAddress
 from kvtransfer.transports.rdma_ports import GidKind, choose_port, counters_of, find_ports, why_lost
 from kvtransfer.transports.rdma_verbs import (
-    LayoutUnknown,
     RdmaUnavailable,
     channel_fd,
     cq_address,
@@ -333,12 +331,12 @@ def test_structures_of_pyverbs_are_looked_at_before_they_are_used(look: Callable
     wrapper = Wrapper()
     if set_:
         wrapper.first = bytes(4096)
-    with pytest.raises(LayoutUnknown, match="pyverbs"):
+    with pytest.raises(RdmaUnavailable, match="pyverbs"):
         look(wrapper)
 
 
 def test_an_object_without_room_for_a_pointer_is_no_wrapper() -> None:
-    with pytest.raises(LayoutUnknown, match="object has no structure"):
+    with pytest.raises(RdmaUnavailable, match="object has no structure"):
         qp_address(object())
 
 

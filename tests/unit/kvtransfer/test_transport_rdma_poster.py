@@ -16,7 +16,8 @@ import pytest
 from baton.ids import Epoch
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports.rdma import CODEC
+from kvtransfer.transports import rdma_writer
+from kvtransfer.transports.rdma import CODEC, LinkEnds, ProbePlace, QpAddress, RdmaWelcome, RegionAddress
 from kvtransfer.transports.rdma_verbs import (
     Addresses,
     Poster,
@@ -193,24 +194,36 @@ def test_without_a_thread_to_post_with_nothing_is_kept(monkeypatch: pytest.Monke
     def fail(_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    async def connected(*_: object) -> object:
-        ends = SimpleNamespace(qps=(1, 2), seals_max=4)
-        qps = SimpleNamespace(
-            ends=ends,
-            poster=lambda **_: SimpleNamespace(chain_wrs_max=4),
-            destroy=lambda: happened.append("destroyed"),
-        )
-        region = SimpleNamespace(base=0, rkey=0)
-        channel = wire.WriterChannel(ours, asyncio.get_running_loop(), CODEC, address="here")
-        return SimpleNamespace(channel=channel, qps=qps, region=region, region_nbytes=64, peer=ends)
-
-    monkeypatch.setattr("kvtransfer.transports.rdma_writer.connect", connected)
-    monkeypatch.setattr(threading.Thread, "start", fail)
-    hold = SimpleNamespace(
-        device=SimpleNamespace(send_wrs_max=8, nbytes=64), release=lambda: happened.append("released")
+    ends = LinkEnds(
+        gid=bytes(16), lid=0, mtu=5, ethernet=True, seals_max=4, qps=(QpAddress(number=1, first_packet=1),) * 2
     )
+    welcome = RdmaWelcome(region_nbytes=64, probes=ProbePlace(base=1, rkey=1), ends=ends)
+    qps = SimpleNamespace(
+        ends=ends,
+        connect=lambda _: None,
+        poster=lambda **_: SimpleNamespace(chain_wrs_max=4),
+        destroy=lambda: happened.append("destroyed"),
+    )
+
+    async def opened(*_: object, **__: object) -> wire.WriterChannel:
+        return wire.WriterChannel(ours, asyncio.get_running_loop(), CODEC, address="here")
+
+    async def shake_hands(*_: object) -> wire.Welcome:
+        return wire.Welcome(proof=bytes(32), payload=welcome.encode())
+
+    async def prove(*arguments: Any) -> None:
+        arguments[-1].set_result(None)
+
+    monkeypatch.setattr(wire.WriterChannel, "open", opened)
+    monkeypatch.setattr(wire.WriterChannel, "shake_hands", shake_hands)
+    monkeypatch.setattr(rdma_writer, "QueuePairs", lambda *_, **__: qps)
+    monkeypatch.setattr(rdma_writer, "_prove", prove)
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    device = SimpleNamespace(config=SimpleNamespace(qps=2), send_wrs_max=8, nbytes=64)
+    hold = SimpleNamespace(device=device, release=lambda: happened.append("released"))
     memory: Any = SimpleNamespace(acquire=lambda: hold)
-    endpoint = DataEndpoint(transport=TransportName.RDMA, address="here", secret=b"", epoch=Epoch(3))
+    address = RegionAddress(listens="127.0.0.1:1", base=0, rkey=0).encode()
+    endpoint = DataEndpoint(transport=TransportName.RDMA, address=address, secret=b"", epoch=Epoch(3))
 
     async def scene() -> None:
         loop = asyncio.get_running_loop()

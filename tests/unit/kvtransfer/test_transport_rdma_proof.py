@@ -11,8 +11,7 @@ import pytest
 
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports.rdma import CODEC, ProbePlace, RdmaWelcome, RegionAddress
-from kvtransfer.transports.rdma_device import HostBytes
+from kvtransfer.transports.rdma import CODEC, HostBytes, ProbePlace, RdmaWelcome, RegionAddress
 from kvtransfer.transports.rdma_writer import RdmaUnproved
 from tests.conformance.transport_kits import RDMA_KITS
 from tests.conformance.transport_suite import record_ops
@@ -176,7 +175,7 @@ def test_a_receiver_that_ends_meanwhile_says_nothing_of_the_way(monkeypatch: pyt
             secret, nonce, probes = bytes(16), bytes(32), ProbePlace(base=1, rkey=1)
             there_U8 = np.zeros(REGION_NBYTES, np.uint8)
             device = DoubleDevice(HostBytes(lambda: there_U8), CONFIG, remote_writes=True, limits=LIMITS)
-            theirs = DoubleQueuePairs(device, 2, lambda count: bytes(count), sends=False)
+            theirs = DoubleQueuePairs(device, 2, sends=False)
 
             async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
                 (hello,) = wire.Inbox(CODEC).feed(await reader.read(4096))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from baton.ids import GrantId
 from kvtransfer.transport import WriteOps, WriteOutOfBounds
 from kvtransfer.transports import post_queue
-from kvtransfer.transports.chain_link import Chain, ChainLanes, QueueLimits, SealPart, cut_requests
+from kvtransfer.transports.chain_link import Chain, ChainLanes, ChainLimits, SealPart, cut_requests
 from kvtransfer.transports.post_queue import Taken, TooManyAbandonedGrants
 from tests.support.shm_harness import grant_of, ops_of
 
@@ -24,11 +24,12 @@ GRANT, OTHER = grant_of(1), grant_of(2)
 class Bench:
     """A queue of which the test is the posting thread and the device."""
 
-    def __init__(self, **limits: int) -> None:
-        self.limits = QueueLimits(
+    def __init__(self, *, qps: int = 2, send_wrs_max: int = 8, **limits: int) -> None:
+        self.qps, self.send_wrs_max = qps, send_wrs_max
+        self.limits = ChainLimits(
             **{
-                "qps": 2, "send_wrs_max": 8, "chain_wrs_max": 4, "chain_bytes_max": 1_000, "wr_bytes_max": 300,
-                "on_the_way_bytes_max": 3_000, **limits,
+                "chain_wrs_max": 4, "chain_bytes_max": 1_000, "wr_bytes_max": 300, "on_the_way_bytes_max": 3_000,
+                **limits,
             }
         )  # fmt: skip
         self.completed: list[tuple[GrantId, int, int, bool]] = []
@@ -37,6 +38,8 @@ class Bench:
         self.loop = asyncio.new_event_loop()
         self.lanes = ChainLanes(
             limits=self.limits,
+            qps=qps,
+            send_wrs_max=send_wrs_max,
             src_nbytes=NBYTES,
             dst_nbytes=NBYTES,
             loop=self.loop,
@@ -110,8 +113,8 @@ def test_everything_is_posted_once_within_the_limits(batches: list[tuple[bool, l
             out += bench.take_all()
             chains = [item for item in out if isinstance(item, Taken)]
             assert len(chains) == len(out)
-            for qp in range(bench.limits.qps):
-                assert sum(len(c.part.ops.src) for c in chains if c.lane == qp) < bench.limits.send_wrs_max
+            for qp in range(bench.qps):
+                assert sum(len(c.part.ops.src) for c in chains if c.lane == qp) < bench.send_wrs_max
             assert sum(c.part.nbytes for c in chains) < bench.limits.on_the_way_bytes_max + bench.limits.chain_bytes_max
             for c in chains:
                 assert 0 < len(c.part.ops.src) <= bench.limits.chain_wrs_max

@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 
 from kvtransfer.device.driver import CudaDriver, DeviceError, DmaBuf, GpuDirect, page_span
 from kvtransfer.device.region import DeviceRegion
-from kvtransfer.transports.rdma_device import (
+from kvtransfer.transports.rdma import (
     DeviceBytes,
     HostBytes,
     Keys,
-    RegisteredAs,
     Registrar,
     RegistrationRefused,
 )
@@ -144,7 +143,7 @@ def test_a_dma_buf_is_taken_where_there_is_one() -> None:
     driver, card = Driver(allowed()), Card()
     region = region_of(driver)
     made = DeviceBytes(region).register(card, remote_writes=True)
-    assert (made.registered_as, made.keys, made.why_not_better) == (RegisteredAs.DMA_BUF, Keys(256, 3, 4), "")
+    assert made == (Keys(256, 3, 4), "device memory as a dma-buf")
     assert card.asked == [("dma-buf", 256, NBYTES)]
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(driver.fds[0])
@@ -164,9 +163,9 @@ def test_else_it_is_peer_memory_and_why_is_told(driver: Driver, card: Card, why:
     """By the address that the device has; no descriptor stays open."""
     region = region_of(driver)
     made = DeviceBytes(region).register(card, remote_writes=True)
-    assert (made.registered_as, made.keys) == (RegisteredAs.PEER_MEMORY, Keys(region.address, 1, 2))
+    assert made.keys == Keys(region.address, 1, 2)
     assert card.asked[-1] == ("address", region.address, NBYTES)
-    assert re.fullmatch(why, made.why_not_better)
+    assert re.fullmatch(rf"device memory as peer memory \({why}\)", made.how)
     for fd in driver.fds:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
@@ -219,7 +218,7 @@ def test_host_memory_is_registered_by_its_address_or_asks_for_more_locked_memory
     region_U8, card = np.zeros(NBYTES, np.uint8), Card()
     registered = HostBytes(lambda: region_U8)
     made = registered.register(card, remote_writes=True)
-    assert (made.registered_as, made.keys) == (RegisteredAs.HOST_MEMORY, Keys(region_U8.ctypes.data, 1, 2))
+    assert made == (Keys(region_U8.ctypes.data, 1, 2), "host memory")
     assert (registered.nbytes, card.asked) == (NBYTES, [("address", region_U8.ctypes.data, NBYTES)])
     with pytest.raises(RegistrationRefused, match=r"^Bad address; raise the limit of locked memory"):
         registered.register(Card(refuses_address=True), remote_writes=True)

@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from baton.errors import InvalidField
 from cli.doctor import transports_in
 from kvtransfer.transport import TransportName
-from kvtransfer.transports import ucx_nixl
 from kvtransfer.transports.control_channel import MalformedMessage
 from kvtransfer.transports.settings import UcxConfig
-from kvtransfer.transports.ucx import UcxHello, UcxWelcome, usable
-from kvtransfer.transports.ucx_nixl import destruction_fences
+from kvtransfer.transports.ucx import UcxHello, UcxWelcome, destruction_fences, ucx_transports, usable
 
 HELLOS = st.builds(UcxHello, host=st.binary(min_size=16, max_size=16).map(bytes.hex), pid=st.integers(0, (1 << 32) - 1))
 U64 = st.integers(0, (1 << 64) - 1)
@@ -45,9 +43,9 @@ def test_what_the_receiver_moves_itself_it_can_fence_alone() -> None:
 def test_the_environment_of_ucx_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """UCX_TLS overrides what is configured, as UCX has it, and so for the fence."""
     monkeypatch.delenv("UCX_TLS", raising=False)
-    assert ucx_nixl.ucx_transports("tcp") == "tcp"
+    assert ucx_transports("tcp") == "tcp"
     monkeypatch.setenv("UCX_TLS", "tcp,cma")
-    assert ucx_nixl.ucx_transports("tcp") == "tcp,cma"
+    assert ucx_transports("tcp") == "tcp,cma"
 
 
 @pytest.mark.parametrize("tls", ["", "tcp,cma", "tcp=1", "^cma"])
@@ -71,7 +69,7 @@ def test_transports_are_read_from_what_ucx_prints() -> None:
 
 def test_without_nixl_it_is_not_offered(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Beside others a warning, with what to do; alone an error; unasked for nothing at all."""
-    monkeypatch.setattr(ucx_nixl, "MODULES", ("no_such_module",))
+    monkeypatch.setattr("kvtransfer.transports.ucx.MODULES", ("no_such_module",))
     ucx, tcp = TransportName.UCX, TransportName.TCP
     assert usable((tcp,), "all") is False
     assert caplog.text == ""

@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.reach import reached_files
 
-KVTRANSFER_FILES_MAX: Final = 18
-ALL_FILES_MAX: Final = 72
+KVTRANSFER_FILES_MAX: Final = 16
+ALL_FILES_MAX: Final = 58
 
 
 @pytest.mark.slow

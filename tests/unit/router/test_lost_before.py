@@ -259,7 +259,7 @@ def test_a_node_that_was_lost_and_comes_back_can_die_again() -> None:
         dies: list[asyncio.Task[None]] = []
 
         async def reached() -> bool:
-            stream = scene.router._streams._subscriptions[DECODE]
+            stream = scene.router.streams._subscriptions[DECODE]
             return not stream.out_of_reach
 
         async def die() -> None:
