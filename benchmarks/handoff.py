@@ -72,7 +72,7 @@ class Recorder:
             add(What.PLANNED, writes=len(layers) * len(src_blocks_B))
 
         def posted(self: StepWrites, layer: int) -> None:
-            writes = len(self.src_blocks_B)
+            writes = len(self.dst_blocks_B)
             add(What.POSTED, layer, writes, writes * self.handoff.peer.layout.record_bytes)
 
         def ended(self: WriterPeer, instruction: ReportEnd) -> None:

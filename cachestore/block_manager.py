@@ -31,20 +31,6 @@ def growth_blocks(
     return max(0, -(-end // block_size) - blocks_held)
 
 
-def footprint_blocks(known_len: int, *, prompt_len: int, max_tokens: int, context_len_max: int, block_size: int) -> int:
-    """Blocks that a request comes to hold where its answer is drawn: for its `known_len` tokens, prompt and answer so
-    far, of which the first one that it lacks is drawn elsewhere, and for what it may draw behind them."""
-    held = -(-known_len // block_size)
-    return held + growth_blocks(
-        prompt_len=prompt_len,
-        known_len=known_len + 1,
-        max_tokens=max_tokens,
-        context_len_max=context_len_max,
-        block_size=block_size,
-        blocks_held=held,
-    )
-
-
 class BlockManager:
     """Hands out the blocks of one region, and keeps what is left behind as prefix cache.
 

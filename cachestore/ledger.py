@@ -3,13 +3,12 @@
 Pure and single-threaded: the node's control thread owns it. Every block is in exactly one class, the first that fits:
 quarantined, writer-owned, held, cached, free.
 
-Two kinds of owner exist side by side. A *request* holds a block by count (a running sequence, a grant on behalf of its
-request, a shared prefix). A remote *writer* owns it through one grant. A block is free only when both have let go.
+Owners are of two kinds: *requests* hold a block by count, and one remote *writer* owns it through its grant. A block is
+free when all have let go.
 
-Promises are of two kinds as well. A *device-backed* one is covered by blocks that nobody owns, and can always be drawn
-from. A *host-backed* one may be covered by `host_room` instead (host memory that held blocks could be moved to), so
-drawing may have to wait until something has been moved: `can_draw`. Two sums hold at every moment: device-backed
-promises <= free + cached, and all promises <= free + cached + host_room.
+Promises are of two kinds: *device-backed* ones can be drawn from at any time, *host-backed* ones once blocks have been
+moved to host memory (`can_draw`). Always: device-backed promises <= free + cached, and all promises <= free + cached +
+host_room.
 """
 
 from __future__ import annotations
@@ -151,9 +150,6 @@ class Ledger:
             assert self._writer[block] == grant, (block, self._writer[block], grant)
             self._quarantined[block] = True
 
-    def writer_of(self, block: BlockId) -> GrantId | None:
-        return self._writer[block]
-
     def is_held(self, block: BlockId) -> bool:
         return self._holds[block] > 0
 
@@ -252,23 +248,17 @@ class Ledger:
         )
 
     def check(self) -> BlockLoad:
-        """Compare the recount with the running books.
-
-        Raises:
-            ConservationError: naming the first contradiction.
-        """
-        counts = self.counts()
-        if counts.free != len(self._free) or len(set(self._free)) != len(self._free):
-            raise ConservationError(f"free list has {len(self._free)} entries, recount says {counts.free}")
-        if counts.cached != self._cached_count:
-            raise ConservationError(f"{self._cached_count} cached blocks in the books, recount says {counts.cached}")
+        """Compare the recount with the running books. Raises ConservationError naming the first contradiction."""
+        counts, books = self.counts(), self.books()
+        if len(set(self._free)) != len(self._free):
+            raise ConservationError(f"the free list of {len(self._free)} entries names a block twice")
+        if counts != books:
+            raise ConservationError(f"the books say {books}, the recount {counts}")
         if self._promised != sum(self._promises.values()) or self._promised < 0:
             raise ConservationError(f"promised {self._promised}, promises sum to {sum(self._promises.values())}")
         self._check_promises(counts.free + counts.cached - counts.pinned)
         if any(pinned and not cached for pinned, cached in zip(self._pinned, self._cached, strict=True)):
             raise ConservationError("a block is pinned that the prefix index does not know")
-        if counts != self.books():
-            raise ConservationError(f"the books say {self.books()}, the recount {counts}")
         return counts
 
     def _check_promises(self, reclaimable: int) -> None:

@@ -1,13 +1,11 @@
 """Which blocks hold the KV of which tokens: an index of full blocks by the chained hash of everything up to their end.
 
-Pure; owned by the node's control thread. Chaining block hashes is the scheme of vLLM's prefix cache; here the tokens
-are compared too, so that a hash collision costs a miss and never a wrong answer.
+Pure; owned by the node's control thread. Chained block hashes are the scheme of vLLM's prefix cache; here tokens are
+compared too, so a hash collision costs a miss and never a wrong answer.
 
-Eviction order is least recently used, deepest first. A touch of a block touches all blocks before it in its chain, so
-a block is never younger than one behind it, and that order alone takes children before their parents.
-
-Pinned blocks are not evicted. A pin names a chain by its digests and may come before the blocks do; in the index the
-pinned blocks are always a chain's beginning, so that no block goes with one before it.
+Eviction takes the least recently used block first, the deepest of equals. A use of a block is one of all before it in
+its chain, so children go before their parents. Pinned blocks are not evicted. A pin names a chain by its digests and
+may come before the blocks; those pinned are always a chain's beginning.
 """
 
 from __future__ import annotations
@@ -254,12 +252,6 @@ class PrefixCache:
                 for pinned in [e for e in _with_descendants(entry) if e.pinned]:
                     self._unpin(pinned)
                 self._remove(entry)
-
-    def clear(self) -> None:
-        """Forget every block."""
-        self.forget([entry.block for entry in self._entries.values() if entry.parent is None])
-        self._heap.clear()
-        assert not self._entries, len(self._entries)
 
     def _pack(self, tokens: Sequence[int], index: int) -> bytes:
         return pack_tokens(tokens[index * self.block_size : (index + 1) * self.block_size])

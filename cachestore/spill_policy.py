@@ -5,19 +5,17 @@
     SPILLED    swapped out, nothing of it is being copied
     RETURNING  swapped out, blocks of it are being copied back
 
-Age alone decides: the youngest sequence makes room, the oldest swapped-out one comes back first, and one that starts
-while older ones are swapped out waits behind them. So whoever runs is older than whoever is swapped out, the oldest of
-all is never held up by another, and a sequence waits at most until those before it have finished.
+Age alone decides: the youngest makes room, the oldest swapped-out one comes back first, and one that starts waits
+behind older ones that are swapped out. So every runner is older than whoever is swapped out, and nobody overtakes.
 
-Two margins keep the same blocks from going to and fro. Room is made not for the next step alone but for
-`headroom_blocks` more of each runner; and a sequence comes back only when that much would still be free afterwards.
-When nobody runs at all, the oldest comes back whatever it takes, block by block if host memory is full but for its
-reserve.
+Room is made for `headroom_blocks` more of each runner than the next step takes, and a sequence comes back only while
+that much stays free: else the same blocks would go to and fro. When nobody runs, the oldest comes back at any price,
+block by block if host memory is full but for its reserve.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -74,39 +72,6 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepComes:
-    """No step is in flight. `runners` decode now; `swapped_out` do not. Both in any order."""
-
-    growable: int
-    """Blocks that could be handed out on the device now."""
-    freeing: int
-    """Blocks on the device whose copies to host memory are under way."""
-    host_free: int
-    """Blocks of host memory that could be copied to now, the reserve counted."""
-    runners: tuple[Standing, ...]
-    swapped_out: tuple[Standing, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopiesDone:
-    """Nothing of this sequence is being copied for it any more."""
-
-    key: RequestKey
-    absent: int
-    """Its blocks that are not whole on the device."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceLeft:
-    """Finished, cancelled, past its deadline or aborted. Keys that were never seen are fine."""
-
-    key: RequestKey
-
-
-SpillEvent = StepComes | CopiesDone | SequenceLeft
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SwapOut:
     """Take this sequence out of the steps."""
 
@@ -115,7 +80,7 @@ class SwapOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyOut:
-    """Begin to copy up to `blocks` of its blocks to host memory, tail first. `CopiesDone` follows."""
+    """Begin to copy up to `blocks` of its blocks to host memory, tail first. `copies_done` follows."""
 
     key: RequestKey
     blocks: int
@@ -123,40 +88,61 @@ class CopyOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyBack:
-    """Begin to bring up to `blocks` of its absent blocks to the device, head first. `CopiesDone` follows."""
+    """Begin to bring up to `blocks` of its absent blocks to the device, head first. `copies_done` follows."""
 
     key: RequestKey
     blocks: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwapIn:
-    """All of it is on the device: let it decode on."""
-
-    key: RequestKey
-
-
-SpillInstruction = SwapOut | CopyOut | CopyBack | SwapIn
+SpillInstruction = SwapOut | CopyOut | CopyBack
 
 
 class SpillPolicy:
-    """One engine's sequences under overcommit. `handle` mutates this object only; one thread owns it."""
+    """One engine's sequences under overcommit. Mutates itself only; one thread owns it."""
 
     def __init__(self, *, headroom_blocks: int) -> None:
         assert headroom_blocks >= 1, headroom_blocks
         self._headroom_blocks = headroom_blocks
         self._states: dict[RequestKey, SpillState] = {}
         self._out: list[SpillInstruction] = []
-        self._handlers: dict[type, Callable[..., None]] = {
-            StepComes: self._step_comes,
-            CopiesDone: self._copies_done,
-            SequenceLeft: self._left,
-        }
 
-    def handle(self, event: SpillEvent) -> list[SpillInstruction]:
+    def before_step(
+        self,
+        *,
+        growable: int,
+        freeing: int,
+        host_free: int,
+        runners: Iterable[Standing],
+        swapped_out: Iterable[Standing],
+    ) -> list[SpillInstruction]:
+        """No step is in flight. `runners` decode now, `swapped_out` do not; each in any order.
+
+        Blocks: `growable` could be handed out on the device now, `freeing` of the device are being copied to host
+        memory, `host_free` of host memory could be copied to (the reserve is counted).
+        """
         self._out = []
-        self._handlers[type(event)](event)
+        waiting = sorted(swapped_out, key=lambda each: each.age)
+        going_on = self._let_in(sorted(runners, key=lambda each: each.age), waiting)
+        short = sum(each.need for each in going_on) - growable - freeing
+        if short > 0:
+            self._make_room(short, going_on, waiting, host_free)
+        elif freeing == 0 and waiting:
+            self._bring_back(going_on, waiting, growable, host_free)
         return self._out
+
+    def copies_done(self, key: RequestKey, *, absent: int) -> bool:
+        """No block is being copied for this sequence any more; `absent` of its blocks are not whole on the device.
+
+        Returns whether it decodes on.
+        """
+        runs = self._states[key] is _S.RETURNING and absent == 0
+        self._move(key, SpillCause.COPIED, _S.RUNNING if runs else _S.SPILLED)
+        return runs
+
+    def left(self, key: RequestKey) -> None:
+        """Finished, cancelled, past its deadline or aborted. The key may be unknown."""
+        if key in self._states:
+            self._move(key, SpillCause.LEFT, _S.GONE)
 
     def state_of(self, key: RequestKey) -> SpillState | None:
         """None for a sequence that has not been seen in a step yet, or is gone."""
@@ -173,26 +159,6 @@ class SpillPolicy:
             del self._states[key]
         else:
             self._states[key] = to
-
-    def _left(self, event: SequenceLeft) -> None:
-        if event.key in self._states:
-            self._move(event.key, SpillCause.LEFT, _S.GONE)
-
-    def _copies_done(self, event: CopiesDone) -> None:
-        if self._states[event.key] is _S.RETURNING and event.absent == 0:
-            self._move(event.key, SpillCause.COPIED, _S.RUNNING)
-            self._out.append(SwapIn(key=event.key))
-        else:
-            self._move(event.key, SpillCause.COPIED, _S.SPILLED)
-
-    def _step_comes(self, event: StepComes) -> None:
-        swapped_out = sorted(event.swapped_out, key=lambda each: each.age)
-        runners = self._let_in(sorted(event.runners, key=lambda each: each.age), swapped_out)
-        short = sum(each.need for each in runners) - event.growable - event.freeing
-        if short > 0:
-            self._make_room(short, runners, swapped_out, event.host_free)
-        elif event.freeing == 0 and swapped_out:
-            self._bring_back(runners, swapped_out, event)
 
     def _let_in(self, runners: list[Standing], swapped_out: list[Standing]) -> list[Standing]:
         """Those of `runners` that go on. A new one is swapped out if it is younger than one that is swapped out."""
@@ -226,8 +192,8 @@ class SpillPolicy:
             self._swap_out(victim, blocks)
             short, host_free, swapped_out = short - blocks, host_free - blocks, []
 
-    def _bring_back(self, runners: list[Standing], swapped_out: list[Standing], event: StepComes) -> None:
-        spare = event.growable - sum(each.need + self.margin(each) for each in runners)
+    def _bring_back(self, runners: list[Standing], swapped_out: list[Standing], growable: int, host_free: int) -> None:
+        spare = growable - sum(each.need + self.margin(each) for each in runners)
         on_their_way = False
         for each in swapped_out:
             if self._states[each.key] is _S.RETURNING:
@@ -235,22 +201,23 @@ class SpillPolicy:
                 spare -= each.absent + self.margin(each)
                 continue
             if not runners and not on_their_way:
-                self._bring_back_at_any_price(each, swapped_out, event)
+                self._bring_back_at_any_price(each, swapped_out, growable, host_free)
                 return
             spare -= each.absent + self.margin(each)
             if spare < 0:
                 return
             self._copy_back(each.key, each.absent)
 
-    def _bring_back_at_any_price(self, oldest: Standing, swapped_out: list[Standing], event: StepComes) -> None:
+    def _bring_back_at_any_price(
+        self, oldest: Standing, swapped_out: list[Standing], growable: int, host_free: int
+    ) -> None:
         """Nobody runs: as much of the oldest as fits comes back, while others make room for the rest of it."""
         if self._states[oldest.key] is _S.SPILLING:
             return
-        blocks = min(oldest.absent, event.growable)
+        blocks = min(oldest.absent, growable)
         if blocks > 0 or oldest.absent == 0:
             self._copy_back(oldest.key, blocks)  # first: what is coming back is not copied out for somebody else
-        short = oldest.absent + min(1, oldest.promise_left) - event.growable
-        host_free = event.host_free
+        short = oldest.absent + min(1, oldest.promise_left) - growable
         for each in reversed(swapped_out):
             if short > 0 and each.key != oldest.key:
                 blocks = min(short, each.spillable, host_free)
@@ -271,23 +238,3 @@ class SpillPolicy:
     def _copy_back(self, key: RequestKey, blocks: int) -> None:
         self._move(key, SpillCause.ROOM, _S.RETURNING)
         self._out.append(CopyBack(key=key, blocks=blocks))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """One request that has been granted, or would be."""
-
-    footprint: int
-    """Blocks that it may come to hold in all."""
-    immovable: int
-    """Blocks that it has and that cannot be moved now; 0 once it runs."""
-
-
-def each_fits(claims: Iterable[Claim], *, others_immovable: int, blocks_usable: int) -> bool:
-    """`others_immovable` blocks are in nobody's claim: those of revoked grants whose writer has not let go.
-
-    `blocks_usable` are those of the device, less what pins and the engine's padding keep.
-    """
-    known = list(claims)
-    immovable = others_immovable + sum(claim.immovable for claim in known)
-    return all(immovable - claim.immovable + claim.footprint <= blocks_usable for claim in known)

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 from batonpb import common_pb2, transfer_pb2
 
-from baton.errors import Reason, bad_field
+from baton.errors import BatonError, Reason, bad_field
 from baton.ids import BlockId, GrantId, RequestKey
 from decode_node.streams import RequestOutput
 from engine.scheduler import Sequence
-from engine.types import sampling_problem
-from node.pool import DevicePool
+from node.pool import DevicePool, check_request
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -51,17 +50,12 @@ class Job:
 
 
 def why_never(tokens: Tokens[int], prompt_len: int, sampling: common_pb2.SamplingSpec, pool: DevicePool) -> str | None:
-    """Why this request can never run here, whatever is free. A bad one must not break the steps of the others."""
-    runner, blocks = pool.runner, pool.blocks
-    if max(tokens) >= runner.vocab_size:
-        return f"token id {max(tokens)} is outside the vocabulary of {runner.vocab_size}"
-    if sampling.max_tokens <= len(tokens) - prompt_len:
-        return "its answer has max_tokens tokens already"
-    problem = sampling_problem(sampling, vocab_size=runner.vocab_size)
-    if problem is not None:
-        return problem
-    if len(tokens) >= runner.context_len_max:
-        return f"its {len(tokens)} tokens leave no room in a context of {runner.context_len_max}"
+    """Why this request can never run here, whatever is free."""
+    blocks = pool.blocks
+    try:
+        check_request(tokens, prompt_len, sampling, pool.runner)
+    except BatonError as error:
+        return error.message.removesuffix(".")
     need = pool.footprint(len(tokens), prompt_len, sampling.max_tokens)
     if need > blocks.blocks_usable:
         return f"prompt and answer need {need} blocks, the region has {blocks.ledger.num_blocks}{blocks.less_others}"

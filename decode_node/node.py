@@ -134,10 +134,8 @@ class DecodeNode:
     # What the transfer service asks.
 
     def reserve(self, request: transfer_pb2.ReserveRequest, pair: Pair) -> transfer_pb2.ReserveReply:
-        """Grant blocks for the prompt and set the answer's growth aside, or say why not. Answers at once.
-
-        A repeat gets the first one's answer, even where this node could not give it any more.
-        """
+        """Grant blocks for the prompt and set the answer's growth aside, or say why not. A repeat gets the first one's
+        answer."""
         reserved = self.reserving.ask(request, pair, self.receiver)
         if isinstance(reserved, transfer_pb2.ReserveReply):
             return reserved
@@ -170,8 +168,7 @@ class DecodeNode:
     async def commit(self, request: transfer_pb2.CommitRequest, pair: Pair) -> bool:
         """The prefill node commits. Returns when the seal is here too, or the grant is revoked.
 
-        Raises BatonError as `Receiver.commit` does, and TOKEN_OUT_OF_RANGE or BAD_FIELD for a Commit that cannot be of
-        this request. That ends the request: one bad token would end every sequence of its batch.
+        Raises BatonError as `Receiver.commit` does, and TOKEN_OUT_OF_RANGE or BAD_FIELD, which end the request.
         """
         grant = GrantId(request.grant)
         job = self._jobs.get(grant)
@@ -195,7 +192,7 @@ class DecodeNode:
             )
         except BatonError as error:
             if job is not None and is_open and error.code is Code.INVALID_ARGUMENT:
-                self.cancel(job.key, f"its Commit is refused: {error.message}", tell_router=True)
+                self.cancel(job.key, f"its Commit is refused: {error.message}", notify_router=True)
             raise
 
     # What a mixed node asks, for requests that it keeps.
@@ -219,18 +216,17 @@ class DecodeNode:
 
     # What routers ask.
 
-    def cancel(self, key: RequestKey, reason: str, *, tell_router: bool = False) -> bool:
-        """The request lets go, wherever it is in its life: of the room that it waits for, too. Idempotent; an unknown
-        key leaves a tombstone.
+    def cancel(self, key: RequestKey, reason: str, *, notify_router: bool = False) -> bool:
+        """The request lets go of what it has or waits for. Idempotent; an unknown key leaves a tombstone.
 
-        `tell_router`: it is not the router that cancels, and it may be waiting for tokens.
+        `notify_router`: somebody else cancels, and the router may be waiting for tokens.
         """
         job = self._by_key.get(key)
         self.receiver.cancel(key)
         self.reserving.waits_no_more(key)
         if job is not None:
             job.output.end(error=f"cancelled: {reason}")
-            if not tell_router:
+            if not notify_router:
                 job.output.forgotten.set()
         return job is not None
 

@@ -1,9 +1,8 @@
 """What a decode node answers to a Reserve: a grant of blocks, that there is no room now, or that there never is.
 
-A decode node has no queue: whoever it refuses asks again after a pause. Among many new requests, one that has lost its
-node would find the room taken each time, until its wait is over and half an answer lost. So new ones wait for it
-(`ResumedFirst`), but not for good: one that is too large for the room that comes would keep a node's memory idle for as
-long as it asks.
+A decode node has no queue: whoever it refuses asks again after a pause. New requests wait for one in the middle of its
+answer (`ResumedFirst`), or it would find the room taken each time; but not for good, or one that is too large would
+keep the memory idle for as long as it asks.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from batonpb import transfer_pb2
 
 from baton.ids import Attempt, GrantId, Pair, RequestId, RequestKey, ReserveNumber
 from baton.retry_time import LeaveRate, retry_after_ms, spread_of, wait_s
-from cachestore.spill_policy import Claim, each_fits
 from decode_node.config import DecodeConfig
 from decode_node.job import Job, why_never
 from engine.types import key_from_proto
@@ -46,8 +44,8 @@ class _Wait:
 class ResumedFirst:
     """Which resumed requests were refused here for want of room, and how long new ones wait. Control thread only.
 
-    They do for `wait_ms` after each refusal, and no longer than `hold_ms_max` after the first one of a search. A
-    request that comes with more of its answer has had a node meanwhile: that is another search.
+    They wait for `wait_ms` after each refusal, and at most `hold_ms_max` after the first one of a search. A request
+    that comes with more of its answer begins another search.
     """
 
     def __init__(self, *, wait_ms: int, hold_ms_max: int) -> None:
@@ -106,12 +104,10 @@ class Granted:
 
 
 class Reserving:
-    """Of one decode node; control thread only. Grants are the receiver's: nothing here outlives an answer but how fast
-    requests end, and who goes first."""
+    """Of one decode node; control thread only. Grants are the receiver's."""
 
     def __init__(self, *, config: DecodeConfig, pool: DevicePool, jobs: Collection[Job]) -> None:
-        """`jobs` is a view: the node's requests as they are at each question. Under overcommit this answers the prefix
-        cache about pins too."""
+        """`jobs` is a view of the node's requests. Under overcommit this answers the prefix cache about pins too."""
         self.closed = False
         """The node is about to end: no place for anybody."""
         self._config = config
@@ -131,10 +127,7 @@ class Reserving:
     def ask(
         self, request: transfer_pb2.ReserveRequest, pair: Pair, receiver: Receiver
     ) -> Granted | transfer_pb2.ReserveReply:
-        """Have `receiver` grant blocks for the prompt and set the answer's growth aside. A reply says why it does not.
-
-        A repeat gets the first one's answer, even where this node could not give it any more.
-        """
+        """Have `receiver` grant blocks and set the growth aside. A reply says why it does not."""
         key, number = key_from_proto(request.key), ReserveNumber(request.number)
         tokens, prompt_len = [*request.prompt, *request.output], len(request.prompt)
         repeated = receiver.grants.has_answered(pair, number)
@@ -147,7 +140,11 @@ class Reserving:
         self._blocks.ledger.hold(prefix)  # so that making room does not evict what was just matched
         try:
             new = known_blocks - len(prefix)
-            why_not = self._why_not_now(resumed=bool(request.output))
+            why_not = None
+            if not self.has_place:
+                why_not = "its request limit is reached"
+            elif self.yields(resumed=bool(request.output)):
+                why_not = "answers that have lost their node go first"
             room = why_not is None and self.has_room(prefix=len(prefix), new=new, footprint=footprint)
             if room and not repeated:
                 self._blocks.prefix_cache.evict_until(new)
@@ -199,8 +196,7 @@ class Reserving:
     def has_room(self, *, prefix: int, new: int, footprint: int) -> bool:
         """The request would hold `prefix` blocks that are here, take `new` ones, and may come to `footprint` in all.
 
-        Under overcommit, beside the sum of blocks and promises: nobody waits in host memory, those who run find their
-        headroom, and each request could still grow to its full size.
+        Under overcommit also: nobody is swapped out, runners have their headroom, and each could grow to its full size.
         """
         if not self._ledger.can_give(new, footprint - prefix - new, host_backed=self._host_backed):
             return False
@@ -210,31 +206,21 @@ class Reserving:
             return False
         cache = self._blocks.prefix_cache
         pins_to_come = cache.pinned_blocks_wanted - cache.pinned_blocks  # they wait for those before it, not for it
-        return self._all_fit(Claim(footprint=footprint + pins_to_come, immovable=prefix + new))
+        return self._all_fit((footprint + pins_to_come, prefix + new))
 
-    def _all_fit(self, *more: Claim, pins_more: int = 0) -> bool:
-        """Whether each request could still grow to its full size, with so many blocks more pinned, which cannot be
-        moved."""
+    def _all_fit(self, *asking: tuple[int, int], pins_more: int = 0) -> bool:
+        """Whether each request could still grow to its full size, with so many blocks more pinned.
+
+        `asking`: of a request that is to come, all blocks that it may come to hold, and those that cannot be moved
+        before it runs. Pins, padding, and what writers of revoked grants have not let go of are never moved.
+        """
+        of_each = [(job.footprint, 0 if job.resumed else len(job.prefix) + len(job.blocks)) for job in self._jobs]
+        claims = [*asking, *of_each]
         counts = self._ledger.books()
         of_jobs = sum(len(job.blocks) for job in self._jobs if not job.committed.done())
-        claims = [*more]
-        for job in self._jobs:
-            immovable = 0 if job.resumed else len(job.prefix) + len(job.blocks)
-            claims.append(Claim(footprint=job.footprint, immovable=immovable))
+        immovable = counts.writer_owned + counts.quarantined - of_jobs + sum(own for _, own in claims)
         kept = self._blocks.padding_blocks + self._blocks.prefix_cache.pinned_blocks + pins_more
-        return each_fits(
-            claims,
-            others_immovable=counts.writer_owned + counts.quarantined - of_jobs,
-            blocks_usable=self._ledger.num_blocks - kept,
-        )
-
-    def _why_not_now(self, *, resumed: bool) -> str | None:
-        """What keeps any request out at the moment, whatever its size."""
-        if not self.has_place:
-            return "its request limit is reached"
-        if self.yields(resumed=resumed):
-            return "answers that have lost their node go first"
-        return None
+        return all(immovable - own + footprint <= self._ledger.num_blocks - kept for footprint, own in claims)
 
     def _busy(self, key: RequestKey, reason: str, *, blocks_lacking: int) -> transfer_pb2.ReserveReply:
         """Blocks and promises leave with the requests that end; a place among the requests does with any of them."""

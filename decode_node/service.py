@@ -139,8 +139,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 
     async def Cancel(self, request: decode_pb2.CancelRequest, context: Any) -> decode_pb2.CancelReply:
         sender, key = check_header(request.header, own=self._own), key_from_proto(request.key)
-        tell_router = not self._node.is_router_of(key, sender)
-        return decode_pb2.CancelReply(known=self._node.cancel(key, request.reason, tell_router=tell_router))
+        notify_router = not self._node.is_router_of(key, sender)
+        return decode_pb2.CancelReply(known=self._node.cancel(key, request.reason, notify_router=notify_router))
 
     async def Resolve(self, request: decode_pb2.ResolveRequest, context: Any) -> decode_pb2.ResolveReply:
         check_header(request.header, own=self._own)

@@ -1,7 +1,6 @@
-"""Token streams: one for each router, with a cursor per request over the sequence's own tokens. No queue.
+"""Token streams: one for each router, with a cursor for each request over its tokens. Control thread only.
 
-Control thread only. A router that reads slowly or is away costs nothing but the tokens themselves: the next message
-carries whatever has been drawn since its cursor.
+There is no queue: the next message to a router that reads slowly or was away has all tokens behind its cursors.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ log = get_log("streams")
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RequestOutput:
-    """What a request has drawn so far. `tokens` only grows; `finish` or `error` is set once and ends it."""
+    """The answer of a request so far. `tokens` only grows; `finish` or `error` is set once and ends it."""
 
     key: RequestKey
     router: Incarnation
@@ -114,7 +113,7 @@ class TokenStreams:
             subscription.news.set()
 
     def done(self, router: Incarnation, key: RequestKey) -> RequestOutput | None:
-        """The router is through with a request, finished or not. Returns the output if it is still here."""
+        """The router needs no more of a request, finished or not. Returns the output if it is still here."""
         output = self._outputs.get(router, {}).get(key)
         if output is not None:
             output.forgotten.set()

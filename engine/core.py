@@ -66,15 +66,6 @@ class EngineCounters:
     """Sequences that ended because their scores were not numbers."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Flight:
-    """A step that is not over."""
-
-    batch: Batch
-    seqs: list[Sequence]
-    """Those of the batch's slices, in order."""
-
-
 class Engine:
     """One runner, bound to its region, and its sequences, each from `submit` or `resume` until the event in which it
     leaves. In COMPLETE mode the engine then releases blocks and promise; in PREFILL_ONLY mode the caller the blocks.
@@ -90,7 +81,8 @@ class Engine:
         """The runner, where steps are launched and collected instead of run."""
         if isinstance(runner, OverlapRunner) and config.rows_max <= runner.overlap_rows_max:
             self.overlap = runner
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[tuple[Batch, list[Sequence]]] = deque()
+        """Steps that are not over, each with the sequences of its slices."""
         self._aborting: set[RequestKey] = set()
         self._events: list[TokenEvent] = []
         self.changed: Callable[[], None] = lambda: None
@@ -172,8 +164,8 @@ class Engine:
         is held back (see `EngineCounters`); the step in flight is to be collected then."""
         if self.overlap is None:
             return None
-        (flight,) = self._flights
-        pairs = zip(flight.seqs, flight.batch.slices, strict=True)
+        ((ahead, seqs),) = self._flights
+        pairs = zip(seqs, ahead.slices, strict=True)
         afters = [(seq, self._after(seq, piece)) for seq, piece in pairs if not seq.has_left]
         going_on = [seq for seq, after in afters if not after.leaves]
         drawing = [seq for seq, after in afters if after.draws and not after.leaves]
@@ -196,10 +188,9 @@ class Engine:
 
     def postprocess(self, batch: Batch, result: StepResult) -> list[TokenEvent]:
         """The oldest step is over: tokens appended, full blocks indexed, ended sequences gone -> events."""
-        flight = self._land(batch)
-        events = self.take_events()
+        seqs, events = self._land(batch), self.take_events()
         self.counters.tokens_computed += batch.num_tokens
-        for seq, piece in zip(flight.seqs, batch.slices, strict=True):
+        for seq, piece in zip(seqs, batch.slices, strict=True):
             event = self._advance(seq, piece, result)
             if event is not None:
                 events.append(event)
@@ -209,9 +200,8 @@ class Engine:
     def fail_step(self, batch: Batch) -> list[TokenEvent]:
         """The oldest step failed, and is over: abort every sequence of the batch, one that is in the step behind too
         when that is over. What was half written is not indexed."""
-        flight = self._land(batch)
-        events = self.take_events()
-        for seq in flight.seqs:
+        seqs, events = self._land(batch), self.take_events()
+        for seq in seqs:
             seq.steps_in_flight -= 1
             if seq.has_left:
                 self._release_if_over(seq)
@@ -231,12 +221,12 @@ class Engine:
             assert seq is not None, piece.key
             seq.steps_in_flight += 1
             seqs.append(seq)
-        self._flights.append(_Flight(batch, seqs))
+        self._flights.append((batch, seqs))
         return batch
 
-    def _land(self, batch: Batch) -> _Flight:
-        assert self._flights and self._flights[0].batch is batch, "not the oldest step in flight"
-        return self._flights.popleft()
+    def _land(self, batch: Batch) -> list[Sequence]:
+        assert self._flights and self._flights[0][0] is batch, "not the oldest step in flight"
+        return self._flights.popleft()[1]
 
     def _after(self, seq: Sequence, piece: SequenceSlice) -> After:
         leaves = piece.key in self._aborting

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 
@@ -249,18 +248,16 @@ MISTRAL_WINDOW_DEFAULT = 4096
 MAX_WINDOW_LAYERS_DEFAULT = 28
 """Qwen: layers from this one on slide, where a window is in use and the key is missing."""
 
-SIZES_MAX: Final[Mapping[str, int]] = MappingProxyType(
-    {
-        "num_hidden_layers": 1024,
-        "num_attention_heads": 1024,
-        "num_key_value_heads": 1024,
-        "head_dim": 4096,
-        "hidden_size": 1 << 17,
-        "intermediate_size": 1 << 20,
-        "vocab_size": 1 << 22,
-        "max_position_embeddings": 1 << 30,
-    }
-)
+SIZES_MAX: Final[Mapping[str, int]] = {
+    "num_hidden_layers": 1024,
+    "num_attention_heads": 1024,
+    "num_key_value_heads": 1024,
+    "head_dim": 4096,
+    "hidden_size": 1 << 17,
+    "intermediate_size": 1 << 20,
+    "vocab_size": 1 << 22,
+    "max_position_embeddings": 1 << 30,
+}
 """By key of config.json, about eight times what the largest models have: beyond it the file is wrong, and what follows
 would take memory and time without end."""
 

@@ -118,10 +118,6 @@ class Overcommit(Protocol):
 class EngineFullError(RuntimeError):
     """No place in the engine's queue: try again later or elsewhere. The caller keeps its blocks."""
 
-    def __init__(self, waiting_max: int) -> None:
-        super().__init__(f"{waiting_max} sequences are waiting already (waiting_max); retry later or on another node")
-        self.waiting_max = waiting_max
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
@@ -279,7 +275,7 @@ class Scheduler:
         if seq.mode is SequenceMode.COMPLETE:
             assert ledger.promise_left(seq.promise_key) is not None, (seq.key, "no promise for growth")
         if self.waiting >= self.config.waiting_max:
-            raise EngineFullError(self.config.waiting_max)
+            raise EngineFullError(f"{self.config.waiting_max} sequences are waiting already (waiting_max)")
         seq.age = self._entered
         self._entered += 1
         queue[seq.key] = seq

@@ -276,10 +276,5 @@ def logprobs_to_proto(logprobs: TokenLogprobs) -> common_pb2.TokenLogprobs:
     )
 
 
-def logprobs_from_proto(message: common_pb2.TokenLogprobs) -> TokenLogprobs:
-    top = zip(message.top_ids, message.top_logprobs, strict=True)
-    return TokenLogprobs(logprob=message.logprob, top=tuple(top))
-
-
 def key_from_proto(key: common_pb2.RequestKey) -> RequestKey:
     return RequestKey(request=RequestId(key.request), attempt=Attempt(key.attempt))

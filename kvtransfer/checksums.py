@@ -1,8 +1,6 @@
-"""Sampled checksums of records: which records are in the sample, their CRCs, and what a receiver does about
-a difference.
+"""Sampled checksums of records: which are in the sample, their CRCs, and what a receiver does about a difference.
 
-The checksum is CRC-32 by zlib: it finds every burst of up to 32 wrong bits, and releases the interpreter lock while it
-reads.
+CRC-32 by zlib finds every burst of up to 32 wrong bits, and releases the interpreter lock while it reads.
 
 Shape suffixes: B blocks of one post   R records
 """
@@ -83,7 +81,7 @@ def sample_fraction(fraction: float, records: int) -> float:
 def in_sample(grant: GrantId, layer: int, blocks_B: Int64Array, fraction: float) -> BoolArray:
     """Which of these records (by their ids at the receiver) are in the sample -> [B].
 
-    It depends on grant, layer and block alone: whoever knows the grant id knows the sample; each grant has its own.
+    It depends on grant, layer and block alone, so each grant has its own sample.
     The mixing is splitmix64's finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
     """
     seed = np.uint64(int.from_bytes(grant[:8].ljust(8, b"\0"), "little") ^ int.from_bytes(grant[8:16], "little"))
@@ -127,39 +125,27 @@ def differing(sent: RecordChecksums, found_R: Uint32Array) -> CorruptRecords | N
 
 
 class ChecksumThread:
-    """One thread that reads one region, started with the first work for it. `submit` may be called on any thread.
-
-    What waits for it is bounded by what its callers hold: posted records of live handoffs, Commits of open grants.
-    """
+    """One thread that reads one region, started with the first work for it. `submit` may be called on any thread."""
 
     def __init__(self, region: Any, *, name: str) -> None:
         """`region` is a buffer, or a region on a device, and outlives this object's `close`."""
-        self._region: memoryview | DeviceRegion | None = (
-            region if isinstance(region, DeviceRegion) else memoryview(region)
-        )
+        self.region: Any = region if isinstance(region, DeviceRegion) else memoryview(region)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"checksum-{name}")
 
     def submit(self, offsets_R: Int64Array, nbytes: int) -> Future[Uint32Array]:
         """The CRCs of these records, later. In the order of the calls."""
-        assert self._region is not None, "closed"
-        return self._thread.submit(crcs, self._region, offsets_R, nbytes)
-
-    def now(self, offsets_R: Int64Array, nbytes: int) -> Uint32Array:
-        """The same on the caller's thread."""
-        assert self._region is not None, "closed"
-        return crcs(self._region, offsets_R, nbytes)
+        return self._thread.submit(crcs, self.region, offsets_R, nbytes)
 
     def close(self) -> None:
         """Returns when nothing reads the region any more. Idempotent."""
         self._thread.shutdown(wait=True)
-        self._region = None
+        self.region = None
 
 
 class SourceSample:
     """The sample of one handoff at its writer. Its source blocks stay held until `settled` has called back.
 
-    `take` is called where records are posted (engine thread, or control thread before the engine has the request: never
-    both at once); everything else on the control thread, after the last `take`.
+    `take` is called where records are posted, never on two threads at once; the rest on the control thread, after it.
     """
 
     def __init__(self, thread: ChecksumThread, grant: GrantId, *, fraction: float, records: int) -> None:
@@ -215,10 +201,7 @@ def checksums_from_proto(request: transfer_pb2.CommitRequest) -> RecordChecksums
 
 
 class RecordChecks:
-    """A receiver's comparison of sampled records with what their writers read at the source, and what came of it.
-
-    Control thread only; the reading may happen on the checksum thread.
-    """
+    """A receiver's comparison of sampled records with what their writers read at the source. Control thread only."""
 
     def __init__(
         self, thread: ChecksumThread, layout: Layout, *, num_blocks: int, loop: asyncio.AbstractEventLoop
@@ -261,7 +244,7 @@ class RecordChecks:
         offsets_R, nbytes = sent.offsets(self._layout, self._num_blocks), self._layout.record_bytes
         try:
             if len(sent) * nbytes <= INLINE_BYTES_MAX:
-                found_R = self._thread.now(offsets_R, nbytes)
+                found_R = crcs(self._thread.region, offsets_R, nbytes)
             else:
                 found_R = await asyncio.wrap_future(self._thread.submit(offsets_R, nbytes), loop=self._loop)
             corrupt = differing(sent, found_R)

@@ -1,8 +1,5 @@
 """Links between two nodes: whether they may hand KV to each other (I9), over which transport, and a writer's
 connections to one receiver process.
-
-The data connection is made when needed, over the best transport that both offer, less what cannot work or has failed
-too often. By the liveness stream the two watch each other.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from batonpb import common_pb2, transfer_pb2, transfer_pb2_grpc
 
@@ -58,8 +55,8 @@ SERVED_BY: Final[Mapping[RegionKind, frozenset[TransportName]]] = {
     RegionKind.HOST: frozenset({TransportName.SHM, TransportName.RDMA, TransportName.UCX, TransportName.TCP}),
     RegionKind.DEVICE: frozenset({TransportName.CUDA_IPC, TransportName.RDMA, TransportName.TCP}),
 }
-"""Which transports can read and write a region of each kind: the one place that says so. rdma reaches device memory
-where the card can register it (`rdma`), tcp through pinned memory of the host (`kvtransfer.device.staging`)."""
+"""Which transports can read and write a region of each kind. rdma reaches device memory where the card can register it
+(`rdma`), tcp through pinned memory of the host (`kvtransfer.device.staging`)."""
 
 DEFAULT_TRANSPORTS = (TransportName.CUDA_IPC, TransportName.SHM, TransportName.RDMA, TransportName.TCP)
 """Those that do not serve the node's kind of region are left out. So is rdma, silently where there is no device,
@@ -175,11 +172,8 @@ def rejected_transports(
     apart: str = "",
 ) -> list[common_pb2.RejectedTransport]:
     """Why a pair uses none that is better than `chosen`: a reason for each that one of the two offers, as the writer
-    sees it ("here").
-
-    `offered` and `own` as for `choose`; `withdrawn`: what the receiver would offer with its device at work; `apart`:
-    the `host_difference` of the two. What the writer ranks below `chosen` is not better.
-    """
+    sees it ("here"). `offered` and `own` as for `choose`; `withdrawn`: what the receiver would offer with its device at
+    work; `apart`: the `host_difference` of the two."""
     there = {transport.value for transport in own}
     lost = {transport.value for transport in withdrawn}
     found = []
@@ -207,19 +201,10 @@ def _why_not(name: str, *, on_this_side: Collection[str], on_the_other: Collecti
 class Offers:
     """What one writer offers to one receiver process, best first. Pure; the caller passes the time in.
 
-    A transport that fails too often is given up for a cooldown. The caller asks for it back with `restore`, and makes
-    the next link with what `names` says then.
+    A transport that fails too often is given up for a cooldown; `restore` gives it back.
     """
 
-    def __init__(
-        self,
-        transports: Sequence[TransportName],
-        *,
-        failures_max: int = FAILURES_MAX,
-        failure_window_ms: int = FAILURE_WINDOW_MS,
-    ) -> None:
-        self._failures_max = failures_max
-        self._window_s = failure_window_ms / 1000
+    def __init__(self, transports: Sequence[TransportName]) -> None:
         self._transports = tuple(transports)
         self._failures: dict[TransportName, deque[float]] = {}
         self._times_given_up: Counter[TransportName] = Counter()
@@ -248,23 +233,22 @@ class Offers:
         restored = self._restorable(now_s)
         for transport in restored:
             del self._retry_s[transport]
-            self._failures[transport].extend([now_s] * (self._failures_max - 1))
+            self._failures[transport].extend([now_s] * (FAILURES_MAX - 1))
         return restored
 
     def failed(self, transport: TransportName, now_s: float, *, worked: bool = True) -> bool:
         """A link of this transport could not be made, or broke. True if it has just been given up for the next best.
 
-        `worked` False: what was sent on it, writes or a probe, did not arrive. Where that is how devices look that do
-        not reach each other, it is given up at once. The last that is left is never given up.
+        `worked` False: what was sent on it did not arrive. Of DATA_GOES_ELSEWHERE it is then given up at once. The last
+        that is left is never given up.
         """
         offered = self._offered
         if transport not in offered:
             return False
-        failures = self._failures.setdefault(transport, deque(maxlen=self._failures_max))
+        failures = self._failures.setdefault(transport, deque(maxlen=FAILURES_MAX))
         failures.append(now_s)
-        recent = now_s - failures[0] <= self._window_s
         hopeless = not worked and transport in DATA_GOES_ELSEWHERE
-        often = recent and len(failures) == self._failures_max
+        often = len(failures) == FAILURES_MAX and now_s - failures[0] <= FAILURE_WINDOW_MS / 1000
         if not (hopeless or often) or transport is offered[-1]:
             return False
         doublings = min(self._times_given_up[transport], 16)
@@ -301,10 +285,7 @@ LinkMaker = Callable[[DataEndpoint, Pair, WriterEvents], Awaitable[WriterLink]]
 
 
 class PairLink:
-    """At most one connection at a time, opened by one task however many callers wait for it.
-
-    Control thread only, except `posting` and `not_posted`, which the engine thread calls.
-    """
+    """At most one connection at a time. Control thread only, except `posting` and `not_posted`: the engine thread's."""
 
     def __init__(
         self,
@@ -347,10 +328,7 @@ class PairLink:
 
     async def ensure(self, *, idle: bool) -> None:
         """Connect if there is no connection, or if a better transport can be tried again and the pair is `idle`: no
-        handoff uses this one.
-
-        All who wait share one try. Raises BatonError.
-        """
+        handoff uses this one. All who wait share one try. Raises BatonError."""
         if self.now is not None:
             assert self.transport is not None
             if not (idle and self.offers.better_restorable(self.transport, self._loop.time())):
@@ -364,7 +342,7 @@ class PairLink:
             connecting.result()
 
     def posting(self, nbytes: int) -> None:
-        """A batch is about to be posted on the connection. On the engine thread."""
+        """A batch is about to be posted. On the engine thread."""
         with self._speed_lock:
             self._speed.posted(nbytes, self._loop.time())
 
@@ -414,11 +392,8 @@ class PairLink:
             task.exception()  # retrieved here too: those who waited may have gone away
 
     async def _connect(self) -> None:
-        """Where a transport is given up meanwhile, the next best one is tried at once. Raises BatonError.
-
-        A connection that still works is closed for a better transport. If that fails again, it is given up again, and
-        the connection is made anew.
-        """
+        """Where a transport is given up meanwhile, the next best one is tried at once. A connection that still works is
+        closed for a better transport. Raises BatonError."""
         if self.now is not None:
             self._outgoing, self.now = self.now, None
             await self._outgoing.close()
@@ -444,22 +419,18 @@ class PairLink:
             if error.reason is Reason.INCARNATION_MISMATCH:
                 self._replaced()
             raise
-        endpoint = DataEndpoint(
-            transport=TransportName(reply.transport),
-            address=reply.address,
-            secret=reply.secret,
-            epoch=Epoch(reply.epoch),
-        )
+        transport, epoch = TransportName(reply.transport), Epoch(reply.epoch)
+        endpoint = DataEndpoint(transport=transport, address=reply.address, secret=reply.secret, epoch=epoch)
         self.num_blocks = reply.num_blocks
         try:
             self.now = await self._make_link(endpoint, self._address.pair, self._events)
         except BatonError as error:
-            self._count_failure(endpoint.transport, error.message, worked=not isinstance(error, DataDoesNotPass))
+            self._count_failure(transport, error.message, worked=not isinstance(error, DataDoesNotPass))
             raise
-        if endpoint.transport is not self.transport:
+        if transport is not self.transport:
             with self._speed_lock:
                 self._speed.restart(self._loop.time())
-        self.transport, self.epoch = endpoint.transport, endpoint.epoch
+        self.transport, self.epoch = transport, epoch
         self._landed = self._lost_writes = False
         self._note_rejected(reply)
         log.info("data link", peer=self._address.name, transport=reply.transport, epoch=reply.epoch)
@@ -478,29 +449,19 @@ class PairLink:
             )
 
     def _count_failure(self, transport: TransportName, reason: str, *, worked: bool = True) -> None:
-        """At some point the next best transport is used instead."""
         self.failures += 1
+        facts: dict[str, Any] = {"peer": self._address.name, "transport": transport.value, "reason": reason}
         if not worked:
-            log.warning(
-                "link lost before anything arrived", peer=self._address.name, transport=transport.value, reason=reason
-            )
+            log.warning("link lost before anything arrived", **facts)
         if self.offers.failed(transport, self._loop.time(), worked=worked):
-            log.warning(
-                "transport given up",
-                peer=self._address.name,
-                transport=transport.value,
-                reason=reason,
-                left=",".join(self.offers.names),
-            )
+            log.warning("transport given up", **facts, left=",".join(self.offers.names))
 
 
 class LivenessStream:
-    """One long call from writer to receiver, open while both live and reach each other: each watches the other by it.
+    """The writer's end of one long call to a receiver, by which each watches the other.
 
-    This is the writer's end, for one receiver process: made on a running loop, ended by `close`. A receiver that is
-    believed lost may come back: handoffs are given up, and drain as usual.
-
-    `lost` is called each time the receiver is believed lost, `gone` when another process is at its address.
+    Made on a running loop, ended by `close`. `lost` is called each time the receiver is believed lost, from which it
+    may come back; `gone` when another process is at its address.
     """
 
     def __init__(
@@ -553,10 +514,8 @@ class LivenessStream:
                 await self._clock.sleep_s(max(self._pause_s, self._reach.doubt_pause_s))
 
     async def _replaced(self) -> bool:
-        """One call, to its end. True: another process is at the receiver's address.
-
-        The receiver's one answer says no more than that it has taken the call: what counts is whether that stays.
-        """
+        """One call, to its end. True: another process is at the receiver's address. The one answer says that the call
+        was taken; what counts is whether it stays."""
         staying: asyncio.TimerHandle | None = None
         try:
             with rpc_errors(self._name):

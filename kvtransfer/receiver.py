@@ -1,7 +1,6 @@
 """The receiver's shell: carries out what `ReceiverMachine` instructs. Timers, Revoke calls, pending Commits, ports.
 
-Everything runs on the node's control thread. The node calls the methods; the transport's port calls `seal_landed` and
-`writer_gone`; the loop fires the timers. Each becomes one event, and each instruction one small action here.
+Everything runs on the node's control thread.
 """
 
 from __future__ import annotations
@@ -77,15 +76,12 @@ class ReceiverHost(Protocol):
 
     def committed(self, key: RequestKey, grant: GrantId) -> None:
         """The prompt's KV is in the region: run the request."""
-        ...
 
     def cancelled(self, key: RequestKey, grant: GrantId) -> None:
         """Take the running request of this grant out of the engine."""
-        ...
 
     def let_go(self, grant: GrantId) -> None:
         """The request owns nothing through this grant any more (the writer still may)."""
-        ...
 
 
 class Receiver:
@@ -145,10 +141,7 @@ class Receiver:
     def connect(
         self, pair: Pair, writer_endpoint: str, transport: TransportName, *, name: str = "", host: str = ""
     ) -> DataEndpoint:
-        """A writer introduces itself; name and host are for people.
-
-        Raises BatonError TOO_MANY_PEERS, or PAIR_FENCING with a retry time.
-        """
+        """A writer introduces itself; name and host are for people. Raises BatonError TOO_MANY_PEERS, PAIR_FENCING."""
         if pair not in self._writers and len(self._writers) >= self.config.pairs_max:
             raise BatonError(
                 Reason.TOO_MANY_PEERS,
@@ -184,8 +177,7 @@ class Receiver:
     async def commit(self, event: protocol.CommitAsked, checksums: RecordChecksums | None = None) -> bool:
         """True once seal and commit are here and agree; False if the grant has been revoked.
 
-        Raises BatonError DATA_CORRUPT where sampled records are not what `checksums` says: the grant is over then;
-        BAD_FIELD where they cannot be of this grant.
+        Raises BatonError DATA_CORRUPT: sampled records are not what `checksums` says; BAD_FIELD: it is of other ones.
         """
         blocks = self.grants.blocks_uncommitted(event.grant, event.pair)
         if checksums is not None and blocks is not None:
@@ -195,10 +187,8 @@ class Receiver:
     async def release(
         self, pair: Pair, number: ReserveNumber, lowest_live: ReserveNumber, *, in_doubt: bool = False
     ) -> None:
-        """The writer does not write under this number any more.
-
-        With writes in doubt this returns when a fence of the pair has stopped them.
-        """
+        """The writer does not write under this number any more. With writes in doubt this returns when a fence of the
+        pair has stopped them."""
         if pair not in self._writers:
             return  # nothing of this writer is here, and an unknown one gets no entry
         event = WriterReleased(pair=pair, number=number, lowest_live=lowest_live, in_doubt=in_doubt)
@@ -226,8 +216,8 @@ class Receiver:
     def writers_seen(self, owners: Mapping[str, Incarnation]) -> None:
         """What the directory says: which incarnation is at which endpoint.
 
-        A writer whose endpoint another incarnation has taken over has ended. A writer that is not listed has probably
-        ended. Both are fenced, the latter only when nothing of it is under way, and forgotten with the evidence.
+        A writer whose endpoint another has taken over is fenced; so is one that is not listed, once nothing of it is
+        under way. With the evidence it is forgotten.
         """
         present = set(owners.values())
         for pair, writer in list(self._writers.items()):
@@ -255,8 +245,8 @@ class Receiver:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
-        self._commits.fail_all(_shutting_down)
-        self._releases.fail_all(_shutting_down)
+        for pending in (self._commits, self._releases):
+            pending.fail_all(lambda: BatonError(Reason.NODE_DRAINING, "This node is shutting down."))
         await self._tasks.cancel()
         self.checks.close()
         self._repeats.close()
@@ -405,10 +395,8 @@ class Receiver:
 class LivenessStreams:
     """The receiver's end of the liveness streams (`kvtransfer.link.LivenessStream`): which writers have theirs open.
 
-    A writer that is believed lost may come back, so nothing is freed: its loss starts a fence, which ends with its own
-    evidence. Lives on one event loop.
-
-    `lost` is called for a pair whose stream has ended and was not opened again within `reconnect_ms_max`.
+    Lives on one event loop. `lost` is called for a pair whose stream has ended and was not opened again within
+    `reconnect_ms_max`; its writer may come back.
     """
 
     def __init__(self, *, lost: Callable[[Pair], None], liveness: LivenessConfig) -> None:
@@ -447,16 +435,11 @@ class LivenessStreams:
         self._lost(pair)
 
 
-def _shutting_down() -> BatonError:
-    return BatonError(Reason.NODE_DRAINING, "This node is shutting down.")
-
-
 class ReceiverPorts:
-    """A node's receiving ports, one for each transport that it offers, seen as one.
+    """A node's receiving ports, one for each transport that it offers, seen as one (see `ReceiverPort`).
 
     A pair has one epoch over all transports, so evidence about the pair is evidence from every port that it used.
-    Passes calls to the ports, and their events to `events`. Control thread only; every port is added before the first
-    other call.
+    Control thread only; every port is added before the first other call.
     """
 
     def __init__(self, events: ReceiverEvents) -> None:
@@ -495,11 +478,7 @@ class ReceiverPorts:
         return {name: port.describe() for name, port in self._ports.items()}
 
     def expect(self, pair: Pair, epoch: Epoch, transport: TransportName) -> DataEndpoint:
-        """See `ReceiverPort.expect`.
-
-        Raises:
-            PairBeingFenced: evidence about this epoch is still to come, from this port or another.
-        """
+        """Raises PairBeingFenced: evidence about this epoch is still to come, from this port or another."""
         if any(fenced == pair and at >= epoch for fenced, at in self._fences):
             raise PairBeingFenced(f"epoch {epoch} of this pair is being fenced")
         endpoint = self._ports[transport].expect(pair, epoch)
@@ -507,17 +486,16 @@ class ReceiverPorts:
         return endpoint
 
     def allow(self, pair: Pair, epoch: Epoch, grant: GrantId, ranges: WriteRanges) -> None:
-        """See `ReceiverPort.allow`."""
         for port in self._ports.values():
             port.allow(pair, epoch, grant, ranges)
 
     def forbid(self, grant: GrantId) -> bool:
-        """See `ReceiverPort.forbid`: False if any port has no evidence."""
+        """False if any port has no evidence."""
         proved = [port.forbid(grant) for port in self._ports.values()]
         return all(proved)
 
     def fence(self, pair: Pair, epoch: Epoch) -> None:
-        """See `ReceiverPort.fence`: `writer_gone` comes once every port that the pair was expected on has evidence."""
+        """`writer_gone` comes once every port that the pair was expected on has evidence."""
         waits = self._fences.setdefault((pair, epoch), {})
         for transport in self._used.get(pair) or set(self._ports):
             if transport not in waits:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 
@@ -45,27 +45,9 @@ class RegionInUse(Exception):
     """`Region.close` while arrays or tensors still look into it: drop them first. The region stays open."""
 
 
-class SharedRegion(Protocol):
-    """Memory that another process of the machine is given by a descriptor."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def huge_bytes(self) -> int: ...
-
-    @property
-    def fd(self) -> int:
-        """Still owned by the region."""
-        ...
-
-
 class Region:
-    """Shared memory of a fixed size. Owns the memfd and the mapping until `close`.
-
-    The file is sealed against growing and shrinking, so that nobody who maps it can be hit by SIGBUS.
-    Not thread-safe; `array_U8` may be read and written from any thread.
-    """
+    """Shared memory of a fixed size, sealed: nobody who maps it can be hit by SIGBUS. Owns memfd and mapping until
+    `close`. Not thread-safe; `array_U8` may be read and written from any thread."""
 
     kind: ClassVar[RegionKind] = RegionKind.HOST
 
@@ -83,12 +65,9 @@ class Region:
     def create(cls, nbytes: int, name: str, progress: Progress | None = None, prefault: bool = True) -> Region:
         """Make a region of zeros. `name` shows in /proc/<pid>/maps.
 
-        With `prefault` every page exists when this returns, and `progress` is called after each chunk; it blocks for as
-        long as that takes, without the interpreter's lock. Pages are huge where the administrator has set enough of
-        them apart (vm.nr_hugepages), or where the kernel makes some on demand.
-
-        Raises:
-            RegionTooLarge: there is not the memory for it (with `prefault`; without, the pages come when touched).
+        With `prefault` every page exists when this returns, and `progress` is called after each chunk; it blocks,
+        without the interpreter's lock. Pages are huge where the administrator has set enough of them apart
+        (vm.nr_hugepages), or where the kernel makes some on demand. Raises RegionTooLarge (with `prefault`).
         """
         assert nbytes > 0, nbytes
         prepare: Callable[[mmap.mmap], None] = (lambda m: _prefault(m, progress)) if prefault else (lambda _: None)
@@ -128,11 +107,7 @@ class Region:
         return self._fd
 
     def close(self) -> None:
-        """Unmap and close. Idempotent. The memory itself lives on while another process maps it.
-
-        Raises:
-            RegionInUse: a view of `array_U8` is still alive; the region stays open.
-        """
+        """Unmap and close. Idempotent. The memory itself lives on while another process maps it. Raises RegionInUse."""
         if self._mapping.closed:
             return
         del self.array_U8
@@ -146,15 +121,12 @@ class Region:
 
 def memory_available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """What this process may still allocate: the smaller of MemAvailable and the room in its memory cgroups (v1, v2)."""
-    available = _meminfo_available_bytes(proc / "meminfo")
+    available = int(_meminfo(proc)["MemAvailable"].split()[0]) * 1024
     return max(0, min([available, *_cgroup_rooms_bytes(proc / "self" / "cgroup", cgroups)]))
 
 
-def _meminfo_available_bytes(meminfo: Path) -> int:
-    for line in meminfo.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(f"{meminfo} has no MemAvailable line")
+def _meminfo(proc: Path) -> dict[str, str]:
+    return dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
 
 
 def _cgroup_rooms_bytes(membership: Path, cgroups: Path) -> list[int]:
@@ -185,16 +157,11 @@ def _read_or_empty(path: Path) -> str:
 
 
 def populate(mapping: mmap.mmap, *, in_use: bool) -> Iterator[int]:
-    """Make every page, and its entry in the page tables, chunk by chunk; yields the bytes done.
+    """Make every page, huge where the kernel can, and its entry in the page tables; yields the bytes done, by chunks.
 
-    Of huge pages wherever the kernel can. Lets go of the interpreter's lock, and of its hold on the mapping at each
-    yield: close the iterator before the mapping, not while it runs.
-
-    `in_use`: others may write to it meanwhile. A kernel that cannot make pages without a write (before Linux 5.14) then
-    makes none.
-
-    Raises:
-        OSError: ENOMEM, EFAULT or ENOSPC when there is not the memory.
+    Lets go of the interpreter's lock, and of its hold on the mapping at each yield: close the iterator before the
+    mapping, not while it runs. `in_use`: others may write to it meanwhile. A kernel that cannot make pages without a
+    write (before Linux 5.14) then makes none. Raises OSError: ENOMEM, EFAULT or ENOSPC.
     """
     nbytes = len(mapping)
     _advise(mapping, 0, nbytes, _MADV_HUGEPAGE)  # if the kernel has none, ordinary ones do
@@ -204,7 +171,8 @@ def populate(mapping: mmap.mmap, *, in_use: bool) -> Iterator[int]:
         if code == errno.EINVAL and in_use:
             return  # a byte read and written back could undo a write of somebody else's
         if code == errno.EINVAL:
-            _touch(mapping, start, length)
+            for offset in range(start, start + length, mmap.PAGESIZE):
+                mapping[offset] = mapping[offset]
         elif code:
             raise OSError(code, os.strerror(code))
         yield start + length
@@ -232,15 +200,9 @@ def _advise(mapping: mmap.mmap, start: int, length: int, advice: int) -> int:
     return ctypes.get_errno() if _libc.madvise(address + start, length, advice) else 0
 
 
-def _touch(mapping: mmap.mmap, start: int, length: int) -> None:
-    """For kernels without MADV_POPULATE_WRITE: what is read and written back may not be written by anyone else yet."""
-    for offset in range(start, start + length, mmap.PAGESIZE):
-        mapping[offset] = mapping[offset]
-
-
 def _reserved_huge_pages(proc: Path = Path("/proc")) -> tuple[int, int]:
     """Size, and number of free ones, of the huge pages that the administrator has set apart."""
-    fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
+    fields = _meminfo(proc)
     if "HugePages_Free" not in fields:
         return 0, 0
     unreserved = int(fields["HugePages_Free"]) - int(fields["HugePages_Rsvd"])

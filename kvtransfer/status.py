@@ -14,25 +14,8 @@ from batonpb import node_pb2
 
 from baton.ids import GrantId, Pair
 from baton.log import get_log
-from kvtransfer.protocol.receiver import (
-    CommitAsked,
-    GrantState,
-    GrantTimerFired,
-    PairFenced,
-    ReceiverEvent,
-    ReceiverInstruction,
-    ReceiverMachine,
-    RecordsChecked,
-    RequestCancelled,
-    ReserveAsked,
-    ResolveAsked,
-    SealLanded,
-    StartGrantTimer,
-    StopGrantTimers,
-    TimerKind,
-    WriterReleased,
-    WriterSuspected,
-)
+from kvtransfer.protocol import receiver as protocol
+from kvtransfer.protocol.receiver import ReceiverMachine
 from kvtransfer.transport import TransportName
 
 log = get_log("receiver")
@@ -42,20 +25,20 @@ RECENT_S: Final = 10
 
 LEASE_RAN_OUT: Final = "its lease ran out"
 _TAKEN_BACK_BY: Final[Mapping[type, str]] = {
-    RequestCancelled: "its request was cancelled",
-    ResolveAsked: "its router asked whether it had committed, and it had not",
-    ReserveAsked: "a newer attempt of its request came",
-    WriterSuspected: "its writer was lost",
-    WriterReleased: "its writer released another grant with writes in doubt",
-    GrantTimerFired: "another grant of its writer was not given back",
+    protocol.RequestCancelled: "its request was cancelled",
+    protocol.ResolveAsked: "its router asked whether it had committed, and it had not",
+    protocol.ReserveAsked: "a newer attempt of its request came",
+    protocol.WriterSuspected: "its writer was lost",
+    protocol.WriterReleased: "its writer released another grant with writes in doubt",
+    protocol.GrantTimerFired: "another grant of its writer was not given back",
 }
 _EVIDENCE: Final[Mapping[type, str]] = {
-    PairFenced: "a fence",
-    WriterReleased: "the writer's release",
-    ReserveAsked: "the writer's release",
-    SealLanded: "seals and commit",
-    CommitAsked: "seals and commit",
-    RecordsChecked: "seals and commit",
+    protocol.PairFenced: "a fence",
+    protocol.WriterReleased: "the writer's release",
+    protocol.ReserveAsked: "the writer's release",
+    protocol.SealLanded: "seals and commit",
+    protocol.CommitAsked: "seals and commit",
+    protocol.RecordsChecked: "seals and commit",
 }
 
 
@@ -101,8 +84,7 @@ class MovedSums:
 class PairSpeed:
     """Bytes that were copied, over the time with a posted batch outstanding: what the path does while it has work.
 
-    A batch counts with its completion, and the time since the last event with it, so that both are always of the same
-    batches. Where nothing completes the time goes on, and the rate falls.
+    A batch counts with its completion, and with it the time since the last event: both are of the same batches.
     """
 
     def __init__(self) -> None:
@@ -173,8 +155,7 @@ class _Quarantine:
 class WriterHoldings:
     """What an operator who sees quarantined blocks wants to know: whose they are, since when and why they go back.
 
-    It watches the receiver's machine: `follow` is called after the machine has handled an event, before the
-    instructions are carried out. Control thread only.
+    `follow` is called after the machine has handled an event, before the instructions are carried out.
     """
 
     def __init__(
@@ -189,16 +170,16 @@ class WriterHoldings:
         self._landed: dict[Pair, MovedSums] = {}
         """What seals vouch for: a receiver sees no single write."""
 
-    def follow(self, event: ReceiverEvent, instructions: Sequence[ReceiverInstruction]) -> None:
-        """A revocation timer starts when a grant begins to be taken back, and again with each round; all timers of a
-        grant stop when its writer's right is over. What a seal vouches for has landed."""
+    def follow(self, event: protocol.ReceiverEvent, instructions: Sequence[protocol.ReceiverInstruction]) -> None:
+        """A revocation timer starts when a grant begins to be taken back, and with each round; all timers of a grant
+        stop when its writer's right is over."""
         for instruction in instructions:
-            if isinstance(instruction, StartGrantTimer):
-                if instruction.kind is TimerKind.REVOKE:
+            if isinstance(instruction, protocol.StartGrantTimer):
+                if instruction.kind is protocol.TimerKind.REVOKE:
                     self._going_back(instruction.grant, event)
-            elif isinstance(instruction, StopGrantTimers) and instruction.grant in self._taken_back:
+            elif isinstance(instruction, protocol.StopGrantTimers) and instruction.grant in self._taken_back:
                 self._back(instruction.grant, event)
-        if isinstance(event, SealLanded) and event.pair in self._places:
+        if isinstance(event, protocol.SealLanded) and event.pair in self._places:
             self._landed.setdefault(event.pair, MovedSums()).add(Moved(nbytes=event.bytes_written), self._now_s())
 
     def forget(self, pair: Pair) -> None:
@@ -222,7 +203,7 @@ class WriterHoldings:
             )
         for pair, state, blocks in self._grants.owned():
             found[pair].grants += 1
-            if state is GrantState.QUARANTINED:
+            if state is protocol.GrantState.QUARANTINED:
                 found[pair].blocks_quarantined += blocks
             else:
                 found[pair].blocks_granted += blocks
@@ -235,17 +216,17 @@ class WriterHoldings:
         place = self._places.get(pair)
         return f"{place.name if place is not None and place.name else 'unknown'}/{pair.writer:016x}"
 
-    def _going_back(self, grant: GrantId, event: ReceiverEvent) -> None:
+    def _going_back(self, grant: GrantId, event: protocol.ReceiverEvent) -> None:
         taken = self._taken_back.get(grant)
         if taken is None:
             owner = self._grants.owner(grant)
             assert owner is not None, grant
             pair, blocks = owner
-            lapsed = isinstance(event, GrantTimerFired) and event.kind is TimerKind.LEASE
+            lapsed = isinstance(event, protocol.GrantTimerFired) and event.kind is protocol.TimerKind.LEASE
             why = LEASE_RAN_OUT if lapsed else _TAKEN_BACK_BY[type(event)]
             taken = _TakenBack(pair=pair, blocks=blocks, since_s=self._now_s(), why=why)
             self._taken_back[grant] = taken
-        if self._grants.state_of(grant) is GrantState.QUARANTINED:
+        if self._grants.state_of(grant) is protocol.GrantState.QUARANTINED:
             self._quarantined(grant, taken)
 
     def _quarantined(self, grant: GrantId, taken: _TakenBack) -> None:
@@ -269,7 +250,7 @@ class WriterHoldings:
             quarantine.grants.add(grant)
             quarantine.blocks += taken.blocks
 
-    def _back(self, grant: GrantId, event: ReceiverEvent) -> None:
+    def _back(self, grant: GrantId, event: protocol.ReceiverEvent) -> None:
         taken = self._taken_back.pop(grant)
         quarantine = self._quarantines.get(taken.pair)
         if quarantine is None or grant not in quarantine.grants:

@@ -1,7 +1,5 @@
 """The contract between the handoff and a transport: what is written, where, and by whom. The same for every transport.
 
-Writes are arrays of offsets, planned from layers and blocks: no Python object per operation.
-
 Shape suffixes: B blocks of one handoff step, or of a grant, rising; or write operations
 S segments of a write   R those that run over several records
 
@@ -77,21 +75,14 @@ class WriteOutOfBounds(Exception):
 
 def check_granted(dst_blocks_B: np.ndarray, granted: Sequence[BlockId]) -> None:
     """Make sure that every block is one of the grant's. Where the receiver takes no part in the writes, only this does.
-
-    Raises:
-        WriteOutOfBounds: naming the first that is not.
-    """
+    Raises WriteOutOfBounds."""
     if not set(granted).issuperset(asked := dst_blocks_B.tolist()):
         outside = next(block for block in asked if block not in granted)
         raise WriteOutOfBounds(f"block {outside} is not among the {len(granted)} blocks of the grant")
 
 
 def check_ops(ops: WriteOps, src_nbytes: int, dst_nbytes: int) -> None:
-    """Make sure that every op stays inside both regions.
-
-    Raises:
-        WriteOutOfBounds: naming the first op that does not.
-    """
+    """Make sure that every op stays inside both regions. Raises WriteOutOfBounds, naming the first that does not."""
     src_B, dst_B, nbytes_B = ops.src, ops.dst, ops.nbytes
     for array in (src_B, dst_B, nbytes_B):
         assert array.dtype == np.int64, array.dtype
@@ -113,10 +104,7 @@ def check_ops(ops: WriteOps, src_nbytes: int, dst_nbytes: int) -> None:
 
 
 class RecordPlan:
-    """Whole records of some blocks, the same ones in each layer: what depends on the layer is one addition.
-
-    Both regions have the same layout. Immutable; read from any thread.
-    """
+    """Whole records of some blocks, the same ones in each layer. Both regions have the same layout. Immutable."""
 
     def __init__(
         self,
@@ -149,10 +137,7 @@ class RecordPlan:
 
 
 class WriteRanges:
-    """The bytes of a receiver's region that one grant opens: all layers' records of its blocks.
-
-    Keeps the blocks alone. Immutable; read from any thread.
-    """
+    """The bytes of a receiver's region that one grant opens: all layers' records of its blocks. Immutable."""
 
     def __init__(self, layout: Layout, num_blocks: int, blocks: Iterable[BlockId]) -> None:
         """`num_blocks` is the region's; `blocks` are distinct."""
@@ -211,10 +196,8 @@ class Seal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataEndpoint:
-    """Where a receiver accepts data connections of a transport, and what a writer must show there.
-
-    Travels over gRPC. `secret` proves the pair; `epoch` is the pair's epoch that the connection will carry.
-    """
+    """Where a receiver accepts data connections of a transport. `secret`, shown there, proves the pair; `epoch` is the
+    pair's that the connection will carry."""
 
     transport: TransportName
     address: str
@@ -230,23 +213,17 @@ class WriterLink(Protocol):
     """One writer's data connection to one receiver, within one epoch of the pair."""
 
     def post(self, grant: GrantId, ops: WriteOps) -> None:
-        """Queue copies; returns at once. Completion arrives as `WriterEvents.writes_completed`.
-
-        After `abandon(grant)` or `close` further posts for the grant complete without copying.
-        """
-        ...
+        """Queue copies; returns at once. Completion arrives as `WriterEvents.writes_completed`. After `abandon(grant)`
+        or `close` they complete without copying."""
 
     def seal(self, seal: Seal) -> None:
         """Send the seal. The caller has seen all completions of the grant."""
-        ...
 
     def abandon(self, grant: GrantId) -> None:
         """Copy no more for this grant: queued ops complete uncopied, the one under way finishes and then completes."""
-        ...
 
     def forget(self, grant: GrantId) -> None:
         """The caller promises to post nothing more for this grant: what `abandon` remembered may go."""
-        ...
 
     @property
     def epoch(self) -> Epoch: ...
@@ -254,14 +231,10 @@ class WriterLink(Protocol):
     @property
     def fenced(self) -> bool:
         """The receiver has ended this link by a fence: it says nothing about how well the transport works."""
-        ...
 
     async def close(self) -> None:
-        """Stop the copying, complete what is queued uncopied, let go of the region or socket. Idempotent.
-
-        Ends within the transport's named limits, whatever the receiver does.
-        """
-        ...
+        """Stop the copying, complete what is queued uncopied, let go of the region or socket, within the transport's
+        named limits. Idempotent."""
 
 
 class WriterEvents(Protocol):
@@ -269,7 +242,6 @@ class WriterEvents(Protocol):
 
     def writes_completed(self, grant: GrantId, writes: int, bytes_written: int, copied: bool) -> None:
         """The local transport has let go of the sources of one posted batch (I1). `copied` False: it was abandoned."""
-        ...
 
     def writes_in_doubt(self, grant: GrantId) -> None:
         """The link ended with writes of this grant on their way: they complete next, uncopied, and may land as long as
@@ -277,11 +249,9 @@ class WriterEvents(Protocol):
         better: where the receiver looks at the grant before a byte lands (tcp), or the writer's own stores are over
         with their completion (shm, cuda_ipc), the writer's release is evidence and this is never called.
         """
-        ...
 
     def link_lost(self, pair: Pair, reason: str) -> None:
         """The connection is gone (the receiver died, closed or fenced it). Queued ops still complete, uncopied."""
-        ...
 
 
 class ReceiverEvents(Protocol):
@@ -291,7 +261,6 @@ class ReceiverEvents(Protocol):
 
     def writer_gone(self, pair: Pair, epoch: Epoch, evidence: str) -> None:
         """Evidence that no connection of this pair up to and including `epoch` can write any more (I3)."""
-        ...
 
 
 class ReceiverPort(Protocol):
@@ -303,27 +272,19 @@ class ReceiverPort(Protocol):
     def expect(self, pair: Pair, epoch: Epoch) -> DataEndpoint:
         """Allow connections of this pair in this epoch (and no longer in an older one). Idempotent.
 
-        Raises:
-            PairBeingFenced: a fence that covers the epoch has not ended yet.
+        Raises PairBeingFenced: a fence that covers the epoch has not ended yet; TooManyPairs.
         """
-        ...
 
     def allow(self, pair: Pair, epoch: Epoch, grant: GrantId, ranges: WriteRanges) -> None:
-        """From now on bytes of this grant may land in `ranges`, on connections of this pair and epoch. Idempotent.
-
-        A transport whose receiver takes no part in the writes (shm) does nothing here.
-        """
-        ...
+        """From now on bytes of this grant may land in `ranges`, on connections of this pair and epoch. Idempotent. A
+        transport whose receiver takes no part in the writes (shm) does nothing here, nor in `forbid`."""
 
     def forbid(self, grant: GrantId) -> bool:
         """When this returns no byte of the grant lands any more, where the receiver can refuse. Unknown ones are fine.
 
-        It is never allowed again. Where the receiver takes no part in the writes this does nothing.
-
         False: bytes of the grant were handed to a device that has failed, and may still land. Then the writer's word
         is no evidence, and only a fence of the pair ends its right.
         """
-        ...
 
     def fence(self, pair: Pair, epoch: Epoch) -> None:
         """Start taking the right to write back from all connections of the pair up to `epoch`.
@@ -332,10 +293,8 @@ class ReceiverPort(Protocol):
         process has closed with an acknowledgement or is proved dead, however long that takes; for tcp as soon as the
         receive threads of its connections have been joined, which end when a device is through with their copies.
         """
-        ...
 
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""
-        ...
 
     async def close(self) -> None: ...

@@ -1,7 +1,6 @@
 """The writer's shell, for one receiver process: carries out what `WriterMachine` instructs.
 
-`WriterPeer` makes the calls to the receiver and changes the `Handoff`s that it gives out. The data connection is in
-`link`. Everything runs on the node's control thread, except `StepWrites.layer_done`, which the engine thread calls.
+Everything runs on the node's control thread, except `StepWrites.layer_done`, which the engine thread calls.
 
 Shape suffix: B = one entry per block.
 """
@@ -86,8 +85,8 @@ class WriterConfig:
 class Handoff:
     """One handoff as the prefill node holds it, from Reserve to its end.
 
-    `granted` is set when writing may start (None), or to what says why not. `ended` is set once, with how it ended.
-    `sources_released` is called once if it was ever granted: the transport has let go of the source blocks.
+    `granted` is set when writing may start (None), or to what says why not. `sources_released` is called once if it was
+    granted: the transport has let go of the source blocks.
     """
 
     peer: WriterPeer
@@ -98,14 +97,12 @@ class Handoff:
     metadata: Metadata
     """Request id and trace context, sent along with the calls of this handoff."""
     sources_released: Callable[[], None] | None
-    """None once it has been called: what it refers to may in turn refer to this, and the two would be freed by the
-    collector only."""
+    """None once it has been called, which breaks a cycle of references."""
     request: transfer_pb2.ReserveRequest | None
     """None once it is sent, so that the prompt is freed."""
     first_token: int = -1
     first_logprobs: common_pb2.TokenLogprobs | None = None
     grant: GrantId = GrantId(b"")
-    epoch: Epoch = Epoch(0)
     dst_blocks: list[BlockId] = field(default_factory=list)
     prefix_skip: int = 0
     lease_ends_s: float = 0.0
@@ -129,11 +126,8 @@ class Handoff:
         return self.peer.machine.may_post(self.number)
 
     def plan_step(self, src_blocks_B: Int64Array, dst_blocks_B: Int64Array, layers: range) -> StepWrites:
-        """What it writes in one engine step. From here on the writes are outstanding, and only `StepWrites.finish`
-        takes back those that were not posted: they count as completed.
-
-        Raises WriteOutOfBounds: a block that the grant does not open.
-        """
+        """What it writes in one engine step. From here on the writes are outstanding; `StepWrites.finish` completes
+        those that were not posted. Raises WriteOutOfBounds: a block that the grant does not open."""
         assert self.link is not None, self
         peer = self.peer
         check_granted(dst_blocks_B, self.dst_blocks)
@@ -150,14 +144,7 @@ class Handoff:
         self.writes += writes
         self.bytes_written += nbytes
         self.progress_s = peer.loop.time()
-        step = StepWrites(
-            handoff=self,
-            link=self.link,
-            src_blocks_B=src_blocks_B,
-            dst_blocks_B=dst_blocks_B,
-            plan=plan,
-            layers=layers,
-        )
+        step = StepWrites(handoff=self, link=self.link, dst_blocks_B=dst_blocks_B, plan=plan, layers=layers)
         self.steps.add(step)
         return step
 
@@ -173,11 +160,10 @@ class Handoff:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StepWrites:
-    """The writes of one handoff in one engine step: the same blocks, layer after layer. Made by `Handoff.plan_step`."""
+    """The writes of one handoff in one engine step: the same blocks, layer after layer."""
 
     handoff: Handoff
     link: WriterLink
-    src_blocks_B: Int64Array
     dst_blocks_B: Int64Array
     plan: RecordPlan
     layers: range
@@ -195,7 +181,7 @@ class StepWrites:
     def _post(self, layer: int) -> None:
         peer = self.handoff.peer
         ops = self.plan.of_layer(layer)
-        nbytes = len(self.src_blocks_B) * peer.layout.record_bytes
+        nbytes = len(self.dst_blocks_B) * peer.layout.record_bytes
         peer.link.posting(nbytes)
         try:
             self.link.post(self.handoff.grant, ops)
@@ -208,11 +194,10 @@ class StepWrites:
 
     def finish(self) -> None:
         """On the control thread, after the step, or within it when the handoff was given up: no layer is posted from
-        now on, and those that were not count as dropped. Idempotent.
-        """
+        now on. Idempotent."""
         with self._posting:
             self._closed = True
-        missing = (len(self.layers) - self.posted) * len(self.src_blocks_B)
+        missing = (len(self.layers) - self.posted) * len(self.dst_blocks_B)
         self.posted = len(self.layers)
         self.handoff.steps.discard(self)
         if missing:
@@ -242,12 +227,8 @@ class WriterPeer:
         self.machine = machine
         self.layout = layout
         self.src_num_blocks = src_num_blocks
-        self.bytes_moved = 0
-        self.handoffs_corrupt = 0
-        self.records_checksummed = 0
-        self._checksums = checksums
-        self.loop = loop
-        self._config = config
+        self.bytes_moved = self.handoffs_corrupt = self.records_checksummed = 0
+        self._checksums, self.loop, self._config = checksums, loop, config
         self._channels = channels
         self.stub = transfer_pb2_grpc.TransferStub(channels.get(address.endpoint))
         self._header = common_pb2.Header(sender=address.pair.writer, receiver=address.pair.receiver)
@@ -331,11 +312,8 @@ class WriterPeer:
         metadata: Metadata,
         sources_released: Callable[[], None],
     ) -> Handoff:
-        """Ask for a grant and wait for it. Cancelling the caller gives the handoff up.
-
-        Raises BatonError: DECODE_FULL with a retry time, PEER_UNREACHABLE, INCARNATION_MISMATCH, INCOMPATIBLE_NODE,
-        or what the receiver refused with.
-        """
+        """Ask for a grant and wait for it. Cancelling the caller gives the handoff up. Raises BatonError: DECODE_FULL
+        with a retry time, PEER_UNREACHABLE, INCARNATION_MISMATCH, INCOMPATIBLE_NODE, or why the receiver refused."""
         self._check_here()
         await self.link.ensure(idle=not self._handoffs)
         self._check_here()
@@ -374,12 +352,8 @@ class WriterPeer:
             self._tasks.spawn(self._cancel(key))
 
     async def revoked(self, number: ReserveNumber) -> bool:
-        """The receiver takes a grant back: returns when nothing is written under this number any more.
-
-        True: what was under way when the link ended may still land (see WriterReleased).
-
-        Raises BatonError UNKNOWN_GRANT for a number that was never asked for.
-        """
+        """The receiver takes a grant back: returns when nothing is written under this number any more. True: what was
+        under way when the link ended may still land. Raises BatonError UNKNOWN_GRANT: it was never asked for."""
         if number >= self.machine.next_number:
             raise BatonError(Reason.UNKNOWN_GRANT, f"No Reserve has had the number {number} yet.")
         return await self._revokes.ask(number, lambda: self.handle(protocol.RevokeAsked(number=number)))
@@ -452,19 +426,12 @@ class WriterPeer:
             if call is not None:
                 self._tasks.spawn(call)
         for number in [event.number] if isinstance(event, protocol.HandoffEvent) else list(self._handoffs):
-            self._forget_if_over(number)
-
-    def _forget_if_over(self, number: ReserveNumber) -> None:
-        handoff = self._handoffs.get(number)
-        if handoff is None or self.machine.knows(number):
-            return
-        del self._handoffs[number]
-        self._granted.pop(handoff.grant, None)
-        self._fewer.set()
+            if number in self._handoffs and not self.machine.knows(number):
+                self._granted.pop(self._handoffs.pop(number).grant, None)
+                self._fewer.set()
 
     def _start_writing(self, instruction: protocol.StartWriting) -> None:
         handoff = self._handoffs[instruction.number]
-        handoff.epoch = instruction.epoch
         handoff.progress_s = self.loop.time()
         self._granted[handoff.grant] = handoff
         link = self.link.now
@@ -474,12 +441,9 @@ class WriterPeer:
             return
         handoff.link = link
         if self._checksums is not None:
-            handoff.sample = SourceSample(
-                self._checksums,
-                handoff.grant,
-                fraction=self._config.checksum_fraction,
-                records=self.layout.num_layers * len(handoff.dst_blocks),
-            )
+            records = self.layout.num_layers * len(handoff.dst_blocks)
+            fraction = self._config.checksum_fraction
+            handoff.sample = SourceSample(self._checksums, handoff.grant, fraction=fraction, records=records)
         # Most handoffs are over before it is time to renew: those that are not get a task then.
         handoff.renewal = self.loop.call_later(
             handoff.lease_ms / 3000, lambda: self._tasks.spawn(self._keep_lease(handoff))
@@ -522,9 +486,9 @@ class WriterPeer:
             handoff.link.forget(handoff.grant)
 
         def released() -> None:
+            handoff.pinned_blocks = 0
             sources_released, handoff.sources_released = handoff.sources_released, None
             assert sources_released is not None, handoff
-            handoff.pinned_blocks = 0
             sources_released()
 
         if handoff.sample is None:
@@ -537,9 +501,8 @@ class WriterPeer:
         if handoff.sample is not None and instruction.end in (HandoffEnd.COMMITTED, HandoffEnd.CORRUPT):
             self.records_checksummed += handoff.sample.records
         self.handoffs_corrupt += instruction.end is HandoffEnd.CORRUPT
-        if not handoff.granted.done():
-            text = f"{self.address.name}: the handoff ended before it began ({instruction.end.value})."
-            handoff.granted.set_result(BatonError(Reason.HANDOFF_FAILED, text))
+        text = f"{self.address.name}: the handoff ended before it began ({instruction.end.value})."
+        _fail_grant(handoff, BatonError(Reason.HANDOFF_FAILED, text))
         handoff.ended.set_result(instruction.end)
         if handoff.renewal is not None:
             handoff.renewal.cancel()
@@ -722,11 +685,8 @@ def _fail_grant(handoff: Handoff, error: BatonError) -> None:
 def _refusal_error(reply: transfer_pb2.ReserveReply, name: str) -> BatonError:
     """What an answer to Reserve other than a grant means to whoever asked."""
     if reply.WhichOneof("answer") == "busy":
-        return BatonError(
-            Reason.DECODE_FULL,
-            f"{name} has no room: {reply.busy.reason}.",
-            retry_after_ms=reply.busy.retry_after_ms,
-        )
+        text = f"{name} has no room: {reply.busy.reason}."
+        return BatonError(Reason.DECODE_FULL, text, retry_after_ms=reply.busy.retry_after_ms)
     if reply.reject.reason in _GRANT_REFUSALS:
         return BatonError(Reason.INCOMPATIBLE_NODE, f"{name} refused: {reply.reject.reason}.")
     return bad_field("prompt", f"{name} refused: {reply.reject.reason}.", reason=Reason.PROMPT_TOO_LONG)

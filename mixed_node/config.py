@@ -6,6 +6,7 @@ A key means what it means in `[prefill]` or `[decode]`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from baton.config import setting
 from baton.errors import InvalidField
@@ -16,6 +17,12 @@ from prefill_node.config import PrefillConfig
 from prefill_node.local_policy import LocalFallback, LocalPolicy
 
 
+def _of_prefill(name: str) -> Any:
+    """A setting that means what it means in `[prefill]`."""
+    (same,) = (each for each in fields(PrefillConfig) if each.name == name)
+    return setting(same.default, **same.metadata)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedConfig(DecodeConfig):
     """The decode half's configuration is this itself."""
@@ -23,16 +30,8 @@ class MixedConfig(DecodeConfig):
     spill: SpillConfig = field(default_factory=SpillConfig, metadata={"shown": False})
     """Must be off: here so that a refusal can say why."""
     writer: WriterConfig = field(default_factory=WriterConfig)
-    queue_max: int = setting(
-        256,
-        "requests that wait for a place in the engine; as many again that are resumed wait ahead of them",
-        "Clients should be refused sooner (lower it) or wait longer (raise it) when the node is full.",
-    )
-    affinity_blocks_max: int = setting(
-        65_536,
-        "prompt blocks remembered as sent to decode nodes, for all of these together",
-        "Decode nodes cache more blocks than this. Each takes about 100 bytes here.",
-    )
+    queue_max: int = _of_prefill("queue_max")
+    affinity_blocks_max: int = _of_prefill("affinity_blocks_max")
     handoff_tokens_min: int = setting(
         256,
         "a prompt with fewer tokens that are not cached here runs here; 0: none does",

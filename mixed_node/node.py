@@ -1,16 +1,11 @@
-"""Life of a request in this node. Two ways lead through it, and both halves share one region, ledger and engine.
+"""Life of a request in this node: handed over, or kept. Both halves share one region, ledger and engine.
 
-- **Handed over**, from here or to here: the one half's life, as on a node of its own (`PrefillNode.prefill`,
-  `DecodeNode.live`). This node never asks itself for a grant.
-- **Kept**: `PrefillNode.prefill` queues the request, finds by `prefill_node.job` that it is to run here, and calls
-  `MixedNode.start`. There the prompt's blocks are held and the answer's growth is promised, by the one ledger that
-  grants are given from too; the sequence enters the engine to stay until its end, and `DecodeNode.live` begins.
-  Nothing is granted, written or sealed. The first token goes to the router by the prefill call, which commits the
-  request (`commit`) and ends; all tokens go by the decode half's stream, from index 0, as for any other request.
-
-Until the commit the prefill call owns a kept request: its end (a cancel, the deadline, a lost router) is a cancel here.
-Afterwards the decode half does. In each step running sequences go first, then prompts, kept or to be handed over, in
-their order of arrival (`engine.scheduler`).
+A request that is handed over, from here or to here, lives as on a node of its own (`PrefillNode.prefill`,
+`DecodeNode.live`). This node never asks itself for a grant. For one that is kept, `PrefillNode.prefill` calls
+`MixedNode.start` in its turn: the one ledger gives its blocks and the promise of its growth, the sequence enters the
+engine to stay, and `DecodeNode.live` begins. The first token goes to the router by the prefill call, which commits the
+request and ends; all tokens go by the decode half's stream, from index 0. Before the commit, the end of the prefill
+call cancels the request; afterwards the decode half decides.
 """
 
 from __future__ import annotations
@@ -37,8 +32,7 @@ from prefill_node.node import PrefillNode
 class MixedNode:
     """What the two halves are to each other; control thread only.
 
-    Implements node.engine_loop.StepHost (each event goes to the half whose sequence it is about) and
-    prefill_node.job.LocalRunner. `prefill` is set once, before the first call.
+    Implements node.engine_loop.StepHost and prefill_node.job.LocalRunner. `prefill` is set before the first call.
     """
 
     prefill: PrefillNode

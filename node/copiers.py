@@ -1,8 +1,7 @@
 """Copies of whole blocks (their records of every layer) between a region and the host memory below it.
 
-Whoever asks for a copy has made sure that no step touches its blocks. Where the region is on a device, the device
-copies; in host memory `kvtransfer.device.host_driver` takes its place, whose copies run on the thread that looks for
-their end: this copier's, outside of the interpreter's lock.
+The caller makes sure that no step touches the blocks. The device copies; for a region in host memory
+`kvtransfer.device.host_driver` does, on this copier's thread, outside of the interpreter's lock.
 
 Shape suffix: B = one entry for each record, of every layer of each block.
 """
@@ -110,16 +109,11 @@ class BlockCopier:
         self._thread.start()
 
     def rehearse(self) -> None:
-        """Copy a block out and back, and wait: kernels are compiled now, and not when memory is short. The first block
-        of either side; the one on the device is the same afterwards. Blocks; before the first `start`.
-
-        Raises DeviceError.
-        """
+        """Copy the first block out and back, so that kernels are compiled now. Blocks; before the first `start`. Raises
+        DeviceError."""
         out = BlockCopy(out=True, device=(BlockId(0),), host=(HostBlockId(0),))
         for copy in (out, replace(out, out=False)):
-            ended = self._queue(copy, self._streams.current().record())
-            while not ended.done():
-                time.sleep(self._poll_interval_s)
+            self._wait_for(self._queue(copy, self._streams.current().record()))
 
     def start(self, copy: BlockCopy, done: Callable[[BaseException | None], None]) -> None:
         """Returns at once. The queue is bounded by the blocks of the tier: each is in one copy at most.
@@ -163,10 +157,13 @@ class BlockCopier:
     def _work(self) -> None:
         try:
             while (asked := self._next()) is not None or self._flying:
-                if asked is not None:
-                    self._launch(asked)
-                else:
+                if asked is None:
                     self._land()
+                    continue
+                ended = self._queue(asked.copy, asked.ready)
+                with self._wake:
+                    self._waiting.popleft()
+                self._flying.append((ended, asked))
         except Exception as error:
             log.exception("blocks cannot be copied to host memory or back any more")
             try:
@@ -185,12 +182,6 @@ class BlockCopier:
             if self._closed:
                 self._waiting.clear()
             return self._waiting[0] if self._waiting and len(self._flying) < COPIES_IN_FLIGHT_MAX else None
-
-    def _launch(self, asked: _Asked) -> None:
-        ended = self._queue(asked.copy, asked.ready)
-        with self._wake:
-            self._waiting.popleft()
-        self._flying.append((ended, asked))
 
     def _land(self) -> None:
         """Report the oldest copy on the device if it has ended; else wait for a moment."""
@@ -215,9 +206,11 @@ class BlockCopier:
     def _settle(self) -> None:
         """Something went wrong with one copy: others may be on the device still. One that has failed writes no more."""
         with contextlib.suppress(DeviceError):
-            end = self._side.record()
-            while not end.done():
-                time.sleep(self._poll_interval_s)
+            self._wait_for(self._side.record())
+
+    def _wait_for(self, event: DeviceEvent) -> None:
+        while not event.done():
+            time.sleep(self._poll_interval_s)
 
     def _fail(self, error: Exception) -> None:
         """Report the error to all whose copy has not been reported, also of those on the device: nobody can go on."""

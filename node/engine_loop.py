@@ -1,7 +1,6 @@
 """The loop around an engine: schedule and postprocess on the control thread, the runner on the engine thread.
 
-Where the engine overlaps steps, the step behind the one in flight is scheduled and launched first, and only then is the
-one in flight waited for: the host's work for both falls into the time in which the device computes.
+Where the engine overlaps steps, the next step is scheduled and launched before the one in flight is waited for.
 """
 
 from __future__ import annotations
@@ -39,10 +38,6 @@ class _Step:
     launched: asyncio.Future[Any] | None
     """Done: what `OverlapRunner.collect` takes, or why the launch failed. None: the step is to be run."""
 
-    @property
-    def may_be_followed(self) -> bool:
-        return self.launched is not None and self.launched.exception() is None
-
 
 class EngineLoop:
     """Steps the engine while there is work. Owns the engine thread."""
@@ -72,7 +67,7 @@ class EngineLoop:
                 await self._work.wait()
                 continue
             behind = None
-            if step.may_be_followed and not self._stopping:
+            if step.launched is not None and step.launched.exception() is None and not self._stopping:
                 behind = await self._begin(self._engine.schedule_overlapped())
             await self._end(step)
             step = behind

@@ -34,8 +34,7 @@ TIME_SHARE_MAX = 0.02
 
 
 class ConservationWatch:
-    """The running check of block conservation (I4): recounts one ledger when asked to. A violation is counted and
-    logged."""
+    """Recounts one ledger (I4) when asked to; counts and logs violations."""
 
     def __init__(self, ledger: Ledger, clock: Clock, *, beside: Callable[[], None] | None = None) -> None:
         """`beside` recounts what lies beside the ledger, and raises ConservationError too."""

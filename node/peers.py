@@ -194,9 +194,7 @@ class Peers:
 
     def follow_directory(self) -> None:
         """Notice decode processes that have ended: another one is at the endpoint, or it is neither listed nor linked.
-
-        Being wrong costs the handoffs under way there and nothing else: whoever asks for them learns of their end.
-        """
+        An error costs the handoffs under way there, nothing else."""
         if self.runtime.membership.stale:
             return
         records = self.runtime.membership.nodes(Role.DECODE)

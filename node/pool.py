@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
-from batonpb import node_pb2
+from batonpb import common_pb2, node_pb2
 
 from baton.cores import Cores, own_cores
-from baton.errors import BatonError, InvalidField, Reason
+from baton.errors import BatonError, InvalidField, Reason, bad_field
 from baton.ids import BlockId
 from baton.runtime import Progress
 from baton.wire import ModelInfo
-from cachestore.block_manager import BlockManager, footprint_blocks
+from cachestore.block_manager import BlockManager
 from cachestore.layout import Layout, kv_layout
 from cachestore.ledger import Ledger
 from cachestore.pins import PinTable
 from engine.build import BuiltEngine, ComputeDevice, EngineConfig, build_runner
 from engine.core import Engine
-from engine.types import KvSpec, Runner
+from engine.types import KvSpec, Runner, sampling_problem
 from kvtransfer.device.staging import StagedRegion, StagingConfig
 from kvtransfer.link import DEFAULT_TRANSPORTS, PROTOCOL_MAX, PROTOCOL_MIN, serving
 from kvtransfer.native.copy import copies_by
@@ -81,14 +81,10 @@ class DevicePool:
         return self.host_region if self.staged is None else self.staged
 
     def footprint(self, known_len: int, prompt_len: int, max_tokens: int) -> int:
-        """See `footprint_blocks`."""
-        return footprint_blocks(
-            known_len,
-            prompt_len=prompt_len,
-            max_tokens=max_tokens,
-            context_len_max=self.model.context_len_max,
-            block_size=self.model.block_size,
-        )
+        """Blocks that a request comes to hold where its answer is drawn: for its `known_len` tokens, prompt and answer
+        so far, the next one, which is drawn elsewhere, and all that it may draw behind that but the last."""
+        end = max(known_len + 1, min(prompt_len + max_tokens, self.model.context_len_max) - 1)
+        return -(-end // self.model.block_size)
 
     def describe(self) -> dict[str, str]:
         """For people: what computes, and where its KV lies."""
@@ -116,6 +112,30 @@ class DevicePool:
         self.region.close()
 
 
+def check_tokens(field: str, tokens: Sequence[int], model: Runner | ModelInfo) -> None:
+    """Raises BatonError PROMPT_TOO_LONG or TOKEN_OUT_OF_RANGE, of `field`."""
+    if len(tokens) >= model.context_len_max:
+        text = f"{len(tokens)} tokens leave no room for one more in the model's context of {model.context_len_max}."
+        raise bad_field(field, text, reason=Reason.PROMPT_TOO_LONG)
+    if max(tokens, default=0) >= model.vocab_size:
+        text = f"Token id {max(tokens)} is outside the vocabulary of {model.vocab_size}."
+        raise bad_field(field, text, reason=Reason.TOKEN_OUT_OF_RANGE)
+
+
+def check_request(tokens: Sequence[int], prompt_len: int, sampling: common_pb2.SamplingSpec, runner: Runner) -> None:
+    """A bad request must not break the steps of the others. `tokens`: the prompt, and the answer so far.
+
+    Raises BatonError PROMPT_TOO_LONG, TOKEN_OUT_OF_RANGE, SAMPLING_OUT_OF_RANGE or BAD_FIELD.
+    """
+    check_tokens("prompt", tokens, runner)
+    problem = sampling_problem(sampling, vocab_size=runner.vocab_size)
+    if problem is not None:
+        text = f"No token can be drawn with these parameters: {problem}."
+        raise bad_field("sampling", text, reason=Reason.SAMPLING_OUT_OF_RANGE)
+    if len(tokens) - prompt_len >= sampling.max_tokens:
+        raise bad_field("output", f"The answer already has its {sampling.max_tokens} tokens (max_tokens).")
+
+
 def layout_of(spec: KvSpec) -> Layout:
     return kv_layout(
         num_layers=spec.num_layers,
@@ -139,9 +159,9 @@ async def open_device_pool(
 ) -> DevicePool:
     """Load the model, make the region and warm up, each on a thread of its own, with progress.
 
-    With `spill.host_blocks` there is host memory below the region too, and the engine runs under overcommit. On a
-    device, where this node `decodes`, graphs are captured, with blocks of their own for padding; what `transports`
-    need of the region is made here: a handle for cuda_ipc, pinned memory (`staging`) for tcp.
+    With `spill.host_blocks` there is host memory below the region, and the engine runs under overcommit. On a device,
+    graphs are captured where this node `decodes`, and `transports` get what they need: a handle for cuda_ipc, pinned
+    memory (`staging`) for tcp.
 
     Raises BatonError: MODEL_MISSING, MODEL_BROKEN, MODEL_UNSUPPORTED, BAD_CONFIG (no room, no such device or backend).
     """
@@ -192,10 +212,7 @@ async def open_device_pool(
 
 
 async def _warm_up(runner: GpuRunner, ledger: Ledger, *, decodes: bool, progress: Progress) -> int:
-    """Compile kernels and capture graphs, before there is any request -> how many blocks are held for good.
-
-    The blocks come from the ledger: a node whose region has none but those for padding serves nobody, and says so.
-    """
+    """Compile kernels and capture graphs, before there is any request -> how many of the blocks are held for good."""
     padding = runner.padding_blocks if decodes else 0
     if ledger.num_blocks <= padding:
         raise BatonError(
@@ -275,8 +292,7 @@ def _model_info(built: BuiltEngine, layout: Layout, config: EngineConfig) -> Mod
 
 
 def transport_facts(configured: Sequence[TransportName], region: RegionKind, offered: Sequence[str]) -> dict[str, str]:
-    """For people: by what this process moves bytes, and which transports of its configuration it cannot offer, though
-    they would serve its region. The native libraries that it asks about are loaded already."""
+    """For people: by what this process moves bytes, and which transports that serve its region it cannot offer."""
     facts = {}
     if region is RegionKind.HOST:
         facts["copies by"] = copies_by()

@@ -7,12 +7,12 @@ from typing import Any, Final
 from batonpb import node_pb2, pins_pb2, pins_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 
 from baton.clock import Clock
-from baton.errors import BatonError, Reason, bad_field
+from baton.errors import bad_field
 from baton.ids import Incarnation, ReserveNumber
 from baton.log import get_log
 from baton.wire import check_header
 from node.peers import Peers
-from node.pool import DevicePool
+from node.pool import DevicePool, check_tokens
 
 log = get_log("pins")
 
@@ -66,23 +66,11 @@ class PinService(pins_pb2_grpc.NodePinsServicer):
 
     def _check(self, request: pins_pb2.HoldPinRequest) -> None:
         """The router has checked the operator's input; what reaches the hash chain here is checked again."""
-        model = self._pool.model
         if not 0 < len(request.name) <= NAME_CHARS_MAX:
             raise bad_field("name", f"A pin's name has 1 to {NAME_CHARS_MAX} characters, not {len(request.name)}.")
         if len(request.cache_salt) > SALT_BYTES_MAX:
             raise bad_field("cache_salt", f"A salt has at most {SALT_BYTES_MAX} bytes, not {len(request.cache_salt)}.")
-        if len(request.tokens) >= model.context_len_max:
-            raise bad_field(
-                "tokens",
-                f"The prefix has {len(request.tokens)} tokens; the model's context is {model.context_len_max}.",
-                reason=Reason.PROMPT_TOO_LONG,
-            )
-        if max(request.tokens, default=0) >= model.vocab_size:
-            raise BatonError(
-                Reason.TOKEN_OUT_OF_RANGE,
-                f"Token id {max(request.tokens)} is outside the vocabulary of {model.vocab_size}.",
-                field="tokens",
-            )
+        check_tokens("tokens", request.tokens, self._pool.model)
 
 
 class WriterService(transfer_pb2_grpc.TransferServicer):

@@ -1,16 +1,11 @@
-"""Carries out what `SpillPolicy` decides: whose blocks leave the device, where they are, and how they come back;
-and the host memory itself.
+"""Moves the blocks of swapped-out sequences to host memory and back, as `SpillPolicy` decides. Control thread only.
 
-Control thread only, but for the copies themselves. Between two steps the engine asks (`before_step`). Nothing of a
-swapped-out sequence is in a step, so its blocks can be copied beside the steps of the others.
+No step has a swapped-out sequence in it, so its blocks are copied beside the steps of the others. Its block table is a
+list of `_Unit`s, shared with other swapped-out sequences. A unit leaves the device when nobody else holds its block,
+and comes back for all its holders; what the prefix cache has of it is taken from there.
 
-The table of a swapped-out sequence is a list of `_Unit`s: one block's worth of content, on the device or in host
-memory, with all the swapped-out sequences that hold it. A unit is copied out only when nobody else holds its block:
-what a running sequence shares stays. A unit that comes back comes back for all its holders. A full block whose content
-the prefix cache still has (or has again) is taken from there instead of being copied.
-
-A copy under way owns its block on either side, as a remote writer does: a sequence that ends meanwhile leaves its
-references behind, to be dropped when the copy has ended.
+A copy under way owns its block on both sides: a sequence that ends meanwhile leaves its references to be dropped when
+the copy has ended.
 """
 
 from __future__ import annotations
@@ -18,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Several
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from enum import Enum
+from typing import Literal
 
 from baton.config import fixed, setting
 from baton.errors import BatonError, InvalidField, Reason, check_positive
@@ -28,22 +23,10 @@ from cachestore.block_manager import BlockManager
 from cachestore.host_blocks import HostBlockId, HostBlocks
 from cachestore.layout import Layout
 from cachestore.ledger import ConservationError
-from cachestore.spill_policy import (
-    CopiesDone,
-    CopyBack,
-    CopyOut,
-    SequenceLeft,
-    SpillEvent,
-    SpillPolicy,
-    SpillState,
-    Standing,
-    StepComes,
-    SwapIn,
-    SwapOut,
-)
+from cachestore.spill_policy import CopyBack, CopyOut, SpillPolicy, SpillState, Standing, SwapOut
 from engine.core import Engine
 from engine.scheduler import Sequence
-from kvtransfer.device.driver import DeviceError, PinnedMemory
+from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.host_driver import HostStreams
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.region import Region
@@ -79,22 +62,15 @@ class SpillConfig:
         check_positive(self, "headroom_blocks", "copy_blocks_max", "pinned_bytes_max")
         if not 0 <= self.host_blocks <= HOST_BLOCKS_MAX:
             raise InvalidField("host_blocks", f"is {self.host_blocks}; must be 0 (off) to {HOST_BLOCKS_MAX}")
-        if self.host_blocks and self.host_blocks <= self.reserve_blocks:
+        if self.host_blocks and self.host_blocks <= self.headroom_blocks:
             raise InvalidField(
                 "host_blocks",
                 f"is {self.host_blocks}; must be 0 (off) or more than headroom_blocks ({self.headroom_blocks}), which "
                 "are kept as a reserve to swap through",
             )
 
-    @property
-    def reserve_blocks(self) -> int:
-        """Not admitted against: without it a full device and full host memory could not trade places."""
-        return self.headroom_blocks
 
-
-class _Way(Enum):
-    OUT = "out"
-    BACK = "back"
+_Way = Literal["out", "back"]
 
 
 @dataclass(slots=True, eq=False)
@@ -180,22 +156,27 @@ class Spill:
     # What the engine calls (Overcommit).
 
     def before_step(self, runners: Several[Sequence]) -> None:
-        """See `Overcommit.before_step`. Raises what a copy broke off with: the device has failed, or it is a bug of
-        ours. Where its blocks' content is nobody knows then, so the engine cannot go on."""
+        """See `Overcommit.before_step`. Raises what a copy broke off with: the engine cannot go on."""
         if self._broken is not None:
             raise self._broken
         self._runners = {seq.key: seq for seq in runners}
         needs = {seq.key: int(self._engine.scheduler.needs_block(seq)) for seq in runners}
         pressure = sum(needs.values()) > self._ledger.growable + self._freeing
-        self._handle(
-            StepComes(
-                growable=max(0, self._ledger.growable),
-                freeing=self._freeing,
-                host_free=self.host.free,
-                runners=tuple(self._running(seq, needs[seq.key], pressure) for seq in runners),
-                swapped_out=tuple(self._standing(each, pressure or not runners) for each in self._swapped_out.values()),
-            )
+        instructions = self._policy.before_step(
+            growable=max(0, self._ledger.growable),
+            freeing=self._freeing,
+            host_free=self.host.free,
+            runners=[self._running(seq, needs[seq.key], pressure) for seq in runners],
+            swapped_out=[self._standing(each, pressure or not runners) for each in self._swapped_out.values()],
         )
+        for instruction in instructions:
+            match instruction:
+                case SwapOut(key=key):
+                    self._engine.swap_out(self._runners.pop(key))
+                case CopyOut(key=key, blocks=blocks):
+                    self._copy_out(self._swapped_out[key], blocks)
+                case CopyBack(key=key, blocks=blocks):
+                    self._copy_back(self._swapped_out[key], blocks)
 
     def lets_step(self, runners: Several[Sequence]) -> bool:
         """See `Overcommit.lets_step`: nobody is swapped out, and there is room for all that the runners need."""
@@ -217,7 +198,7 @@ class Spill:
     def left(self, seq: Sequence) -> None:
         """See `Overcommit.left`."""
         self._runners.pop(seq.key, None)
-        self._handle(SequenceLeft(key=seq.key))
+        self._policy.left(seq.key)
         owner = self._swapped_out.pop(seq.key, None)
         for unit in owner.units if owner is not None else ():
             assert owner is not None
@@ -246,25 +227,13 @@ class Spill:
 
     # What the policy instructs.
 
-    def _handle(self, event: SpillEvent) -> None:
-        for instruction in self._policy.handle(event):
-            match instruction:
-                case SwapOut(key=key):
-                    self._engine.swap_out(self._runners.pop(key))
-                case CopyOut(key=key, blocks=blocks):
-                    self._copy_out(self._swapped_out[key], blocks)
-                case CopyBack(key=key, blocks=blocks):
-                    self._copy_back(self._swapped_out[key], blocks)
-                case SwapIn(key=key):
-                    self._swap_in(self._swapped_out.pop(key))
-
     def _copy_out(self, owner: _SwappedOut, count: int) -> None:
         units = [unit for unit in reversed(owner.units) if self._may_leave(unit)][:count]
         hosts = self.host.begin_out(len(units))
         for unit, host in zip(units, hosts, strict=True):
-            unit.host, unit.copying = host, _Way.OUT
+            unit.host, unit.copying = host, "out"
         self._freeing += len(units)
-        self._start(owner, units, _Way.OUT)
+        self._start(owner, units, "out")
 
     def _copy_back(self, owner: _SwappedOut, count: int) -> None:
         count -= self._merge(owner, count)
@@ -276,8 +245,8 @@ class Spill:
         for unit, block in zip(absent, self._blocks.allocate(len(absent)), strict=True):
             self._put_on_device(unit, block)
             self._blocks.ledger.hold([block] * (len(unit.holders) - 1))
-            unit.copying = _Way.BACK
-        self._start(owner, absent, _Way.BACK)
+            unit.copying = "back"
+        self._start(owner, absent, "back")
 
     def _swap_in(self, owner: _SwappedOut) -> None:
         for unit in owner.units:
@@ -295,7 +264,7 @@ class Spill:
         owner.copies += len(pieces)
         for piece in pieces:
             copy = BlockCopy(
-                out=way is _Way.OUT,
+                out=way == "out",
                 device=tuple(unit.device for unit in piece if unit.device is not None),
                 host=tuple(unit.host for unit in piece if unit.host is not None),
             )
@@ -313,12 +282,12 @@ class Spill:
             assert unit.device is not None
             self._blocks.release([unit.device] * unit.left_behind)
             unit.left_behind = 0
-            if way is _Way.OUT:
+            if way == "out":
                 self._is_out(unit)
             else:
                 self._free_host(unit)
                 self._forget_if_unheld(unit)
-        if way is _Way.OUT:
+        if way == "out":
             self.counters.copied_out += len(units)
             self._freeing -= len(units)
         else:
@@ -345,7 +314,8 @@ class Spill:
     def _copies_ended(self, owner: _SwappedOut) -> None:
         if self._swapped_out.get(owner.seq.key) is owner:
             absent = sum(unit.device is None or unit.copying is not None for unit in owner.units)
-            self._handle(CopiesDone(key=owner.seq.key, absent=absent))
+            if self._policy.copies_done(owner.seq.key, absent=absent):
+                self._swap_in(self._swapped_out.pop(owner.seq.key))
 
     def _merge(self, owner: _SwappedOut, blocks_max: int) -> int:
         """Take from the prefix cache what it has of the absent full blocks. How many those were."""
@@ -364,19 +334,13 @@ class Spill:
         return merged
 
     def _may_leave(self, unit: _Unit, others: int = 0) -> bool:
-        """Only swapped-out sequences (and `others` more that are about to be) hold it; none comes back, no pin.
-
-        A pinned block stays on the device whoever holds it: copying it out would free nothing.
-        """
+        """Only swapped-out sequences (and `others` more that are about to be) hold it, none comes back, and it is not
+        pinned: copying it out would free nothing."""
         if unit.device is None or unit.copying or self._ledger.is_pinned(unit.device):
             return False
         if self._ledger.holders(unit.device) != len(unit.holders) + others:
             return False
         return all(self._policy.state_of(each.seq.key) is not SpillState.RETURNING for each in unit.holders)
-
-    def _is_only_mine(self, block: BlockId) -> bool:
-        """The same for a block that no swapped-out sequence holds."""
-        return self._ledger.holders(block) == 1 and not self._ledger.is_pinned(block)
 
     def _put_on_device(self, unit: _Unit, block: BlockId) -> None:
         assert block not in self._on_device, block
@@ -397,7 +361,8 @@ class Spill:
         self._ledger.host_room = self._room()
 
     def _room(self) -> int:
-        return self.host.num_blocks - self.host.filled - self.config.reserve_blocks
+        # A reserve is not admitted against: else a full device and full host memory could not trade places.
+        return self.host.num_blocks - self.host.filled - self.config.headroom_blocks
 
     # What the policy gets.
 
@@ -405,8 +370,7 @@ class Spill:
         spillable = 0
         if pressure:
             for block in seq.block_table:
-                unit = self._on_device.get(block)
-                spillable += self._is_only_mine(block) if unit is None else self._may_leave(unit, others=1)
+                spillable += self._may_leave(self._on_device.get(block) or _Unit(block), others=1)
         return Standing(key=seq.key, age=seq.age, promise_left=self._promise_left(seq), need=need, spillable=spillable)
 
     def _standing(self, owner: _SwappedOut, pressure: bool) -> Standing:
@@ -415,7 +379,7 @@ class Spill:
             age=owner.seq.age,
             promise_left=self._promise_left(owner.seq),
             spillable=sum(map(self._may_leave, owner.units)) if pressure else 0,
-            absent=sum(unit.device is None or unit.copying is _Way.OUT for unit in owner.units),
+            absent=sum(unit.device is None or unit.copying == "out" for unit in owner.units),
         )
 
     def _promise_left(self, seq: Sequence) -> int:
@@ -427,14 +391,14 @@ class HostMemory:
     """The tier below the pool, and who moves blocks there and back."""
 
     region: Region
-    pinned: PinnedMemory | None
-    """The same memory as the device's copies reach it; None where the pool's region is no device's."""
+    pinned: bool
+    """For the device, which the pool's region is on."""
     spill: Spill
     opened: ExitStack
 
     def describe(self) -> str:
         """For people: how large it is."""
-        return f"{self.region.nbytes:,} bytes of {'host' if self.pinned is None else 'pinned'} memory"
+        return f"{self.region.nbytes:,} bytes of {'pinned' if self.pinned else 'host'} memory"
 
     def close(self) -> None:
         """Waits for the copies under way. Comes before the end of the pool's region."""
@@ -466,13 +430,13 @@ async def open_host_memory(
         )
     region = await open_host_region(layout, config.host_blocks, f"baton-{name}-host", "spill.host_blocks", progress)
     places = BlockPlaces(layout=layout, device_blocks=blocks.ledger.num_blocks, host_blocks=config.host_blocks)
-    pinned = None
+    pinned = isinstance(below, DeviceRegion)
     with ExitStack() as stack:
         stack.callback(region.close)
         if isinstance(below, DeviceRegion):
             progress("pinning", 0, region.nbytes)
             try:
-                pinned, copier = await on_thread(_pin, below, region, places, name, stack)
+                copier = await on_thread(_pin, below, region, places, name, stack)
             except BaseException as error:
                 clear_frames_of(error)
                 raise
@@ -485,9 +449,7 @@ async def open_host_memory(
     return HostMemory(region=region, pinned=pinned, spill=spill, opened=opened)
 
 
-def _pin(
-    below: DeviceRegion, region: Region, places: BlockPlaces, name: str, opened: ExitStack
-) -> tuple[PinnedMemory, BlockCopier]:
+def _pin(below: DeviceRegion, region: Region, places: BlockPlaces, name: str, opened: ExitStack) -> BlockCopier:
     """Blocks. `opened` closes what it makes, also where nobody waits for it any more."""
     try:
         pinned = below.driver.register(region.array_U8)
@@ -501,4 +463,4 @@ def _pin(
             f"Cannot pin {region.nbytes:,} bytes of host memory to spill to: {error}. Set a smaller spill.host_blocks.",
             field="spill.host_blocks",
         ) from error
-    return pinned, copier
+    return copier

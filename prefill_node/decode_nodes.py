@@ -24,35 +24,19 @@ from node.peers import Peers
 from node.pool import DevicePool
 from prefill_node.config import PrefillConfig
 from prefill_node.job import Job
+from prefill_node.local_policy import NOT_THERE, TAKES_NONE_NOW
 
 log = get_log("prefill")
 
-NOBODY_TO_ASK: Final = frozenset({Reason.NO_DECODE_NODE, Reason.INCOMPATIBLE_NODE, Reason.DECODE_FULL})
-"""What `order_decode_nodes` ends with."""
-ASK_ELSEWHERE = frozenset(
-    {
-        Reason.DECODE_FULL,
-        Reason.PEER_UNREACHABLE,
-        Reason.PAIR_FENCING,
-        Reason.DEADLINE,
-        Reason.INCARNATION_MISMATCH,
-        Reason.INCOMPATIBLE_NODE,
-        Reason.HANDOFF_FAILED,
-        Reason.PROMPT_TOO_LONG,
-        Reason.NODE_DRAINING,
-        Reason.TOO_MANY_PEERS,
-        Reason.TOO_MANY_CALLS,
-    }
-)
+ASK_ELSEWHERE: Final = NOT_THERE | TAKES_NONE_NOW
 """What one decode node may answer without ending the request: the next one is asked."""
-NOT_REACHED = frozenset({Reason.DEADLINE, Reason.PEER_UNREACHABLE, Reason.INCARNATION_MISMATCH, Reason.NODE_DRAINING})
-"""Of a decode node (DEADLINE: the call's own, not the client's). Passed on as they are, the router would take them for
-this node's own end."""
-
-
-ROOM_SHARE_MIN = 0.9
-"""A node that has the prefix goes first while it has this share of the room of the one that room alone would choose.
-More would pile up the requests of a popular prefix on one node while others are idle."""
+NOT_REACHED: Final = frozenset(
+    {Reason.DEADLINE, Reason.PEER_UNREACHABLE, Reason.INCARNATION_MISMATCH, Reason.NODE_DRAINING}
+)
+"""Of a decode node (DEADLINE: the call's own). The router would take them for this node's own end."""
+ROOM_SHARE_MIN: Final = 0.9
+"""A node that has the prefix goes first while it has this share of the room of the one with the most. A smaller share
+would pile up the requests of a popular prefix on one node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,30 +71,28 @@ class DecodeNodes:
         return len(ready_nodes(self._peers.records()))
 
     def ready_for(self, job: Job, *, avoided_too: bool) -> int:
-        """How many ready ones are there for the request: with `avoided_too` all, since any may have to refuse it; else
-        those that its router reaches and that may come to hold it, by what they have said of themselves."""
+        """How many ready ones there are: with `avoided_too` all of them, any of which may refuse; else those that the
+        request's router reaches and whose region may hold it, by their reports."""
         if avoided_too:
             return self.ready
         reached = [r for r in ready_nodes(self._peers.records()) if r.incarnation not in job.request.avoid_decode]
         return len(self._may_take(job, reached))
 
     def may_be_held(self, job: Job) -> bool:
-        """Whether one of these, ready or not, may come to hold the request, by what it has said of itself."""
+        """Whether the region of any of them, ready or not, may hold the request, by their reports."""
         return bool(self._may_take(job, self._peers.records()))
 
     def _may_take(self, job: Job, records: Sequence[NodeRecord]) -> list[NodeRecord]:
         """Those of the same model with a region that is large enough, whatever is free there now."""
         blocks = job.footprint(self._pool)
-        large = [record for record in records if may_hold(record, blocks)]
-        return [
-            record for record in large if record.model is not None and not differences(self._pool.model, record.model)
-        ]
+        own = self._pool.model
+        return [r for r in records if may_hold(r, blocks) and r.model is not None and not differences(own, r.model)]
 
     async def reserve(
         self, job: Job, *, sources_released: Callable[[], None], avoided_too: bool = True
     ) -> Handoff | Refused:
-        """Ask some of them, best first, until one grants; with `avoided_too` those, where no other is left, that the
-        router does not reach. Raises BatonError for what ends the request itself."""
+        """Ask some of them, best first, until one grants; `avoided_too` as for `order_decode_nodes`. Raises BatonError
+        for what ends the request itself."""
         behind: list[NodeRecord] = []
         records = self._peers.records()
         chain = self._blocks.prefix_cache.chain(job.tokens, job.request.cache_salt)
@@ -128,8 +110,6 @@ class DecodeNodes:
                 avoided_too=avoided_too,
             )
         except BatonError as error:
-            if error.reason not in NOBODY_TO_ASK:
-                raise
             # Processes that are known to have ended are in the directory for a while yet: nobody there is full.
             lost = error.reason is Reason.DECODE_FULL and not behind
             reasons = frozenset({Reason.PEER_UNREACHABLE if lost else error.reason})
@@ -206,12 +186,10 @@ def order_decode_nodes(
 ) -> list[NodeRecord]:
     """At most `tries_max` nodes, best first: repeatedly the roomier of two drawn at random (power of two choices).
 
-    The reports are hints, so the best of all would be chosen by everybody at once; the node's own answer is the truth.
-    Those whose region cannot hold `blocks`, by their reports, are left out, or the tries could be spent on them; where
-    no other is known they are asked all the same, and say by themselves why not.
-    `affinity` may put a node that has the prompt's `chain` first; those after it are asked when a choice has failed.
-    Those whose incarnation is in `avoid` are chosen only where there is no other, and without `avoided_too` never.
-    `may_place` says whether this process may place anything new there (limits of unacknowledged writes).
+    Reports are hints: the best of all would be chosen by everybody at once. Those whose region cannot hold `blocks`
+    are asked only where no other is known. `affinity` may put a node that has the prompt's `chain` first. Those whose
+    incarnation is in `avoid` are chosen where there is no other, and without `avoided_too` never. `may_place`: whether
+    this process may place anything new there (limits of unacknowledged writes).
 
     Raises BatonError NO_DECODE_NODE, INCOMPATIBLE_NODE or DECODE_FULL, when there is nobody to ask.
     """
@@ -264,8 +242,8 @@ def room(record: NodeRecord) -> int:
 
 
 def may_hold(record: NodeRecord, blocks: int) -> bool:
-    """Whether one request may come to so many blocks there at some time: what pins keep is never its own. A node whose
-    region is not known may hold any."""
+    """Whether one request may come to so many blocks there: those that pins keep are not for it. True where the region
+    is not known."""
     region = record.load.blocks
     return region.total == 0 or blocks <= region.total - region.pinned
 

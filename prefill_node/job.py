@@ -4,34 +4,33 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Hashable
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from batonpb import common_pb2, prefill_pb2
 
-from baton.errors import BatonError, Reason
+from baton.errors import REGION_BLOCKS_KEY, BatonError, Reason, bad_field
 from baton.ids import BlockId, RequestKey
 from baton.wire import LOCAL_TRANSPORT
+from cachestore.block_manager import BlockManager
 from engine.core import TokenEvent
 from engine.scheduler import Sequence, SequenceMode
 from engine.types import FINISH_TO_PROTO, SamplingParams, logprobs_to_proto
 from kvtransfer.protocol.writer import HandoffEnd
 from kvtransfer.writer import Handoff, Metadata
-from node.pool import DevicePool
+from node.pool import DevicePool, check_request
 from prefill_node.local_policy import LocalPolicy
 
 
 class LocalRunner(Protocol):
-    """The decode half of a mixed node, as its prefill half sees it: a request that it keeps is not handed over.
-
-    A node that only prefills has none. Control thread only.
-    """
+    """The decode half of a mixed node, as its prefill half sees it. Control thread only."""
 
     policy: LocalPolicy
 
     @property
     def requests(self) -> int:
-        """Requests of that half, which have or will have a place in the engine; the kept ones are among them."""
+        """Of that half, kept ones too: each has or will have a place in the engine."""
         ...
 
     @property
@@ -40,16 +39,15 @@ class LocalRunner(Protocol):
         ...
 
     def yields(self, job: Job) -> bool:
-        """Whether what room there is goes to requests in the middle of their answer before this one. Nobody reports
-        the end of that: look again every second or so."""
+        """Whether requests in the middle of their answer get the room before it. The end of that is not reported."""
         ...
 
     def never(self, job: Job) -> str | None:
-        """Why the request can never run here, whatever is free. None: it can."""
+        """Why the request can never run here, whatever is free."""
         ...
 
     def start(self, job: Job) -> Sequence | None:
-        """Run it from its prompt on; holds its blocks and promises its growth. None: there is no room.
+        """Run it from its prompt on, with blocks and a promise of its own. None: there is no room.
 
         `job.drawn` gets its first token, or the ABORTED event. Raises BatonError REQUEST_EXISTS; CANCELLED where the
         router has let go of this attempt already.
@@ -142,6 +140,27 @@ class Job:
             cache_salt=self.request.cache_salt,
             cached_tokens=cached_tokens,
         )
+
+
+def check_fits(request: prefill_pb2.PrefillRequest, pool: DevicePool) -> None:
+    """Raises BatonError EMPTY_PROMPT, PROMPT_TOO_LONG, TOKEN_OUT_OF_RANGE, SAMPLING_OUT_OF_RANGE or BAD_FIELD."""
+    if not request.prompt:
+        raise bad_field("prompt", "The prompt is empty.", reason=Reason.EMPTY_PROMPT)
+    tokens = [*request.prompt, *request.output]
+    check_request(tokens, len(request.prompt), request.sampling, pool.runner)
+    if pool.blocks.blocks_for(len(tokens)) > pool.blocks.blocks_usable:
+        raise no_room(tokens, pool.blocks)
+
+
+def no_room(tokens: Several[int], blocks: BlockManager) -> BatonError:
+    """They do not fit into the region, less what pins ask for, whatever else is free. Another node's may hold them."""
+    has = f"{blocks.ledger.num_blocks}{blocks.less_others}"
+    text = (
+        f"The prompt's {len(tokens)} tokens need {blocks.blocks_for(len(tokens))} blocks; this node's region has {has}."
+    )
+    return BatonError(
+        Reason.PROMPT_TOO_LONG, text, field="prompt", metadata={REGION_BLOCKS_KEY: str(blocks.blocks_usable)}
+    )
 
 
 _END_REASONS: Final = {HandoffEnd.PEER_GONE: Reason.PEER_UNREACHABLE, HandoffEnd.CORRUPT: Reason.DATA_CORRUPT}

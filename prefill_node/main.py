@@ -1,15 +1,18 @@
-"""Puts a prefill node together."""
+"""Puts a prefill node together, and serves it to routers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
-from typing import Unpack
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing
+from typing import Any, Unpack
 
-from batonpb import node_pb2, prefill_pb2_grpc, transfer_pb2_grpc
+from batonpb import node_pb2, prefill_pb2, prefill_pb2_grpc, transfer_pb2_grpc
 
+from baton.drain import node_draining
 from baton.runtime import NodeRuntime
-from baton.wire import Role
+from baton.tracing import forward_metadata
+from baton.wire import Role, check_header
 from kvtransfer.transport import TransportName
 from kvtransfer.transports.rdma import LentRegistration
 from node.main import Serving, serve_node
@@ -19,16 +22,35 @@ from node.service import WriterService
 from prefill_node.config import PrefillConfig
 from prefill_node.job import LocalRunner
 from prefill_node.node import PrefillNode
-from prefill_node.service import PrefillService
 
 
 async def serve(config: PrefillConfig, **serving: Unpack[Serving]) -> None:
     """See `serve_node`."""
+    await serve_node(config, Role.PREFILL, lambda *parts: PrefillHalf(config, *parts), decodes=False, **serving)
 
-    def make(runtime: NodeRuntime, pool: DevicePool, opened: AsyncExitStack) -> PrefillHalf:
-        return PrefillHalf(config, runtime, pool, opened)
 
-    await serve_node(config, Role.PREFILL, make, decodes=False, **serving)
+class PrefillService(prefill_pb2_grpc.PrefillServicer):
+    """baton.v1.Prefill, for routers."""
+
+    def __init__(self, node: PrefillNode, runtime: NodeRuntime) -> None:
+        self._node = node
+        self._runtime = runtime
+
+    async def Prefill(
+        self, request: prefill_pb2.PrefillRequest, context: Any
+    ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        own = self._runtime.incarnation
+        check_header(request.header, own=own)
+        if not self._runtime.lifecycle.takes_requests:
+            raise node_draining(own)
+        # What the router waits for from here on is its turn, not the node.
+        await context.send_initial_metadata(())
+        deadline_s = asyncio.get_running_loop().time() + context.time_remaining()
+        metadata = forward_metadata(context.invocation_metadata(), self._runtime.rng)
+        events = self._node.prefill(request, deadline_s=deadline_s, metadata=metadata)
+        async with aclosing(events):
+            async for event in events:
+                yield event
 
 
 class PrefillHalf:
@@ -67,7 +89,7 @@ class PrefillHalf:
         self.peers.follow_directory()
 
     def upkeep(self) -> None:
-        self.node.upkeep()
+        self.node.decode_nodes.upkeep()
         self.peers.upkeep()
 
     def add_status(self, message: node_pb2.NodeStatus) -> None:

@@ -19,7 +19,7 @@ from batonpb import prefill_pb2
 from baton.drain import Holdings
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import BlockId, RequestKey
-from baton.retry_time import ROOM_SHARE, wait_s
+from baton.retry_time import ROOM_SHARE, retry_after_ms, spread_of, wait_s
 from baton.wire import NodeLoad
 from cachestore.block_manager import prefix_blocks_max
 from engine.core import TokenEvent
@@ -42,20 +42,21 @@ from prefill_node.job import (
     NOBODY,
     Job,
     LocalRunner,
+    check_fits,
     first_logprobs,
     first_token_event,
     granted_event,
     handed_off_event,
     handoff_failed,
+    no_room,
 )
 from prefill_node.local_policy import NOT_THERE, TAKES_NONE_NOW, LocalFallback, falls_back, is_kept
-from prefill_node.request_queue import PrefillRate, RequestQueue, check_request, no_room, queue_full
+from prefill_node.request_queue import PrefillRate, RequestQueue
 
 STEPS_AHEAD: Final = 2
 """The step under way, and the one whose grants are asked for meanwhile."""
 GRANT_WAIT_MS_MAX: Final = 50
-"""A healthy decode node answers within a few. A request that waits longer for its grant no longer holds back those
-behind it."""
+"""A request that waits longer for its grant does not hold back those behind it any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,20 +143,13 @@ class PrefillNode:
         self._admit()
         return job
 
-    def upkeep(self) -> None:
-        """Called every second."""
-        self.decode_nodes.upkeep()
-
     def look_again(self) -> None:
         """Something that the head of the queue may wait for has changed outside this half."""
         self._admit()
 
     def _admit(self) -> None:
-        """Let the head of the queue go ahead while its blocks can be set aside (a count: nobody holds any).
-
-        No further than the step under way and one more are full: so a grant is there when its step begins, and the
-        memory of decode nodes is not set aside for the length of the queue.
-        """
+        """Let the head of the queue go ahead while its blocks can be set aside, until the step under way and the next
+        are full: a grant is there in time, and decode nodes set no memory aside for the rest."""
         if not self._queue:
             return
         ahead = sum(job.tokens_ahead for job in self._admitted.values())
@@ -248,15 +242,14 @@ class PrefillNode:
         return self.decode_nodes.ready_for(job, avoided_too=self._asks_avoided(job))
 
     def _asks_avoided(self, job: Job) -> bool:
-        """Whether it is handed over even to a decode node that its router does not reach, where there is no other: not
-        where it may run here and its router reaches this node."""
+        """Whether it may go to a decode node that its router does not reach: not where it may run here instead."""
         local = self._local
         if local is None or local.policy.fallback is LocalFallback.NEVER:
             return True
         return self._is_avoided(job) or local.never(job) is not None
 
     def _go_past(self, job: Job) -> None:
-        """A decode node does not answer: it may be dead, and those behind this request are not to wait until it is."""
+        """A decode node does not answer, and may be dead: those behind this request do not wait for it."""
         job.grant_slow = True
         self._admit()
 
@@ -427,9 +420,8 @@ class PrefillNode:
         return dataclasses.replace(self._peers.holds(), requests=self.requests)
 
     def _tokens_left(self, jobs: Iterable[Job]) -> int:
-        """Tokens of these requests still to compute, in the order in which they will be. Cached and computed tokens do
-        not count, and a prefix that several of them share counts once: the first one leaves it cached for the others.
-        """
+        """Tokens of these requests still to compute, in this order: what is cached or computed does not count, and a
+        prefix that they share counts once."""
         cache, size = self._blocks.prefix_cache, self._blocks.block_size
         expected: set[bytes] = set()
         left = 0
@@ -449,11 +441,15 @@ class PrefillNode:
         return left
 
     def _check(self, request: prefill_pb2.PrefillRequest, key: RequestKey) -> None:
-        check_request(request, runner=self.pool.runner, blocks=self._blocks)
+        check_fits(request, self.pool)
         alike = sum(job.resumed == bool(request.output) for job in self._queue)
         if alike >= self.config.queue_max:
             room_s = wait_s(ROOM_SHARE * self._tokens_left(self._queue), self._rate.last_per_s)
-            raise queue_full(alike, room_s, retry_ms_min=self.config.busy_retry_ms, request=key.request)
+            raise BatonError(
+                Reason.QUEUE_FULL,
+                f"{alike} requests are waiting here already, the limit.",
+                retry_after_ms=retry_after_ms(room_s, ms_min=self.config.busy_retry_ms, spread=spread_of(key.request)),
+            )
         if key in self._admitted or self._engine.has(key) or any(job.key == key for job in self._queue):
             raise BatonError(Reason.REQUEST_EXISTS, f"Attempt {key.attempt} of request {key.request} is here already.")
 

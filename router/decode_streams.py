@@ -25,6 +25,9 @@ from router.config import RouterConfig
 
 log = get_log("subscriptions")
 
+RESTARTED: Final = "it has restarted"
+"""Another process has its address, by the directory's word or by its own."""
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Inbox:
@@ -227,10 +230,6 @@ class DecodeSubscription:
             inbox.lose(error)
         self._inboxes.clear()
 
-    def restarted(self) -> None:
-        """Another process has this one's address, by the directory's word or by its own."""
-        self._gone("it has restarted")
-
     async def _run(self) -> None:
         """Stream until closed. Lost, or another process by now: every request here fails."""
         while True:
@@ -250,7 +249,7 @@ class DecodeSubscription:
                         self._take(batch)
             except BatonError as error:
                 if error.reason is Reason.INCARNATION_MISMATCH:
-                    self.restarted()
+                    self.gone(RESTARTED)
                     return
                 if not self.out_of_reach:
                     log.info("stream broken", node=self.name, error=error.message)
@@ -268,7 +267,7 @@ class DecodeSubscription:
             if await self._reach.lost():
                 if not self.out_of_reach:
                     log.warning("node lost", node=self.name, why=self._reach.why)
-                self._gone(self._reach.why)
+                self.gone(self._reach.why)
                 return
 
     def _reached(self) -> None:
@@ -284,7 +283,7 @@ class DecodeSubscription:
         self._reach.heard()
         self._reached()
 
-    def _gone(self, why: str) -> None:
+    def gone(self, why: str) -> None:
         self.out_of_reach = True
         self.lost_s = self._streams.clock.monotonic_s()
         text = f"The decode node {self.name} was lost: {why}. Send the request again."
@@ -413,7 +412,7 @@ class DecodeStreams:
         dropped = []
         for incarnation, subscription in list(self._subscriptions.items()):
             if incarnation not in alive and owners.get(subscription.endpoint, incarnation) != incarnation:
-                subscription.restarted()
+                subscription.gone(RESTARTED)
             if incarnation not in alive and subscription.idle:
                 dropped.append(self._subscriptions.pop(incarnation))
         return dropped

@@ -141,7 +141,8 @@ class TextStream:
         self._ids.append(token)
         now, settled = self._look()
         if not now.startswith(self._shown) or _REPLACEMENT in now[len(self._shown) : settled]:
-            self._start_at_whole()
+            self._shown = self._shown[len(self._decode(self._prefix, self._whole)) :]
+            self._prefix = self._whole
             now, settled = self._look()
         new = now[len(self._shown) : settled]
         self._shown = now[:settled]
@@ -156,10 +157,6 @@ class TextStream:
         """The text as it reads now, and how much of it will not change any more."""
         now = self._decode(self._prefix)
         return now, max(len(self._shown), len(now) - _unsettled(now))
-
-    def _start_at_whole(self) -> None:
-        self._shown = self._shown[len(self._decode(self._prefix, self._whole)) :]
-        self._prefix = self._whole
 
     def _begin(self, token: int) -> None:
         """Let something come before: the token itself will do, unless it is a part of a character."""

@@ -243,7 +243,8 @@ class Kernels:
             *[integer] * 4,
             *[flag, pointer, flag],
         )
-        self._linear_scratch = function("baton_linear_scratch", integer, integer, integer, flag)
+        self.linear_scratch = function("baton_linear_scratch", integer, integer, integer, flag)
+        """32-bit words that `linear` needs: rows, inputs, bits."""
         self._rms_norm = function("baton_rms_norm", None, *[pointer] * 3, *[integer] * 2, real, flag)
         self._rotate_store = function("baton_rotate_store", None, flag, *[pointer] * 8, *[integer] * 5, real, flag)
         self._attention = function(
@@ -268,10 +269,6 @@ class Kernels:
         out_B = torch.empty(scores_BV.shape[0], dtype=torch.int64)
         self._highest(scores_BV, out_B, *scores_BV.shape, torch.get_num_threads())
         return out_B
-
-    def linear_scratch(self, rows: int, inputs: int, bits: int) -> int:
-        """32-bit words that `linear` needs for a matrix of so many inputs."""
-        return int(self._linear_scratch(rows, inputs, bits))
 
     def linear(
         self,

@@ -1,9 +1,7 @@
-"""Device memory that other processes of the machine can be given: plain cudaMalloc, exported by CUDA IPC.
-And pinned memory of the host.
+"""What the transfers need of a device: memory, streams and copies. CUDA's, and the interface that the tests implement.
 
-Plain, because memory of the stream-ordered and of the expandable allocators cannot be exported, nor registered for
-GPUDirect. cuda-bindings and torch are imported when a `CudaDriver` is made. CUDA's runtime is called where it can do a
-thing; its driver API, which knows no device but by a context of the calling thread, for the rest.
+Memory is plain cudaMalloc, exported by CUDA IPC: that of the stream-ordered and of the expandable allocators cannot be
+exported, nor registered for GPUDirect. cuda-bindings and torch are imported when a `CudaDriver` is made.
 
 Shape suffix: U8 = one-dimensional array of bytes (uint8).
 """
@@ -50,9 +48,7 @@ class DeviceEvent(Protocol):
 
 class DeviceStream(Protocol):
     """Runs what is queued on it in order; two streams run in any order but for what `wait` adds. Nothing here blocks.
-
-    Events and streams go back to the device that made them, and to no other: hence their types are open.
-    """
+    Events and streams go back to the device that made them, and to no other: hence their types are open."""
 
     def record(self) -> DeviceEvent:
         """The point behind all that is queued now."""
@@ -130,10 +126,7 @@ class GpuDirect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DmaBuf:
-    """Device memory as a descriptor of the kernel's. It is whole pages; the memory begins `offset` bytes into it.
-
-    Whoever asked for it closes `fd`: a registration keeps what it needs.
-    """
+    """Device memory as a descriptor, which whoever asked for it closes. Whole pages; it begins `offset` bytes in."""
 
     fd: int
     offset: int
@@ -233,7 +226,7 @@ class CudaDriver:
 
     def export(self, address: int) -> bytes:
         self._exported.add(address)
-        # Not by its attribute `reserved`, which some versions of cuda-bindings have and some have not.
+        # Not all versions of cuda-bindings have its attribute `reserved`.
         handle = self._call("cudaIpcGetMemHandle", address)
         return ctypes.string_at(int(handle.getPtr()), IPC_HANDLE_BYTES)
 

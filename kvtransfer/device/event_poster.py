@@ -1,8 +1,4 @@
-"""Posting what a device is still computing, over a transport that no stream can order.
-
-An RDMA card reads memory at once, whatever a stream has queued. So a post waits for an event, and a thread polls for
-that: neither the compute stream nor the engine waits for a transfer.
-"""
+"""Posting what a device is still computing, over a transport that no stream can order: an RDMA card reads at once."""
 
 from __future__ import annotations
 

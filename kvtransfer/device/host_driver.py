@@ -1,9 +1,7 @@
 """A driver of a device that is not there, for tests of whole nodes without a GPU: its memory is shared host memory.
 Its streams alone also carry the copies to host memory of a decode node whose region is host memory itself.
 
-The IPC handle names the process and its descriptor, and is opened through /proc. Copies are late, as those of a device:
-they run when somebody looks whether they have ended, in the order of their stream, on the thread that looks. To a
-network card it is peer memory: registered by its address, as host memory is, and flushed after its writes.
+Copies are late, as those of a device: they run when somebody looks whether they have ended, on the thread that looks.
 """
 
 from __future__ import annotations

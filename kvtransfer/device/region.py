@@ -16,11 +16,31 @@ _MAGIC = b"BtCu"
 _EXPORT = struct.Struct(f"<4sQ{IPC_HANDLE_BYTES}s")
 
 
-class DeviceRegion:
-    """Device memory of a fixed size, zeroed. Owns it until `close`.
+class _DeviceMemory:
+    """Memory of a device, open until `close`."""
 
-    `fd` is a small sealed file that holds the IPC handle: the shm transport's handshake passes it to a writer as it
-    passes the memory itself on a CPU. Not thread-safe; the memory may be used from any thread.
+    def __init__(self, driver: DeviceDriver, address: int, nbytes: int) -> None:
+        self.driver = driver
+        self.nbytes = nbytes
+        self._address = address
+        self._open = True
+
+    @property
+    def address(self) -> int:
+        """Of the first byte, by the driver."""
+        assert self._open, "closed"
+        return self._address
+
+    @property
+    def memory(self) -> Any:
+        """All bytes, as the driver's streams and the engine take them; not to be used after `close`."""
+        return self.driver.memory(self.address, self.nbytes)
+
+
+class DeviceRegion(_DeviceMemory):
+    """Device memory of a fixed size, zeroed. Not thread-safe; the memory may be used from any thread.
+
+    `fd` is a small sealed file with the IPC handle, which shm's handshake passes on in the place of the memory itself.
     """
 
     kind: ClassVar[RegionKind] = RegionKind.DEVICE
@@ -33,9 +53,7 @@ class DeviceRegion:
         refusal = driver.refusal() if shared else None
         if refusal is not None:
             raise DeviceError(f"cuda_ipc: {refusal}")
-        self.nbytes = nbytes
-        self.driver = driver
-        self._address = driver.allocate(nbytes)
+        super().__init__(driver, driver.allocate(nbytes), nbytes)
         self._fd: int | None = None
         try:
             if shared:
@@ -43,7 +61,6 @@ class DeviceRegion:
         except BaseException:
             driver.free(self._address)
             raise
-        self._open = True
 
     @property
     def shared(self) -> bool:
@@ -57,28 +74,13 @@ class DeviceRegion:
         assert self._fd is not None, "the region is not shared"
         return self._fd
 
-    @property
-    def address(self) -> int:
-        """Of the first byte, by the driver."""
-        assert self._open, "the region is closed"
-        return self._address
-
-    @property
-    def memory(self) -> Any:
-        """All bytes, as the driver's streams and the engine take them; not to be used after `close`."""
-        assert self._open, "the region is closed"
-        return self.driver.memory(self._address, self.nbytes)
-
     def read(self, start: int, stop: int) -> bytes:
         """A copy of these bytes, behind what the calling thread's stream has queued. Blocks. Any thread."""
         part_U8 = self.memory[start:stop]
         return bytes(part_U8 if isinstance(part_U8, np.ndarray) else part_U8.cpu().numpy())
 
     def rehearse_copy(self, record_bytes: int) -> None:
-        """Copy one record as a transport does, and wait: kernels are compiled now, and not in the first handoff.
-
-        Blocks; writes to the second record. Called before anybody uses the region.
-        """
+        """Copy the first record over the second, and wait: kernels are compiled now, and not in the first handoff."""
         if self.nbytes < 2 * record_bytes:
             return
         streams, memory = self.driver.streams, self.memory
@@ -96,7 +98,7 @@ class DeviceRegion:
                 os.close(self._fd)
 
 
-class OpenedRegion:
+class OpenedRegion(_DeviceMemory):
     """A region of another process, open here."""
 
     def __init__(self, driver: DeviceDriver, fd: int, nbytes: int) -> None:
@@ -107,15 +109,7 @@ class OpenedRegion:
         _, exported_nbytes, handle = _EXPORT.unpack(raw)
         if exported_nbytes != nbytes:
             raise DeviceError(f"the receiver exports {exported_nbytes} bytes for a region of {nbytes}")
-        self.driver = driver
-        self.nbytes = nbytes
-        self._address = driver.open(handle)
-        self._open = True
-
-    @property
-    def memory(self) -> Any:
-        assert self._open, "closed"
-        return self.driver.memory(self._address, self.nbytes)
+        super().__init__(driver, driver.open(handle), nbytes)
 
     def close(self) -> None:
         """No stream copies into it any more. Idempotent."""

@@ -1,8 +1,7 @@
-"""A region on a device as sockets can reach it: through pinned memory of the host.
+"""A region on a device as sockets can reach it: through pinned memory of the host, cut into chunks.
 
-A node has one `StagedRegion`: pinned memory of a fixed size, cut into chunks. Whoever moves bytes (a link that writes,
-a connection that receives) has a share of it for as long as it lives: some chunks, and a side stream of the device. So
-a peer that stands still holds up its own share alone.
+Each link that writes and each connection that receives has a share of its own, some chunks and a side stream of the
+device, for as long as it lives: a peer that stands still holds up its own share alone.
 
 Shape suffixes: U8 = one-dimensional array of bytes; S = one entry per segment of a chunk.
 """
@@ -72,10 +71,7 @@ class StagingFull(Exception):
 
 
 class StagedRegion:
-    """One node's region on a device, with its pinned memory. Control thread, but for `here`.
-
-    What a node passes to `StagedTcpLink.connect_staged` and to `TcpReceiverPort`, one for both.
-    """
+    """One node's region on a device, with its pinned memory. Control thread, but for `here`."""
 
     def __init__(
         self,
@@ -88,9 +84,7 @@ class StagedRegion:
         """Pins at once, and has the device copy a few bytes, so that nothing is compiled later. `region` is the
         caller's and outlives this.
 
-        Raises:
-            InvalidField: `config.bytes_max` has not the room for one link or connection.
-            DeviceError: the memory cannot be pinned, or not be reached by the device's copies.
+        Raises InvalidField: `config.bytes_max` is too little for one link or connection; DeviceError.
         """
         self.limits = limits
         bytes_max = (config or StagingConfig()).bytes_max
@@ -124,11 +118,7 @@ class StagedRegion:
         return self.streams.current().record()
 
     def share(self, chunks: int) -> StagingShare[Any]:
-        """Chunks of the caller's own, until it gives them back.
-
-        Raises:
-            StagingFull: there are not so many left.
-        """
+        """Chunks of the caller's own, until it gives them back. Raises StagingFull."""
         if len(self.free) < chunks:
             raise StagingFull(
                 f"{len(self.free)} of {self._chunks} chunks of pinned memory are free, {chunks} are needed: "
@@ -146,10 +136,8 @@ class StagedRegion:
         return {"staging_bytes": self.pinned_bytes, "staging_bytes_used": self.used_bytes}
 
     def close(self) -> None:
-        """Release the pinned memory; every share has been given back, or left behind. Idempotent.
-
-        With a share left behind the memory stays pinned until the process ends: the device may still copy there.
-        """
+        """Release the pinned memory, unless a share was left behind: the device may still copy there. The others have
+        been given back. Idempotent."""
         assert len(self.free) + self.chunks_left_behind == self._chunks, "links or connections still use it"
         if self.chunks_left_behind:
             log.error("pinned memory is left to the end of the process: the device failed with copies queued")
@@ -168,8 +156,7 @@ class StagedRegion:
 class StagingShare(Generic[Tag]):
     """Chunks of one user, and its copies between them and the region, which end in the order in which they began.
 
-    Chunks are named by where they begin in the pinned memory. Copies are the user's own thread's; `take`, `give` and
-    `wait_for` may come from any thread.
+    A chunk is named by where it begins. Copies are the user's own thread's; `take`, `give`, `wait_for` any thread's.
     """
 
     def __init__(self, of: StagedRegion, starts: list[int]) -> None:
@@ -233,12 +220,8 @@ class StagingShare(Generic[Tag]):
         return tag
 
     def wait_for(self, which: Callable[[Tag], bool]) -> None:
-        """Wait until the device has finished the copies, queued by now, for which this holds.
-
-        Without a limit: there is no other evidence, and a node whose device stands still is of no use.
-
-        Raises DeviceError: the device failed, and nobody knows whether one of these copies still runs.
-        """
+        """Wait until the device has finished the copies, queued by now, for which this holds. Without a limit: there is
+        no other evidence. Raises DeviceError: nobody knows whether one of these copies still runs."""
         with self._lock:
             events = [done for done, tag in self._flying if which(tag)]
         for done in events:
@@ -246,9 +229,7 @@ class StagingShare(Generic[Tag]):
 
     def settle(self) -> None:
         """Wait until the device has finished all that was queued, and forget it. The last call of the user's thread.
-
-        Raises DeviceError: as `wait_for`. Nothing is forgotten, and `try_settle` may be called.
-        """
+        Raises DeviceError: nothing is forgotten, and `try_settle` may be called."""
         while not self.try_settle():
             time.sleep(POLL_INTERVAL_S)
 

@@ -1,8 +1,7 @@
 """The receiver's half of the handoff protocol: who may write into which block, and when that right has ended.
 
-A state machine without I/O: `handle(event) -> list[ReceiverInstruction]`. It changes itself and its ledger, is owned by
-one thread, knows no clock (timers are instructions and come back as events) and draws no random numbers (fresh grant
-ids come with the event).
+A state machine without I/O: it changes itself and its ledger, is owned by one thread, knows no clock (timers are
+instructions and come back as events) and draws no random numbers (fresh grant ids come with the event).
 
     RESERVED    granted, nothing heard from the writer yet      WRITING   renewed or sealed at least once
     COMMITTED   sealed and committed: the writer's right is over
@@ -437,9 +436,7 @@ class ReceiverMachine:
 
     def take_over(self, grant_id: GrantId) -> bool:
         """Pass the references of a committed grant's blocks to the caller; the promise stays under the grant's id.
-
-        The grant itself lives on until its request ends. False, with nothing done, when that has happened already.
-        """
+        False, with nothing done, when its request has ended already."""
         grant = self._grants.get(grant_id)
         if grant is None or grant.state is not GrantState.COMMITTED:
             return False
@@ -449,9 +446,8 @@ class ReceiverMachine:
     def forget_pair(self, pair: Pair) -> list[ReceiverInstruction]:
         """Forget a fenced pair whose writer is gone, as far as is known. Does nothing while a grant of it lives.
 
-        If the writer comes back, it connects anew, in an epoch that it has not had: no epoch is given twice, so all
-        pairs go on from here. The writer takes a later epoch as the sign of a fence; without it, its writes in doubt
-        would hold up its numbering for good."""
+        No epoch is given twice: a writer that comes back takes a later one as the sign of a fence, without which its
+        writes in doubt would hold up its numbering for good."""
         self._out = []
         state = self._pairs.get(pair)
         if state is not None and self.is_quiet(pair):
@@ -521,10 +517,8 @@ class ReceiverMachine:
         return counts
 
     def is_over(self, key: RequestKey) -> bool:
-        """True if this attempt gets no more grants: it was cancelled, a newer attempt came, or it has a grant already.
-
-        It may come again under a new number only once its earlier grant is being revoked.
-        """
+        """True if this attempt gets no more grants: it was cancelled, a newer attempt came, or it has a grant already
+        that is not being revoked."""
         if key.attempt <= self._dead_attempts.get(key.request, -1):
             return True
         grants = [self._grants[g] for g in self._by_request.get(key.request, ())]

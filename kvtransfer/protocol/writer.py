@@ -328,11 +328,8 @@ class WriterMachine:
 
     @property
     def writing(self) -> int:
-        """Live handoffs under which something is or may yet be written, or whose Release the receiver answers at once.
-
-        A Release with writes in doubt does not count. It is answered when the receiver has fenced the pair, which the
-        receiver may never be able to do (ucx, where destroying its worker proves nothing), and the writer cannot help.
-        """
+        """Live handoffs under which something is or may yet be written, or whose Release the receiver answers at once:
+        not one with writes in doubt, which waits for a fence that may never end (ucx)."""
         return sum(not (h.in_doubt and h.state is _W.RELEASING) for h in self._handoffs.values())
 
     @property

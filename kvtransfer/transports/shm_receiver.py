@@ -15,7 +15,8 @@ import socket
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from kvtransfer.region import SharedRegion
+from kvtransfer.device.region import DeviceRegion
+from kvtransfer.region import Region
 from kvtransfer.transport import ReceiverEvents
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import Refusal, RefusalReason, Signal
@@ -72,7 +73,7 @@ class ShmReceiverPort(BasePort[ShmPortLimits, ShmConnection]):
     codec: ClassVar[wire.Codec] = CODEC
 
     def __init__(
-        self, *, region: SharedRegion, events: ReceiverEvents, limits: ShmPortLimits = SHM_PORT_LIMITS
+        self, *, region: Region | DeviceRegion, events: ReceiverEvents, limits: ShmPortLimits = SHM_PORT_LIMITS
     ) -> None:
         """Listens at once. `region` is the caller's and outlives the port."""
         address = ADDRESS_PREFIX + secrets.token_hex(16)

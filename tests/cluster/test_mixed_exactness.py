@@ -17,10 +17,9 @@ from batonpb import common_pb2
 from cli.reference import Reference
 from cli.services import Service
 from engine.demo_model import EOS_ID
-from engine.types import logprobs_from_proto
 from tests.support.cluster_harness import Answer, assert_conserved
 from tests.support.exactness_cluster import LLAMA, Served, random_prompt, serving
-from tests.support.sampling_features import FEATURES, TOKENS, assert_logprobs, params_of
+from tests.support.sampling_features import FEATURES, TOKENS, assert_logprobs, logprobs_from_proto, params_of
 
 pytestmark = pytest.mark.slow
 

@@ -200,8 +200,8 @@ def test_the_prefill_node_stops_what_the_router_never_heard_of() -> None:
             if job.checked.prompt[0] != MARK:
                 real_take(self, job, inbox, event)
 
-        def cancel(self: DecodeNode, key: RequestKey, reason: str, *, tell_router: bool = False) -> bool:
-            found = real_cancel(self, key, reason, tell_router=tell_router)
+        def cancel(self: DecodeNode, key: RequestKey, reason: str, *, notify_router: bool = False) -> bool:
+            found = real_cancel(self, key, reason, notify_router=notify_router)
             if found:
                 cancelled.append((key, reason))
             return found

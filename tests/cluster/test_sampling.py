@@ -18,9 +18,8 @@ from cli.services import Service
 from cli.supervisor import ClusterSpec
 from engine.build import EngineKind
 from engine.demo_model import EOS_ID, DemoModelParams, write_demo_model
-from engine.types import logprobs_from_proto
 from tests.support.cluster_harness import Answer, RunningCluster, assert_conserved, error_of, running
-from tests.support.sampling_features import FEATURES, TOKENS, assert_logprobs, params_of
+from tests.support.sampling_features import FEATURES, TOKENS, assert_logprobs, logprobs_from_proto, params_of
 
 VOCAB: Final = 600
 

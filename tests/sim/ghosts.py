@@ -27,9 +27,9 @@ def watch_decode(process: Process, node: DecodeNode) -> None:
         if len(over) > REMEMBERED_MAX:
             over.popitem(last=False)
 
-    def watched_cancel(key: RequestKey, reason: str, *, tell_router: bool = False) -> bool:
+    def watched_cancel(key: RequestKey, reason: str, *, notify_router: bool = False) -> bool:
         bury(key)
-        return cancel(key, reason, tell_router=tell_router)
+        return cancel(key, reason, notify_router=notify_router)
 
     def watched_resolve(key: RequestKey) -> bool:
         answer = resolve(key)

@@ -171,6 +171,6 @@ class Node:
     def assert_nothing_held(self) -> None:
         counts = self.ledger.check()
         assert (counts.free + counts.cached, counts.promised) == (self.ledger.num_blocks, 0)
-        self.blocks.prefix_cache.clear()
+        self.blocks.prefix_cache.forget(map(BlockId, range(self.ledger.num_blocks)))
         assert self.ledger.check().free == self.ledger.num_blocks
         assert (self.region == POISON).all()

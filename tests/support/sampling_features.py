@@ -62,3 +62,8 @@ def assert_logprobs(found: TokenLogprobs, expected: TokenLogprobs | None) -> Non
     assert [token for token, _ in found.top] == [token for token, _ in expected.top]
     assert found.logprob == pytest.approx(expected.logprob, abs=1e-4)
     assert [value for _, value in found.top] == pytest.approx([value for _, value in expected.top], abs=1e-4)
+
+
+def logprobs_from_proto(message: common_pb2.TokenLogprobs) -> TokenLogprobs:
+    top = zip(message.top_ids, message.top_logprobs, strict=True)
+    return TokenLogprobs(logprob=message.logprob, top=tuple(top))

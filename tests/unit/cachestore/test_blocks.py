@@ -209,7 +209,7 @@ class BlockLife(RuleBasedStateMachine):
             self.leave(0, False)
         counts = self.ledger.check()
         assert counts.free + counts.cached == self.TOTAL
-        self.blocks.prefix_cache.clear()
+        self.blocks.prefix_cache.forget(map(BlockId, range(self.TOTAL)))
         assert self.ledger.check().free == self.TOTAL
 
 

@@ -237,7 +237,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         for number, block in enumerate(self.model.blocks):
             known = BlockId(number)
             expected = None if block.writer is None else self._grant_id(block.writer)
-            assert self.ledger.writer_of(known) == expected
+            assert self.ledger._writer[known] == expected
             assert self.ledger.is_held(known) == (block.holds > 0)
         every = [BlockId(b) for b in range(NUM_BLOCKS)]
         assert self.ledger.idle_cached(every) == len(self.model.named("cached")) - self.model.pinned_idle()
@@ -367,9 +367,9 @@ def _promise_too_much(ledger: Ledger) -> None:
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda ledger: ledger._free.append(BlockId(0)), "free list has 3 entries, recount says 2"),
-        (lambda ledger: ledger._free.__setitem__(0, ledger._free[1]), "free list has 2 entries, recount says 2"),
-        (lambda ledger: setattr(ledger, "_cached_count", 1), "1 cached blocks in the books, recount says 0"),
+        (lambda ledger: ledger._free.append(BlockId(0)), "the books say"),
+        (lambda ledger: ledger._free.__setitem__(0, ledger._free[1]), "names a block twice"),
+        (lambda ledger: setattr(ledger, "_cached_count", 1), "the books say"),
         (lambda ledger: setattr(ledger, "_promised", 1), "promised 1, promises sum to 0"),
         (_promise_too_much, "promised 5 of 2"),
         (lambda ledger: setattr(ledger, "_pinned_idle", 1), "the books say"),

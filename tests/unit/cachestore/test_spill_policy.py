@@ -1,8 +1,9 @@
-"""Who makes room and who comes back, decided from figures alone; and whether an admission lets everybody grow."""
+"""Who makes room and who comes back, decided from figures alone."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,18 +11,12 @@ from hypothesis import strategies as st
 
 from baton.ids import RequestKey
 from cachestore.spill_policy import (
-    Claim,
-    CopiesDone,
     CopyBack,
     CopyOut,
-    SequenceLeft,
     SpillPolicy,
     SpillState,
     Standing,
-    StepComes,
-    SwapIn,
     SwapOut,
-    each_fits,
 )
 from tests.support.engine_bench import key_of
 
@@ -33,22 +28,28 @@ def standing(key: RequestKey, **figures: int) -> Standing:
     return Standing(key=key, age=AGES[key], **{"promise_left": 9, **figures})
 
 
-def step(runners: list[Standing], swapped_out: list[Standing] | None = None, **figures: int) -> StepComes:
-    room = {"growable": 0, "freeing": 0, "host_free": 99, **figures}
-    return StepComes(runners=tuple(runners), swapped_out=tuple(swapped_out or ()), **room)
+def step(runners: list[Standing], swapped_out: list[Standing] | None = None, **figures: int) -> dict[str, Any]:
+    return {
+        "growable": 0,
+        "freeing": 0,
+        "host_free": 99,
+        "runners": runners,
+        "swapped_out": swapped_out or (),
+        **figures,
+    }
 
 
 def running(*keys: RequestKey, headroom_blocks: int = 2) -> SpillPolicy:
     policy = SpillPolicy(headroom_blocks=headroom_blocks)
-    assert policy.handle(step([standing(key) for key in keys])) == []
+    assert policy.before_step(**step([standing(key) for key in keys])) == []
     return policy
 
 
 def spilled(*runners: RequestKey) -> SpillPolicy:
     """YOUNG is in host memory, the others run."""
     policy = running(*runners, YOUNG)
-    policy.handle(step([*(standing(key, need=1) for key in runners), standing(YOUNG, spillable=3)]))
-    policy.handle(CopiesDone(key=YOUNG, absent=3))
+    policy.before_step(**step([*(standing(key, need=1) for key in runners), standing(YOUNG, spillable=3)]))
+    policy.copies_done(YOUNG, absent=3)
     assert policy.state_of(YOUNG) is SpillState.SPILLED
     return policy
 
@@ -56,14 +57,14 @@ def spilled(*runners: RequestKey) -> SpillPolicy:
 def test_without_pressure_nothing_happens() -> None:
     """Two blocks are needed and two can be had."""
     policy = running(OLD, YOUNG)
-    assert policy.handle(step([standing(OLD, need=1), standing(YOUNG, need=1)], growable=2)) == []
+    assert policy.before_step(**step([standing(OLD, need=1), standing(YOUNG, need=1)], growable=2)) == []
 
 
 def test_the_youngest_makes_room_for_more_than_one_step() -> None:
     """One block short: the youngest is swapped out, and gives what the others need and their headroom, tail first."""
     policy = running(OLD, MIDDLE, YOUNG)
     runners = [standing(YOUNG, spillable=8), standing(OLD, need=1, spillable=8), standing(MIDDLE, spillable=8)]
-    assert policy.handle(step(runners)) == [SwapOut(key=YOUNG), CopyOut(key=YOUNG, blocks=1 + 2 + 2)]
+    assert policy.before_step(**step(runners)) == [SwapOut(key=YOUNG), CopyOut(key=YOUNG, blocks=1 + 2 + 2)]
     assert policy.state_of(YOUNG) is SpillState.SPILLING
 
 
@@ -71,86 +72,86 @@ def test_who_can_grow_no_further_asks_for_no_headroom() -> None:
     """The old one needs its last block, the middle one none."""
     policy = running(OLD, MIDDLE, YOUNG)
     runners = [standing(OLD, need=1, promise_left=1), standing(MIDDLE, promise_left=0), standing(YOUNG, spillable=8)]
-    assert policy.handle(step(runners)) == [SwapOut(key=YOUNG), CopyOut(key=YOUNG, blocks=1)]
+    assert policy.before_step(**step(runners)) == [SwapOut(key=YOUNG), CopyOut(key=YOUNG, blocks=1)]
 
 
 def test_a_swapped_out_sequence_gives_more_before_another_is_swapped_out() -> None:
     """The young one has three blocks left on the device: no second victim."""
     policy = spilled(OLD, MIDDLE)
     asked = step([standing(OLD, need=1), standing(MIDDLE, spillable=5)], [standing(YOUNG, absent=3, spillable=3)])
-    assert policy.handle(asked) == [CopyOut(key=YOUNG, blocks=3)]
+    assert policy.before_step(**asked) == [CopyOut(key=YOUNG, blocks=3)]
 
 
 def test_a_second_victim_when_the_first_has_nothing_left() -> None:
     """The middle one follows; the old one runs alone."""
     policy = spilled(OLD, MIDDLE)
     asked = step([standing(OLD, need=1), standing(MIDDLE, spillable=5)], [standing(YOUNG, absent=3)])
-    assert policy.handle(asked) == [SwapOut(key=MIDDLE), CopyOut(key=MIDDLE, blocks=1 + 2)]
+    assert policy.before_step(**asked) == [SwapOut(key=MIDDLE), CopyOut(key=MIDDLE, blocks=1 + 2)]
 
 
 def test_the_youngest_is_swapped_out_for_its_own_need() -> None:
     """Only the youngest is short: it stops growing, and gives the headroom of the other."""
     policy = running(OLD, YOUNG)
     asked = step([standing(OLD), standing(YOUNG, need=1, spillable=4)])
-    assert policy.handle(asked) == [SwapOut(key=YOUNG), CopyOut(key=YOUNG, blocks=2)]
+    assert policy.before_step(**asked) == [SwapOut(key=YOUNG), CopyOut(key=YOUNG, blocks=2)]
 
 
 def test_the_last_runner_is_never_swapped_out() -> None:
     """It waits for blocks that are on their way, or held by writers."""
     policy = running(OLD)
-    assert policy.handle(step([standing(OLD, need=1, spillable=5)])) == []
+    assert policy.before_step(**step([standing(OLD, need=1, spillable=5)])) == []
 
 
 def test_copies_under_way_count_as_room() -> None:
     """The block that is missing is being copied out already."""
     policy = spilled(OLD, MIDDLE)
     asked = step([standing(OLD, need=1), standing(MIDDLE, spillable=5)], [standing(YOUNG, absent=3)], freeing=1)
-    assert policy.handle(asked) == []
+    assert policy.before_step(**asked) == []
 
 
 def test_no_more_is_copied_out_than_host_memory_takes() -> None:
     """Four are wanted, two fit."""
     policy = running(OLD, MIDDLE, YOUNG)
     runners = [standing(YOUNG, spillable=8), standing(OLD, need=1), standing(MIDDLE)]
-    assert policy.handle(step(runners, host_free=2)) == [SwapOut(key=YOUNG), CopyOut(key=YOUNG, blocks=2)]
+    assert policy.before_step(**step(runners, host_free=2)) == [SwapOut(key=YOUNG), CopyOut(key=YOUNG, blocks=2)]
 
 
 @pytest.mark.parametrize(("growable", "comes"), [(6, False), (7, True)])
 def test_a_return_leaves_everybody_headroom(growable: int, comes: bool) -> None:
     """Three blocks absent, two of headroom for each of the two."""
     policy = spilled(OLD)
-    out = policy.handle(step([standing(OLD)], [standing(YOUNG, absent=3)], growable=growable))
+    out = policy.before_step(**step([standing(OLD)], [standing(YOUNG, absent=3)], growable=growable))
     assert out == ([CopyBack(key=YOUNG, blocks=3)] if comes else [])
 
 
 def test_it_runs_again_when_all_of_it_is_back() -> None:
     """Not while a block is still absent."""
     policy = spilled(OLD)
-    policy.handle(step([standing(OLD)], [standing(YOUNG, absent=3)], growable=9))
-    assert policy.handle(CopiesDone(key=YOUNG, absent=1)) == []
+    policy.before_step(**step([standing(OLD)], [standing(YOUNG, absent=3)], growable=9))
+    assert not policy.copies_done(YOUNG, absent=1)
     assert policy.state_of(YOUNG) is SpillState.SPILLED
-    policy.handle(step([standing(OLD)], [standing(YOUNG, absent=1)], growable=9))
+    policy.before_step(**step([standing(OLD)], [standing(YOUNG, absent=1)], growable=9))
     assert policy.state_of(YOUNG) is SpillState.RETURNING
-    assert policy.handle(CopiesDone(key=YOUNG, absent=0)) == [SwapIn(key=YOUNG)]
+    assert policy.copies_done(YOUNG, absent=0)
     assert policy.state_of(YOUNG) is SpillState.RUNNING
 
 
 def test_the_oldest_comes_back_first_and_nobody_overtakes() -> None:
     """The younger one would fit, the older one does not: neither comes."""
     policy = spilled(OLD, MIDDLE)
-    policy.handle(step([standing(OLD, need=1), standing(MIDDLE, spillable=5)], [standing(YOUNG, absent=3)]))
-    policy.handle(CopiesDone(key=MIDDLE, absent=5))
+    policy.before_step(**step([standing(OLD, need=1), standing(MIDDLE, spillable=5)], [standing(YOUNG, absent=3)]))
+    policy.copies_done(MIDDLE, absent=5)
     swapped_out = [standing(YOUNG, absent=1), standing(MIDDLE, absent=5)]
-    assert policy.handle(step([standing(OLD)], swapped_out, growable=8)) == []
+    assert policy.before_step(**step([standing(OLD)], swapped_out, growable=8)) == []
     both = [CopyBack(key=MIDDLE, blocks=5), CopyBack(key=YOUNG, blocks=1)]
-    assert policy.handle(step([standing(OLD)], swapped_out, growable=12)) == both
+    assert policy.before_step(**step([standing(OLD)], swapped_out, growable=12)) == both
 
 
 def test_who_starts_while_an_older_one_is_swapped_out_waits_behind_it() -> None:
     """A request granted before the pressure commits during it."""
     policy = running(OLD, MIDDLE)
-    policy.handle(step([standing(OLD, need=1), standing(MIDDLE, spillable=1)]))
-    out = policy.handle(step([standing(OLD), standing(YOUNG)], [standing(MIDDLE, absent=1)], freeing=1))
+    policy.before_step(**step([standing(OLD, need=1), standing(MIDDLE, spillable=1)]))
+    out = policy.before_step(**step([standing(OLD), standing(YOUNG)], [standing(MIDDLE, absent=1)], freeing=1))
     assert out == [SwapOut(key=YOUNG)]
     assert policy.state_of(YOUNG) is SpillState.SPILLED
 
@@ -158,11 +159,11 @@ def test_who_starts_while_an_older_one_is_swapped_out_waits_behind_it() -> None:
 def test_when_nobody_runs_the_oldest_comes_back_at_any_price() -> None:
     """Two blocks are free, the oldest lacks five: it gets the two, and the other makes room for the rest of it."""
     policy = spilled(OLD, MIDDLE)
-    policy.handle(step([standing(OLD, need=1), standing(MIDDLE, spillable=5)], [standing(YOUNG, absent=3)]))
-    policy.handle(CopiesDone(key=MIDDLE, absent=5))
-    policy.handle(SequenceLeft(key=OLD))
+    policy.before_step(**step([standing(OLD, need=1), standing(MIDDLE, spillable=5)], [standing(YOUNG, absent=3)]))
+    policy.copies_done(MIDDLE, absent=5)
+    policy.left(OLD)
     swapped_out = [standing(MIDDLE, absent=5), standing(YOUNG, absent=3, spillable=9)]
-    out = policy.handle(step([], swapped_out, growable=2, host_free=3))
+    out = policy.before_step(**step([], swapped_out, growable=2, host_free=3))
     assert out == [CopyBack(key=MIDDLE, blocks=2), CopyOut(key=YOUNG, blocks=3)]
 
 
@@ -171,15 +172,15 @@ def test_a_sequence_may_leave_in_every_state(state: SpillState) -> None:
     """Nothing is asked for it afterwards, and the same key may come again."""
     policy = running(OLD, YOUNG)
     if state is not SpillState.RUNNING:
-        policy.handle(step([standing(OLD, need=1), standing(YOUNG, spillable=3)]))
+        policy.before_step(**step([standing(OLD, need=1), standing(YOUNG, spillable=3)]))
     if state in (SpillState.SPILLED, SpillState.RETURNING):
-        policy.handle(CopiesDone(key=YOUNG, absent=3))
+        policy.copies_done(YOUNG, absent=3)
     if state is SpillState.RETURNING:
-        policy.handle(step([standing(OLD)], [standing(YOUNG, absent=3)], growable=9))
+        policy.before_step(**step([standing(OLD)], [standing(YOUNG, absent=3)], growable=9))
     assert policy.state_of(YOUNG) is state
-    assert policy.handle(SequenceLeft(key=YOUNG)) == []
+    policy.left(YOUNG)
     assert policy.state_of(YOUNG) is None
-    assert policy.handle(step([standing(OLD), standing(YOUNG)])) == []
+    assert policy.before_step(**step([standing(OLD), standing(YOUNG)])) == []
     assert policy.state_of(YOUNG) is SpillState.RUNNING
 
 
@@ -248,10 +249,10 @@ class World:
         runners = tuple(self.figures(key) for key, s in self.live.items() if s.runs)
         swapped_out = tuple(self.figures(key) for key, s in self.live.items() if not s.runs)
         freeing = sum(s.going_out for s in self.live.values())
-        event = StepComes(
+        instructions = self.policy.before_step(
             growable=self.growable, freeing=freeing, host_free=self.host_free, runners=runners, swapped_out=swapped_out
         )
-        for instruction in self.policy.handle(event):
+        for instruction in instructions:
             self.obey(instruction)
         self.check()
         for key, s in sorted(self.live.items(), key=lambda item: item[1].age):
@@ -260,7 +261,7 @@ class World:
                 s.steps += 1
             if s.runs and s.have == s.size:
                 self.ended.append(s.age)
-                self.policy.handle(SequenceLeft(key=key))
+                self.policy.left(key)
                 del self.live[key]
         self.check()
 
@@ -286,9 +287,7 @@ class World:
         s = self.live[key]
         s.device, s.host = s.device - s.going_out, s.host + s.going_out
         s.going_out = s.coming_back = 0
-        for instruction in self.policy.handle(CopiesDone(key=key, absent=s.host)):
-            assert instruction == SwapIn(key=key)
-            s.runs = True
+        s.runs = self.policy.copies_done(key, absent=s.host)
 
     def copying(self) -> list[RequestKey]:
         return [key for key, s in self.live.items() if s.going_out or s.coming_back]
@@ -330,14 +329,3 @@ def test_everybody_finishes_and_nothing_overflows(
             world.done(copying[late % len(copying)])
     assert not world.live, (world.live, world.policy._states)
     assert sorted(world.ended) == list(range(1, world.entered + 1))
-
-
-def test_each_fits_beside_what_cannot_be_moved() -> None:
-    """A request of 6 runs on a device of 10; one of 8 asks, of which 4 are its prompt: while that is written to, the
-    first could still have 6. Another grant of 1, or a revoked one, and it could not."""
-    runs, asks = Claim(footprint=6, immovable=0), Claim(footprint=8, immovable=4)
-    assert each_fits([runs, asks], others_immovable=0, blocks_usable=10)
-    assert not each_fits([runs, asks], others_immovable=1, blocks_usable=10)
-    assert not each_fits([runs, asks, Claim(footprint=1, immovable=1)], others_immovable=0, blocks_usable=10)
-    assert each_fits([asks], others_immovable=2, blocks_usable=10)
-    assert not each_fits([asks], others_immovable=3, blocks_usable=10)

@@ -16,7 +16,7 @@ from baton.ids import Epoch, GrantId, Incarnation, Pair, ReserveNumber
 from engine.types import sampling_problem
 from kvtransfer.protocol.receiver import GrantState
 from kvtransfer.transport import Seal
-from prefill_node.request_queue import check_request
+from prefill_node.job import check_fits
 from tests.support.cluster_harness import assert_conserved, mock_spec, random_prompt
 from tests.support.inprocess_cluster import ask_exactly, inprocess, until
 from tests.unit.decode_node.test_resumed_first import Asker, id_of
@@ -55,10 +55,10 @@ def test_sampling_that_cannot_be_drawn_by_is_refused(name: str) -> None:
     spec, says = BAD_SAMPLING[name]
     problem = sampling_problem(spec, vocab_size=VOCAB)
     assert problem is not None and says in problem
-    node: Any = SimpleNamespace(vocab_size=VOCAB, context_len_max=100)
+    pool: Any = SimpleNamespace(runner=SimpleNamespace(vocab_size=VOCAB, context_len_max=100))
     request = prefill_pb2.PrefillRequest(prompt=[1, 2], sampling=spec)
     with pytest.raises(BatonError, match=says) as caught:
-        check_request(request, runner=node, blocks=node)
+        check_fits(request, pool)
     assert (caught.value.reason, caught.value.field) == (Reason.SAMPLING_OUT_OF_RANGE, "sampling")
 
 
@@ -93,7 +93,7 @@ def test_a_reserve_with_bad_sampling_is_rejected() -> None:
                 deadline_left_ms=60_000,
             )
             reject = decode.reserve(request, asker.pair).reject.reason
-            assert reject == "a sampling parameter names token id 1000, outside the vocabulary of 1000"
+            assert "a sampling parameter names token id 1000, outside the vocabulary of 1000" in reject
             assert decode.requests == 0
             await assert_conserved(cluster)
 

@@ -455,7 +455,6 @@ def test_a_post_whose_sample_fails_is_still_posted() -> None:
     step = StepWrites(
         handoff=cast(Any, handoff),
         link=cast(Any, SimpleNamespace(post=lambda _grant, ops: posted.append(ops))),
-        src_blocks_B=ids(1, 2),
         dst_blocks_B=ids(3, 4),
         plan=RecordPlan(LAYOUT, ids(1, 2), ids(3, 4), src_num_blocks=BLOCKS, dst_num_blocks=BLOCKS),
         layers=range(3),

@@ -148,9 +148,10 @@ def test_the_first_common_transport_that_can_work_is_chosen() -> None:
     assert host_identity() == host_identity() != ""
 
 
-def test_a_transport_that_fails_twice_within_the_window_is_given_up() -> None:
+def test_a_transport_that_fails_twice_within_the_window_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Told once; failures farther apart do not count; the last transport stays whatever happens."""
-    offers = Offers((SHM, TCP), failures_max=2, failure_window_ms=1_000)
+    monkeypatch.setattr("kvtransfer.link.FAILURE_WINDOW_MS", 1_000)
+    offers = Offers((SHM, TCP))
     assert [offers.failed(SHM, 0.0), offers.failed(SHM, 1.5)] == [False, False]
     assert offers.names == ["shm", "tcp"]
     assert offers.failed(SHM, 2.0) is True
@@ -160,10 +161,12 @@ def test_a_transport_that_fails_twice_within_the_window_is_given_up() -> None:
     assert (offers.names, offers.given_up) == (["tcp"], [SHM])
 
 
-def test_a_transport_that_was_given_up_comes_back_after_a_cooldown_that_grows() -> None:
+def test_a_transport_that_was_given_up_comes_back_after_a_cooldown_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each further time doubles it, up to the maximum. After it came back, one failure within the window gives it up
     again; a later one is like a first one."""
-    offers = Offers((RDMA, SHM, TCP), failures_max=3, failure_window_ms=1_000)
+    monkeypatch.setattr("kvtransfer.link.FAILURES_MAX", 3)
+    monkeypatch.setattr("kvtransfer.link.FAILURE_WINDOW_MS", 1_000)
+    offers = Offers((RDMA, SHM, TCP))
     now_s = 0.0
     for _ in range(3):
         offers.failed(SHM, now_s)

@@ -151,7 +151,7 @@ def test_the_books_of_host_memory() -> None:
     ):
         with pytest.raises(AssertionError):
             misuse()
-    books._filled = 1
+    books._filled.add(first)
     with pytest.raises(ConservationError, match="host memory"):
         books.check()
 
@@ -187,4 +187,4 @@ def test_host_memory_that_the_machine_has_not_is_refused_by_its_own_field() -> N
 def test_off_by_default() -> None:
     """And any size beyond the reserve is fine."""
     assert SpillConfig().host_blocks == 0
-    assert SpillConfig(host_blocks=5, headroom_blocks=4).reserve_blocks == 4
+    assert SpillConfig(host_blocks=5, headroom_blocks=4).host_blocks == 5

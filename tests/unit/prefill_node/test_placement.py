@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from baton.errors import BatonError, Reason
 from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
 from baton.wire import BlockLoad, ModelInfo, NodeLoad, NodeRecord, Role
-from cachestore.block_manager import footprint_blocks
+from node.pool import DevicePool
 from prefill_node.decode_nodes import DecodeAffinity, may_hold, order_decode_nodes, room
 
 MODEL = ModelInfo(
@@ -215,5 +216,6 @@ def test_what_pins_keep_is_nobodys_and_an_unknown_region_may_be_large() -> None:
 )
 def test_what_a_request_comes_to_hold(tokens: int, prompt: int, max_tokens: int, blocks: int) -> None:
     """Blocks of 16 and a context of 1,000, as the decode node counts them itself."""
-    held = footprint_blocks(tokens, prompt_len=prompt, max_tokens=max_tokens, context_len_max=1_000, block_size=16)
+    pool: Any = SimpleNamespace(model=SimpleNamespace(context_len_max=1_000, block_size=16))
+    held = DevicePool.footprint(pool, tokens, prompt, max_tokens)
     assert held == blocks

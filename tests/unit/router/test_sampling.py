@@ -11,8 +11,9 @@ from batonpb import common_pb2, inference_pb2
 
 from baton.errors import BatonError, Reason
 from baton.wire import ModelInfo
-from engine.types import SamplingParams, TokenLogprobs, logprobs_from_proto, logprobs_to_proto, params_from_proto
+from engine.types import SamplingParams, TokenLogprobs, logprobs_to_proto, params_from_proto
 from router.request import check_request
+from tests.support.sampling_features import logprobs_from_proto
 
 MODEL = ModelInfo(
     name="m",
