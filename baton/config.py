@@ -21,6 +21,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from baton.errors import BatonError, InvalidField, Reason
 
 T = TypeVar("T")
+NO_SETTING: Final = {"setting": False}
+"""The metadata of a field that no file, variable or flag can set."""
 _ENV_NESTING: Final = "__"
 _NONE_TEXTS: Final = frozenset({"", "none"})
 
@@ -65,7 +67,7 @@ def setting(default: T, help: str, when: str) -> T:  # noqa: A002
 
 def fixed(default: T) -> T:
     """A field of a configuration class that no file, variable or flag can set; only tests pass another value."""
-    made: T = dataclasses.field(default=default, metadata={"setting": False})
+    made: T = dataclasses.field(default=default, metadata=NO_SETTING)
     return made
 
 

@@ -100,7 +100,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     places: dict[str, object] = {"engine.sequences_max": args.requests}
     spec = ClusterSpec(
         prefill=1, decode=1, threads=1, blocks=BLOCKS,
-        model=None if mock else str(args.model_dir), engine=EngineKind.MOCK if mock else None,
+        model=None if mock else str(args.model_dir), engine_kind=EngineKind.MOCK if mock else None,
         flags={
             Service.ROUTER: {"prefix_blocks_max": REMEMBERED},
             Service.PREFILL: {**places, "affinity_blocks_max": REMEMBERED},

@@ -347,13 +347,12 @@ def _cluster_spec(options: BenchOptions) -> ClusterSpec | None:
     """What to start here. Raises InvalidField."""
     if options.model is None and not options.mock:
         return None
-    default = 0 if options.mixed else 1
     return ClusterSpec(
-        prefill=default if options.prefill is None else options.prefill,
-        decode=default if options.decode is None else options.decode,
+        prefill=options.prefill,
+        decode=options.decode,
         mixed=options.mixed,
         model=None if options.model is None else str(options.model),
-        engine=EngineKind.MOCK if options.mock else EngineKind.MODEL,
+        engine_kind=EngineKind.MOCK if options.mock else EngineKind.MODEL,
         blocks=options.blocks,
         config=options.config,
     )

@@ -144,7 +144,7 @@ class Child:
     def terminate(self) -> None:
         """Ask it to stop now; a stopped (SIGSTOP) one is continued, or it would not hear.
 
-        A node that is ready takes SIGTERM as an order to finish what it has (`cli.service`), so that one gets SIGINT;
+        A node that is ready takes SIGTERM as an order to finish what it has (`cli.services`), so that one gets SIGINT;
         before, SIGINT may be blocked still.
         """
         self.send_signal(signal.SIGINT if self.ready.done() else signal.SIGTERM)

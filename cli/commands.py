@@ -3,16 +3,15 @@ gRPC nor torch."""
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 import click
-from click.shell_completion import CompletionItem, get_completion_class
+from click.shell_completion import get_completion_class
 
-from baton.version import baton_version
+from baton import baton_version
 from cli.child import tie_to_supervisor
 from cli.invocation import ERROR_PREFIX, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_USAGE, QuietInterrupts
 
@@ -37,11 +36,11 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "drain": ("cli.drain", "Empty a node until it is safe to delete."),
     "undrain": ("cli.drain", "Let a drained node take requests again."),
     "doctor": ("cli.doctor", "Check whether RDMA works on this machine."),
-    "directory": ("cli.service", "Run the embedded directory."),
-    "router": ("cli.service", "Run a router."),
-    "prefill": ("cli.service", "Run a prefill node."),
-    "decode": ("cli.service", "Run a decode node."),
-    "mixed": ("cli.service", "Run a node that does both halves."),
+    "directory": ("cli.services", "Run the embedded directory."),
+    "router": ("cli.services", "Run a router."),
+    "prefill": ("cli.services", "Run a prefill node."),
+    "decode": ("cli.services", "Run a decode node."),
+    "mixed": ("cli.services", "Run a node that does both halves."),
     "demo-model": ("cli.demo_model", "Write a small random model."),
     "demo": ("cli.demo", "Start a cluster, check its answers, stop it."),
     "bench": ("cli.bench", "Send requests and report latencies."),
@@ -51,48 +50,35 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
 
 
 class _LazyGroup(click.Group):
-    """Lists commands by the table above and imports one when it is used."""
+    """Has a stand-in of each command, and imports the command itself when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        return list(_COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        if cmd_name not in _COMMANDS:
-            return None
-        name, summary = _COMMANDS[cmd_name]
-        with QuietInterrupts():
-            module = importlib.import_module(name)
-            if name == "cli.service":
-                command = module.service_command(cmd_name, summary)
-            else:
-                command = getattr(module, cmd_name.replace("-", "_"))
-        assert isinstance(command, click.Command), command
-        return command
+        return list(self.commands)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        try:
-            return super().resolve_command(ctx, args)
-        except click.UsageError as error:
-            alike = difflib.get_close_matches(args[0], _COMMANDS)
-            if not alike:
-                raise
-            text = f"{error.message} Did you mean {' or '.join(map(repr, alike))}?"
-            raise click.UsageError(text, ctx=error.ctx) from error
-
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """From the table: completing a command's name imports none of them."""
-        known = _COMMANDS.items()
-        names = [CompletionItem(name, help=summary) for name, (_, summary) in known if name.startswith(incomplete)]
-        return [*names, *click.Command.shell_complete(self, ctx, incomplete)]
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, summary) for name, (_, summary) in _COMMANDS.items()])
+        name, stand_in, rest = super().resolve_command(ctx, args)
+        return name, None if stand_in is None else import_command(str(stand_in.name)), rest
 
 
-@click.group(cls=_LazyGroup, context_settings=CONTEXT_SETTINGS)
+def import_command(name: str) -> click.Command:
+    """Import one command."""
+    module_name, summary = _COMMANDS[name]
+    with QuietInterrupts():
+        module = importlib.import_module(module_name)
+        if module_name == "cli.services":
+            found = module.service_command(name, summary)
+        else:
+            found = getattr(module, name.replace("-", "_"))
+    assert isinstance(found, click.Command), found
+    return found
+
+
+_STAND_INS: Final = {name: click.Command(name, short_help=summary) for name, (_, summary) in _COMMANDS.items()}
+
+
+@click.group(cls=_LazyGroup, commands=_STAND_INS, context_settings=CONTEXT_SETTINGS)
 @click.version_option(baton_version(), prog_name="baton")
 def cli() -> None:
     """Baton serves large language models on separate prefill and decode nodes.

@@ -216,7 +216,7 @@ def demo(model_dir: Path, family: str, prefill: int, decode: int, output: str) -
             prefill=prefill,
             decode=decode,
             model=str(model_dir),
-            engine=EngineKind.MODEL,
+            engine_kind=EngineKind.MODEL,
             blocks=NODE_BLOCKS,
             flags={service: {"engine.poison_freed": True} for service in (Service.PREFILL, Service.DECODE)},
         )

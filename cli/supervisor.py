@@ -1,6 +1,6 @@
 """A cluster of processes on this machine: started in order, watched, and stopped so that nothing is left.
 
-async with Cluster(ClusterSpec(prefill=2, decode=2, engine=EngineKind.MOCK)) as cluster:
+async with Cluster(ClusterSpec(prefill=2, decode=2, engine_kind=EngineKind.MOCK)) as cluster:
     ... cluster.router, cluster.endpoints["decode-1"], cluster.send_signal("prefill-0", signal.SIGSTOP) ...
 
 Where they are to listen is checked before any of them is started.
@@ -21,8 +21,9 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, Self, TypeVar
 
-from baton.config import ConfigError, ConfigProblem, env_name, flag_name
+from baton.config import NO_SETTING, ConfigError, ConfigProblem, env_name, fixed, flag_name, setting
 from baton.cores import own_cores
+from baton.directory_setting import DIRECTORY_HELP, check_directory_setting
 from baton.endpoint import from_here, split_endpoint
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.log import LogFormat, LogLevel
@@ -77,15 +78,6 @@ _THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_
 _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 
 
-def check_node_counts(*, prefill: int, decode: int, mixed: int) -> None:
-    """Raises InvalidField unless both halves of a request have somewhere to run."""
-    if mixed < 0:
-        raise InvalidField("mixed", f"must not be negative, not {mixed}")
-    for name, count in (("prefill", prefill), ("decode", decode)):
-        if count < 0 or (count == 0 and mixed == 0):
-            raise InvalidField(name, f"must {'not be negative' if mixed else 'be positive'}, not {count}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
     """What to start. What is None here is left to the configuration file, the environment and the defaults.
@@ -94,60 +86,88 @@ class ClusterSpec:
     of a service, `node_flags` those of one process by its name ("decode-1"); both go before the fields here.
     """
 
-    prefill: int = 1
-    decode: int = 1
-    mixed: int = 0
-    """If there are some of these, the other roles may have no nodes."""
-    model: str | None = None
-    engine: EngineKind | None = None
-    listen: str = "127.0.0.1:0"
-    """Where the router listens."""
-    http: str | None = None
-    """Where the router serves HTTP; None is not at all."""
-    directory_listen: str = "127.0.0.1:0"
-    directory: str | None = None
-    """A directory that runs already (host:port or redis://...), used instead of starting one."""
-    threads: int | None = None
-    """Compute threads of each engine; None shares the cores of this machine among them."""
-    blocks: int | None = None
-    """Blocks in each engine's region."""
-    config: Path | None = None
-    flags: Mapping[Service, Mapping[str, object]] = field(default_factory=lambda: _NOTHING)
-    node_flags: Mapping[str, Mapping[str, object]] = field(default_factory=lambda: _NOTHING)
-    env: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
+    prefill: int | None = setting(
+        None, "prefill nodes; none: 1, or 0 where some are mixed", "Always: the number of nodes."
+    )
+    decode: int | None = setting(None, "decode nodes; none: 1, or 0 where some are mixed", "As prefill.")
+    mixed: int = setting(0, "nodes that do both halves", "Nodes should do both halves.")
+    model: str | None = setting(None, "model folder, or its name on the hub", "Always, but for the mock engine.")
+    engine_kind: EngineKind | None = setting(
+        None, "model, or mock (tests of the protocol)", "To try the cluster without a model."
+    )
+    listen: str = setting(
+        "127.0.0.1:0", "host:port of the router", "Clients are on other machines, or the port is in use."
+    )
+    http: str | None = setting(None, "host:port of the OpenAI endpoints over HTTP; none: off", "Clients use HTTP.")
+    directory: str | None = setting(
+        None,
+        f"a directory that runs already, in place of one started here: {DIRECTORY_HELP}",
+        "Nodes on other machines belong to the same cluster.",
+    )
+    directory_listen: str = setting(
+        "127.0.0.1:0",
+        "host:port of the directory that is started",
+        "The port is in use, or nodes on other machines join.",
+    )
+    threads: int | None = setting(
+        None,
+        "compute threads of each node; none: the cores of this machine shared out",
+        "The cores should be shared out otherwise.",
+    )
+    blocks: int | None = setting(None, "KV blocks of each node", "Always: it is the memory for KV of each node.")
+    log_dir: Path | None = setting(
+        None, "keep the logs here; none: a temporary folder, kept only after a failure", "To read the logs afterwards."
+    )
+    start_ms_max: int = setting(300_000, "how long starting may take", "A model takes longer to load.")
+    stop_grace_ms: int = setting(
+        8_000, "how long a stop may take before nodes are killed", "Answers should run to their end at a stop."
+    )
+    config: Path | None = fixed(None)
+    flags: Mapping[Service, Mapping[str, object]] = field(default_factory=lambda: _NOTHING, metadata=NO_SETTING)
+    node_flags: Mapping[str, Mapping[str, object]] = field(default_factory=lambda: _NOTHING, metadata=NO_SETTING)
+    env: Mapping[str, str] = field(default_factory=lambda: _NOTHING, metadata=NO_SETTING)
     """Added to this process's environment for every child."""
-    log_level: LogLevel = LogLevel.INFO
-    log_format: LogFormat = LogFormat.TEXT
-    log_dir: Path | None = None
-    """Made where it does not exist, and kept. None: a temporary folder, kept only where a process failed."""
-    start_ms_max: int = 300_000
-    """From the first process started to the last one ready."""
-    stop_grace_ms: int = 8_000
-    """What each group of processes (routers, prefill, mixed and decode nodes, directory) gets before it is killed."""
+    log_level: LogLevel = fixed(LogLevel.INFO)
+    log_format: LogFormat = fixed(LogFormat.TEXT)
 
     def __post_init__(self) -> None:
         check_positive(self, "start_ms_max", "stop_grace_ms")
-        check_node_counts(prefill=self.prefill, decode=self.decode, mixed=self.mixed)
+        for service, count in self.counts.items():
+            if count < 0 or (count == 0 and not self.mixed):
+                bound = "not be negative" if self.mixed else "be positive"
+                raise InvalidField(service.value, f"must {bound}, not {count}")
         if self.engines > NODES_MAX:
-            names = "and decode and mixed" if self.mixed else "and decode"
-            raise InvalidField("prefill", f"{names} are {self.engines} nodes; at most {NODES_MAX}")
+            raise InvalidField("prefill", f"makes {self.engines} nodes with decode and mixed; at most {NODES_MAX}")
+        for name in ("threads", "blocks"):
+            if getattr(self, name) is not None:
+                check_positive(self, name)
+        if self.directory is not None:
+            check_directory_setting(self.directory)
         unknown = set(self.node_flags) - {name for name, _ in self.processes()}
         if unknown:
             raise InvalidField("node_flags", f"names no process of this cluster: {', '.join(sorted(unknown))}")
+
+    @property
+    def counts(self) -> dict[Service, int]:
+        """How many nodes of each role there are."""
+        default = 0 if self.mixed else 1
+        return {
+            Service.PREFILL: default if self.prefill is None else self.prefill,
+            Service.DECODE: default if self.decode is None else self.decode,
+            **({Service.MIXED: self.mixed} if self.mixed else {}),
+        }
 
     def processes(self) -> list[tuple[str, Service]]:
         """Names and services, in the order in which they are started."""
         return [
             *([(DIRECTORY_NAME, Service.DIRECTORY)] if self.directory is None else []),
             (ROUTER_NAME, Service.ROUTER),
-            *((f"prefill-{i}", Service.PREFILL) for i in range(self.prefill)),
-            *((f"decode-{i}", Service.DECODE) for i in range(self.decode)),
-            *((f"mixed-{i}", Service.MIXED) for i in range(self.mixed)),
+            *((f"{service.value}-{i}", service) for service, count in self.counts.items() for i in range(count)),
         ]
 
     @property
     def engines(self) -> int:
-        return self.prefill + self.decode + self.mixed
+        return sum(self.counts.values())
 
     def compute_threads(self) -> int:
         """Threads of each engine process: all engines together use no more than the cores that this process may, by
@@ -166,13 +186,13 @@ class ClusterSpec:
                 "listen": self.listen,
                 "http_listen": self.http,
                 "advertise": None if self.directory else router_address(self.listen, self.config, self.env),
-                "model": None if self.engine is EngineKind.MOCK else self.model,
+                "model": None if self.engine_kind is EngineKind.MOCK else self.model,
             }
         else:
             keys = {
                 "directory": directory,
                 "listen": "127.0.0.1:0",
-                "engine.kind": None if self.engine is None else self.engine.value,
+                "engine.kind": None if self.engine_kind is None else self.engine_kind.value,
                 "engine.model": self.model,
                 "engine.num_blocks": self.blocks,
                 "engine.compute_threads": self.compute_threads(),

@@ -8,23 +8,21 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import Any, Final, TextIO
+from dataclasses import dataclass, replace
+from typing import Final, TextIO
 
 import click
 
 from baton.config import ConfigError, load, setting
 from baton.cores import own_cores
-from baton.directory_setting import DIRECTORY_HELP, check_directory_setting, describe_directory
+from baton.directory_setting import describe_directory
 from baton.endpoint import from_here
-from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.log import LogFormat, LogLevel
 from cli.invocation import EXIT_ERROR, EXIT_INTERRUPTED
 from cli.options import LOG_FORMAT_FLAG, LOG_LEVEL_FLAG, common_options, config_flags, config_options, config_path
 from cli.services import SECTIONS, UP_ENV_PREFIX, UP_SECTION
 from cli.signals import StopSignals
-from cli.supervisor import DIRECTORY_NAME, Cluster, ClusterError, ClusterSpec, check_node_counts
+from cli.supervisor import DIRECTORY_NAME, Cluster, ClusterError, ClusterSpec
 from engine.build import EngineKind
 
 PROGRESS_LINE_MS_MIN: Final = 2_000
@@ -40,66 +38,17 @@ _DIRECTORY_FLAGS: Final = {"--listen": "--directory-listen"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpConfig:
-    """Section `[up]`, environment `BATON_UP_*`. None leaves a setting to the sections of the services."""
+class UpConfig(ClusterSpec):
+    """Section `[up]`, environment `BATON_UP_*`."""
 
-    prefill: int | None = setting(
-        None, "prefill nodes; none: 1, or 0 where some are mixed", "Always: the number of nodes."
-    )
-    decode: int | None = setting(None, "decode nodes; none: 1, or 0 where some are mixed", "As prefill.")
-    mixed: int = setting(0, "nodes that do both halves", "Nodes should do both halves.")
-    model: str | None = setting(None, "model folder, or its name on the hub", "Always, but for the mock engine.")
-    engine_kind: EngineKind | None = setting(
-        None, "model, or mock (tests of the protocol)", "To try the cluster without a model."
-    )
     listen: str = setting(
         "127.0.0.1:7000", "host:port of the router", "Clients are on other machines, or the port is in use."
-    )
-    http: str | None = setting(None, "host:port of the OpenAI endpoints over HTTP; none: off", "Clients use HTTP.")
-    directory: str | None = setting(
-        None,
-        f"a directory that runs already, in place of one started here: {DIRECTORY_HELP}",
-        "Nodes on other machines belong to the same cluster.",
     )
     directory_listen: str = setting(
         "127.0.0.1:7070",
         "host:port of the directory that is started",
         "The port is in use, or nodes on other machines join.",
     )
-    threads: int | None = setting(
-        None,
-        "compute threads of each node; none: the cores of this machine shared out",
-        "The cores should be shared out otherwise.",
-    )
-    blocks: int | None = setting(None, "KV blocks of each node", "Always: it is the memory for KV of each node.")
-    log_dir: Path | None = setting(
-        None, "keep the logs here; none: a temporary folder, kept only after a failure", "To read the logs afterwards."
-    )
-    start_ms_max: int = setting(300_000, "how long starting may take", "A model takes longer to load.")
-    stop_grace_ms: int = setting(
-        8_000, "how long a stop may take before nodes are killed", "Answers should run to their end at a stop."
-    )
-
-    def __post_init__(self) -> None:
-        check_positive(self, "start_ms_max", "stop_grace_ms")
-        check_node_counts(prefill=self._count(self.prefill), decode=self._count(self.decode), mixed=self.mixed)
-        for name in ("threads", "blocks"):
-            if getattr(self, name) is not None:
-                check_positive(self, name)
-        if self.directory is not None:
-            check_directory_setting(self.directory)
-
-    def spec(self, *, config: Path | None, log_level: LogLevel, log_format: LogFormat = LogFormat.TEXT) -> ClusterSpec:
-        """Raises InvalidField for values that do not fit each other."""
-        own: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        own["engine"] = own.pop("engine_kind")
-        own |= {"prefill": self._count(self.prefill), "decode": self._count(self.decode)}
-        return ClusterSpec(config=config, log_level=log_level, log_format=log_format, **own)
-
-    def _count(self, nodes: int | None) -> int:
-        if nodes is not None:
-            return nodes
-        return 0 if self.mixed else 1
 
 
 class StartBoard:
@@ -166,15 +115,14 @@ def _command(**parameters: object) -> int:
         flags=config_flags(parameters),
         known_sections=SECTIONS,
     )
+    spec = replace(
+        config,
+        config=path,
+        log_level=LogLevel(str(parameters[LOG_LEVEL_FLAG])),
+        log_format=LogFormat(str(parameters[LOG_FORMAT_FLAG])),
+    )
     try:
-        spec = config.spec(
-            config=path,
-            log_level=LogLevel(str(parameters[LOG_LEVEL_FLAG])),
-            log_format=LogFormat(str(parameters[LOG_FORMAT_FLAG])),
-        )
         spec.check()
-    except InvalidField as error:
-        raise BatonError(Reason.BAD_CONFIG, f"{error}.") from error
     except ConfigError as error:
         own = [replace(problem, source=_own_flags(problem.source, _FLAGS)) for problem in error.problems]
         raise ConfigError(own) from error
@@ -247,7 +195,7 @@ def crowding(spec: ClusterSpec, cores: int) -> str | None:
 
 def _print_summary(cluster: Cluster) -> None:
     spec, directory = cluster.spec, describe_directory(cluster.directory)
-    mock = spec.engine is EngineKind.MOCK
+    mock = spec.engine_kind is EngineKind.MOCK
     prompt = "--token-ids 5,6,7,8" if mock else '"the sea in the evening"'
     click.echo(f"The cluster is ready. Router {cluster.router}, directory {directory}, logs {cluster.log_dir}.")
     click.echo("Try, in another terminal:")

@@ -1,12 +1,7 @@
-"""docs/configuration.md, from the configuration classes.
-
-python docs/generate_configuration.py            prints it
-python docs/generate_configuration.py --write    writes it
-"""
+"""Writes docs/configuration.md, from the configuration classes."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -18,7 +13,7 @@ from cli.up import UpConfig
 PAGE: Final = Path(__file__).with_name("configuration.md")
 _HEAD: Final = """# Configuration
 
-Every setting of every process. This page is generated: `python docs/generate_configuration.py --write`.
+Every setting of every process. This page is generated: `python docs/generate_configuration.py`.
 
 A process reads its settings from flags, then from the environment, then from one TOML file (`--config`), then from the
 defaults below. The section of the file is the name of the command; the key `rpc.rpcs_max` of a decode node is:
@@ -33,20 +28,13 @@ A wrong or unknown setting is refused at the start, all of them at once. Limits 
 they are constants beside their use. A setting of an earlier version is refused with its new name, or with the value at
 which it is fixed now.
 """
-_UNITS: Final = (
-    ("ms", "milliseconds"),
-    ("bytes", "bytes"),
-    ("chars", "characters"),
-    ("tokens", "tokens"),
-    ("blocks", "blocks"),
-    ("threads", "threads"),
-    ("connections", "connections"),
-    ("requests", "requests"),
-    ("sequences", "sequences"),
-    ("rpcs", "calls"),
-    ("rows", "rows"),
-    ("context", "tokens"),
-)
+_UNITS: Final = {
+    "ms": "milliseconds",
+    "chars": "characters",
+    "rpcs": "calls",
+    "context": "tokens",
+    **{word: word for word in ("bytes", "tokens", "blocks", "threads", "connections", "requests", "sequences", "rows")},
+}
 """By the words of a key's last part."""
 _TITLES: Final = {
     "engine": "Engine",
@@ -125,17 +113,8 @@ def _unit(key: ConfigKey) -> str:
         return ""
     if words[-2:] == ["per", "s"]:
         return "per second"
-    return next((unit for word, unit in _UNITS if word in words), "")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write docs/configuration.md")
-    if parser.parse_args().write:
-        PAGE.write_text(page(), encoding="utf-8")
-    else:
-        print(page(), end="")
+    return next((unit for word, unit in _UNITS.items() if word in words), "")
 
 
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(page(), encoding="utf-8")

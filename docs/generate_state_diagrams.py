@@ -1,12 +1,8 @@
-"""State diagrams of the grant machines and of spilled sequences, from their transition tables, as Mermaid text.
-
-python docs/generate_state_diagrams.py            prints them
-python docs/generate_state_diagrams.py --write    puts them between the markers of docs/handoff.md and docs/memory.md
-"""
+"""Writes the state diagrams of the grant machines and of spilled sequences into docs/handoff.md and docs/memory.md,
+as Mermaid text from their transition tables."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
@@ -43,16 +39,8 @@ def _diagram(
             for to in ends if came_from is state else ():
                 arrows.setdefault((came_from, to), []).append(step.value)
     lines = [f"    {a.value} --> {b.value} : {', '.join(steps)}" for (a, b), steps in arrows.items()]
-    return "\n".join(
-        [
-            "```mermaid",
-            "stateDiagram-v2",
-            f"    [*] --> {first.value} : {first_step}",
-            *lines,
-            f"    {last.value} --> [*]",
-            "```",
-        ]
-    )
+    begin, end = f"    [*] --> {first.value} : {first_step}", f"    {last.value} --> [*]"
+    return "\n".join(["```mermaid", "stateDiagram-v2", begin, *lines, end, "```"])
 
 
 def renewed() -> dict[Path, str]:
@@ -70,16 +58,6 @@ def renewed() -> dict[Path, str]:
     return texts
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Generate the state diagrams of the grant machines and of spilling.")
-    parser.add_argument("--write", action="store_true", help="put them into the pages of this folder")
-    if parser.parse_args().write:
-        for page, text in renewed().items():
-            page.write_text(text, encoding="utf-8")
-    else:
-        for name, diagram in diagrams().items():
-            print(f"{name}\n{diagram}\n")
-
-
 if __name__ == "__main__":
-    main()
+    for page, text in renewed().items():
+        page.write_text(text, encoding="utf-8")

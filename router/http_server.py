@@ -26,12 +26,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from baton import baton_version
 from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import RequestId
 from baton.log import get_log
 from baton.tracing import CallMetadata, Traceparent, new_request_id, read_metadata
-from baton.version import baton_version
 from router import openai
 from router.choices import Answer, run_choices
 from router.config import RouterConfig

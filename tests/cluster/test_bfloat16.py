@@ -41,7 +41,7 @@ def spec_of(model: Path) -> ClusterSpec:
         prefill=1,
         decode=1,
         model=str(model),
-        engine=EngineKind.MODEL,
+        engine_kind=EngineKind.MODEL,
         blocks=128,
         flags={service: {"engine.poison_freed": True} for service in (Service.PREFILL, Service.DECODE)},
     )

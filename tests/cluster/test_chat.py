@@ -40,7 +40,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path) -> Iterator[RunningCluster]:
-    with running(ClusterSpec(model=str(model), engine=EngineKind.MODEL, prefill=1, decode=1, blocks=256)) as cluster:
+    with running(
+        ClusterSpec(model=str(model), engine_kind=EngineKind.MODEL, prefill=1, decode=1, blocks=256)
+    ) as cluster:
         yield cluster
 
 

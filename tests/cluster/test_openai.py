@@ -13,7 +13,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from baton.version import baton_version
+from baton import baton_version
 from cli.services import Service
 from cli.supervisor import ClusterSpec
 from engine.build import EngineKind
@@ -44,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(model: Path) -> Iterator[RunningCluster]:
     spec = ClusterSpec(
         model=str(model),
-        engine=EngineKind.MODEL,
+        engine_kind=EngineKind.MODEL,
         blocks=512,
         http="127.0.0.1:0",
         flags={Service.ROUTER: {"requests_max": REQUESTS_MAX}},
@@ -371,7 +371,7 @@ def test_an_error_in_the_middle_of_a_stream_is_told(model: Path) -> None:
     error, which the client raises."""
     spec = ClusterSpec(
         model=str(model),
-        engine=EngineKind.MODEL,
+        engine_kind=EngineKind.MODEL,
         blocks=512,
         http="127.0.0.1:0",
         flags={Service.ROUTER: {"liveness.reconnect_ms_max": 300, "retries.resume_wait_ms_max": 300}},

@@ -47,7 +47,7 @@ def cluster(model: Path) -> Iterator[RunningCluster]:
     ]
     spec = ClusterSpec(
         model=str(model),
-        engine=EngineKind.MODEL,
+        engine_kind=EngineKind.MODEL,
         blocks=512,
         http="127.0.0.1:0",
         flags={Service.ROUTER: {"pinned_prefixes": json.dumps(pins)}},

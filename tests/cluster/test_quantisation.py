@@ -33,7 +33,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ClusterSpec:
         prefill=1,
         decode=1,
         model=str(folder),
-        engine=EngineKind.MODEL,
+        engine_kind=EngineKind.MODEL,
         blocks=128,
         flags={
             Service.PREFILL: {"engine.poison_freed": True},

@@ -37,7 +37,7 @@ def cluster(model: Path) -> Iterator[RunningCluster]:
         prefill=1,
         decode=2,
         model=str(model),
-        engine=EngineKind.MODEL,
+        engine_kind=EngineKind.MODEL,
         blocks=256,
         flags={service: {"engine.poison_freed": True} for service in (Service.PREFILL, Service.DECODE)},
     )

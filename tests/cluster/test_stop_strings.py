@@ -24,7 +24,7 @@ STOP: Final = common_pb2.FINISH_REASON_STOP
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     folder = tmp_path_factory.mktemp("stops") / "model"
     write_demo_model(folder, DemoModelParams(num_layers=2, hidden_size=64, num_heads=4, head_dim=16, vocab_size=600))
-    with running(ClusterSpec(model=str(folder), engine=EngineKind.MODEL, blocks=256)) as cluster:
+    with running(ClusterSpec(model=str(folder), engine_kind=EngineKind.MODEL, blocks=256)) as cluster:
         yield cluster
 
 

@@ -57,7 +57,7 @@ def real_spec(folder: Path) -> ClusterSpec:
             prefill=2,
             decode=2,
             model=str(folder),
-            engine=EngineKind.MODEL,
+            engine_kind=EngineKind.MODEL,
             threads=1,
             blocks=400,
             flags={

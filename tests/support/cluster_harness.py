@@ -171,7 +171,7 @@ def mock_spec(
         decode=decode,
         mixed=mixed,
         blocks=blocks,
-        engine=EngineKind.MOCK,
+        engine_kind=EngineKind.MOCK,
         flags={
             Service.PREFILL: {**engine, **(prefill_flags or {})},
             Service.DECODE: {**engine, **(decode_flags or {})},

@@ -12,7 +12,7 @@ from typing import Final
 import click
 
 from baton.config import describe, env_name
-from cli.commands import cli
+from cli.commands import cli, import_command
 from cli.services import UP_ENV_PREFIX, Service, config_class
 from cli.up import UpConfig
 
@@ -68,9 +68,9 @@ def baton_commands(page: str) -> list[list[str]]:
 @cache
 def options_of(name: str) -> frozenset[str]:
     """The options of one command."""
-    command = cli.get_command(click.Context(cli), name)
-    if command is None:
+    if name not in cli.commands:
         return frozenset()
+    command = import_command(name)
     return frozenset(each for option in command.params for each in (*option.opts, *option.secondary_opts)) | {"--help"}
 
 

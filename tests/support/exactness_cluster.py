@@ -49,7 +49,7 @@ class Setup:
             "prefill": 2,
             "decode": 2,
             "model": str(folder),
-            "engine": EngineKind.MODEL,
+            "engine_kind": EngineKind.MODEL,
             "threads": 1,
             "blocks": self.num_blocks,
             "flags": {

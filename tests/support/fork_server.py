@@ -228,7 +228,7 @@ def _become(env: Mapping[str, str], fds: Sequence[int], *, node: bool) -> None:
 
 def _import_all(*, torch: bool) -> None:
     """What some node imports before it is ready, torch apart: more than another needs, and nothing starts a thread."""
-    importlib.import_module("cli.service")
+    importlib.import_module("cli.services")
     if not torch:
         for file in Path(cli.__path__[0]).glob("[!_]*.py"):
             if file.stem != "main":

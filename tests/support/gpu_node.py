@@ -71,7 +71,7 @@ def spec_of(
         decode=halves,
         mixed=mixed,
         model=str(model),
-        engine=EngineKind.MODEL,
+        engine_kind=EngineKind.MODEL,
         threads=1,
         blocks=NUM_BLOCKS,
         flags={

@@ -26,7 +26,7 @@ from baton.directory_setting import parse_directory
 from baton.endpoint import RedisAddress, split_endpoint
 from baton.errors import BatonError
 from baton.health import LIVENESS, READINESS
-from cli.commands import cli
+from cli.commands import import_command
 from cli.options import config_flags, config_path
 from cli.services import Service, config_class, load_config
 from kvtransfer.transport import TransportName
@@ -216,7 +216,7 @@ def mounted_files(pod: Pod, container: Mapping[str, Any], manifests: Manifests) 
 def parse_command(arguments: list[str]) -> click.Context:
     """`baton` with these arguments, not run. Raises ViewError for what the command line refuses."""
     name, *rest = arguments
-    command = cli.get_command(click.Context(cli), name)
+    command = import_command(name)
     if command is None:
         raise ViewError(f"there is no command 'baton {name}'")
     try:

@@ -57,7 +57,7 @@ def reached_files() -> set[str]:
     with tempfile.TemporaryDirectory() as folder:
         write_demo_model(Path(folder), MODEL)
         spec = ClusterSpec(
-            engine=EngineKind.MODEL,
+            engine_kind=EngineKind.MODEL,
             model=folder,
             threads=1,
             blocks=64,

@@ -58,7 +58,7 @@ def test_too_many_nodes() -> None:
     result = run_baton(*UP, "--mixed", "60", "--prefill", "3", "--decode", "2")
     assert (result.returncode, result.stderr) == (
         2,
-        "error: prefill and decode and mixed are 65 nodes; at most 64.\n",
+        "error: Wrong configuration:\n  --prefill: makes 65 nodes with decode and mixed; at most 64\n",
     )
 
 
@@ -76,8 +76,8 @@ def test_the_halves_of_a_configuration() -> None:
         ({"mixed": 2, "decode": 1}, (0, 1)),
     ]
     for given, counts in cases:
-        up = UpConfig(**given).spec(config=None, log_level=ClusterSpec().log_level)
-        assert (up.prefill, up.decode) == counts
+        found = UpConfig(**given).counts
+        assert (found[Service.PREFILL], found[Service.DECODE]) == counts
     config = MixedConfig(
         name="m", engine=EngineConfig(kind=EngineKind.MOCK), queue_max=7, orphan_ms=9, busy_retry_ms=11
     )

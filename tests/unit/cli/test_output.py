@@ -18,7 +18,7 @@ from cli.demo import held_by
 from cli.nodes import NodeView, figure_text
 from cli.output import format_table
 from cli.parameters import IntegerList
-from cli.service import ProgressPrinter
+from cli.services import ProgressPrinter
 from cli.up import StartBoard
 from tests.support.cli_harness import run_baton
 

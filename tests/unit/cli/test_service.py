@@ -14,13 +14,13 @@ from tests.support.cli_harness import RUN_S_MAX, Foreground, clean_env, is_free
 
 LOADS_FOREVER = """
 import asyncio, threading
-import cli.main, cli.service
+import cli.main, cli.services
 
 async def serve(config, *, stop, drain, on_ready, progress):
     progress("loading", 1, 4)
     await asyncio.to_thread(threading.Event().wait)
 
-cli.service.serve_function = lambda service: serve
+cli.services.serve_function = lambda service: serve
 cli.main.run(["directory", "--listen", "127.0.0.1:0"])
 """
 

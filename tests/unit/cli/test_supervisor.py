@@ -38,7 +38,7 @@ def test_a_node_dies_and_is_started_again(tmp_path: Path) -> None:
     """`watch` names the dead one; started again, it is another process under the same name."""
 
     async def scene() -> None:
-        async with Cluster(ClusterSpec(engine=EngineKind.MOCK, blocks=32, log_dir=tmp_path)) as cluster:
+        async with Cluster(ClusterSpec(engine_kind=EngineKind.MOCK, blocks=32, log_dir=tmp_path)) as cluster:
             assert cluster.names == ("directory", "router-0", "prefill-0", "decode-0")
             assert sorted(cluster.endpoints) == sorted(cluster.pids) == sorted(cluster.names)
             pid = cluster.pids["decode-0"]
@@ -63,7 +63,7 @@ def test_flags_reach_their_processes(tmp_path: Path) -> None:
 
     async def scene() -> None:
         spec = ClusterSpec(
-            engine=EngineKind.MOCK,
+            engine_kind=EngineKind.MOCK,
             prefill=1,
             decode=2,
             blocks=32,
@@ -92,7 +92,7 @@ def test_flags_reach_their_processes(tmp_path: Path) -> None:
 def test_the_password_of_a_directory_is_on_no_command_line(tmp_path: Path) -> None:
     """Everybody on the machine reads command lines; a process's environment only its owner does."""
     url = "redis://user:secret@127.0.0.1:6379/0"
-    cluster = Cluster(ClusterSpec(engine=EngineKind.MOCK, directory=url, log_dir=tmp_path))
+    cluster = Cluster(ClusterSpec(engine_kind=EngineKind.MOCK, directory=url, log_dir=tmp_path))
     cluster.spec.check()
     for name, service in cluster.spec.processes():
         assert [word for word in cluster._command(name, service, url) if "secret" in word] == []
@@ -104,7 +104,7 @@ def test_one_process_cannot_start() -> None:
 
     async def scene() -> None:
         flags = {Service.DECODE: {"listen": "nowhere.invalid:0"}}
-        cluster = Cluster(ClusterSpec(engine=EngineKind.MOCK, blocks=32, flags=flags))
+        cluster = Cluster(ClusterSpec(engine_kind=EngineKind.MOCK, blocks=32, flags=flags))
         with pytest.raises(ClusterError, match=r"^decode-0 could not start: Cannot listen on nowhere\.invalid:0: "):
             await cluster.start()
         assert await cluster.wait_exit("decode-0") == 1
@@ -120,7 +120,7 @@ def test_a_log_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "decode-0.log").mkdir()
 
     async def scene() -> None:
-        cluster = Cluster(ClusterSpec(engine=EngineKind.MOCK, log_dir=tmp_path))
+        cluster = Cluster(ClusterSpec(engine_kind=EngineKind.MOCK, log_dir=tmp_path))
         with pytest.raises(
             BatonError, match=r"^Cannot write to the log folder .*: Is a directory\. .* --log-dir\.$"
         ) as caught:
@@ -138,7 +138,7 @@ def test_starting_is_cancelled() -> None:
     async def scene() -> None:
         directory_ready = asyncio.Event()
         cluster = Cluster(
-            ClusterSpec(engine=EngineKind.MOCK, blocks=32), on_ready=lambda name, endpoint: directory_ready.set()
+            ClusterSpec(engine_kind=EngineKind.MOCK, blocks=32), on_ready=lambda name, endpoint: directory_ready.set()
         )
         starting = asyncio.ensure_future(cluster.start())
         await directory_ready.wait()
@@ -158,8 +158,8 @@ def test_a_spec_is_checked() -> None:
     with pytest.raises(InvalidField, match="names no process of this cluster: decode-7"):
         ClusterSpec(node_flags={"decode-7": {}})
     with pytest.raises(ConfigError, match=r"--engine-block-size: .*got 'x'"):
-        ClusterSpec(engine=EngineKind.MOCK, flags={Service.PREFILL: {"engine.block_size": "x"}}).check()
-    ClusterSpec(engine=EngineKind.MOCK).check()
+        ClusterSpec(engine_kind=EngineKind.MOCK, flags={Service.PREFILL: {"engine.block_size": "x"}}).check()
+    ClusterSpec(engine_kind=EngineKind.MOCK).check()
 
 
 def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:

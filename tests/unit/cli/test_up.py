@@ -107,7 +107,7 @@ def test_http_is_off_unless_asked_for(tmp_path: Path) -> None:
 )
 def test_more_threads_than_cores_are_told_of(threads: int | None, cores: int, warned: bool) -> None:
     """Three nodes: threads are counted over all of them. Nothing is said of what was not asked for."""
-    said = crowding(ClusterSpec(engine=EngineKind.MOCK, prefill=1, decode=2, threads=threads), cores)
+    said = crowding(ClusterSpec(engine_kind=EngineKind.MOCK, prefill=1, decode=2, threads=threads), cores)
     assert (said is not None) == warned
     if said is not None:
         assert said.startswith(f"Warning: 3 nodes of {threads} compute threads share {cores} cores ")

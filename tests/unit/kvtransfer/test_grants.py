@@ -156,7 +156,7 @@ def test_a_number_too_far_above_the_lowest_live_one_is_refused() -> None:
 
 
 def test_diagrams_in_the_docs_are_those_of_the_tables() -> None:
-    """`python docs/generate_state_diagrams.py --write` has been run since the tables changed."""
+    """`python docs/generate_state_diagrams.py` has been run since the tables changed."""
     generator = runpy.run_path(str(Path(__file__).parents[3] / "docs" / "generate_state_diagrams.py"))
     receiver = generator["diagrams"]()["receiver-states"]
     assert "    COMMITTED --> RELEASED : Cancel, request ends\n" in receiver

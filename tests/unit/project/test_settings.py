@@ -41,7 +41,7 @@ def test_how_many_settings_there_are() -> None:
 
 
 def test_the_page_of_all_settings_is_current() -> None:
-    """Write it anew with: python docs/generate_configuration.py --write"""
+    """Write it anew with: python docs/generate_configuration.py"""
     made = generator()
     assert made.PAGE.read_text(encoding="utf-8") == made.page()
 
