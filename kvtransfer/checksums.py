@@ -175,8 +175,10 @@ class SourceSample:
 
     async def checksums(self) -> RecordChecksums:
         """All of them, once they are read. Raises what reading them raised."""
-        # A caller that is cancelled must not cancel the reading: the last job is done when all are (see `settled`).
-        parts = [await asyncio.shield(asyncio.wrap_future(job)) for job in self._jobs]
+        if self._jobs and not self._jobs[-1].done():  # the thread takes them in order
+            # A caller that is cancelled must not cancel the reading: see `settled`.
+            await asyncio.shield(asyncio.wrap_future(self._jobs[-1]))
+        parts = [job.result() for job in self._jobs]
         return RecordChecksums(layers_R=_joined(self._layers), blocks_R=_joined(self._blocks), crcs_R=_joined(parts))
 
     def settled(self, loop: asyncio.AbstractEventLoop, then: Callable[[], None]) -> None:

@@ -251,6 +251,18 @@ def test_chunks_add_up_and_sources_are_held_until_they_are_read(monkeypatch: pyt
     asyncio.run(scene())
 
 
+def test_a_sample_that_has_been_read_costs_the_commit_no_turn_of_the_loop() -> None:
+    thread = ChecksumThread(random_region(1), name="test")
+    sample = SourceSample(thread, GRANT, fraction=1.0, records=6)
+    for layer in range(3):
+        ops = whole_records(LAYOUT, layer, ids(1, 2), ids(3, 4), src_num_blocks=BLOCKS, dst_num_blocks=BLOCKS)
+        sample.take(layer, ids(3, 4), ops)
+    thread.close()
+    with pytest.raises(StopIteration) as at_once:
+        sample.checksums().send(None)
+    assert len(at_once.value.value) == 6
+
+
 def test_an_empty_sample_holds_nothing() -> None:
     async def scene() -> None:
         thread = ChecksumThread(random_region(1), name="test")
