@@ -222,8 +222,10 @@ class StatusLooks:
             stub = node_pb2_grpc.NodeStub(self._channels.get(self._record.endpoint))
             self._call = stub.WatchStatus(node_pb2.GetStatusRequest(), timeout=WATCH_S_MAX)
         try:
+            # Not asyncio.wait_for, which swallows a cancellation that comes as the call ends (Python 3.11).
             with rpc_errors(name):
-                status = await asyncio.wait_for(self._call.read(), CALL_MS_MAX / 1e3)
+                async with asyncio.timeout(CALL_MS_MAX / 1e3):
+                    status = await self._call.read()
         except TimeoutError as error:
             raise BatonError(Reason.DEADLINE, f"{name} has said nothing for {CALL_MS_MAX} ms.") from error
         if not isinstance(status, node_pb2.NodeStatus):

@@ -190,4 +190,5 @@ async def _stream(
                 printer.show(event.tokens)
             elif event.HasField("finished"):
                 printer.complete(index, builders[index].answer)
+    assert all(builder.complete for builder in builders), "the stream ended without an end of the answer"
     return [builder.answer for builder in builders]

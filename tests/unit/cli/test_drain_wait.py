@@ -192,3 +192,35 @@ def test_an_order_to_a_node_that_is_not_there_says_what_to_do() -> None:
         assert "onnect" not in caught.value.message
 
     asyncio.run(scene())
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_the_end_of_the_wait_counts_though_a_status_comes_in_the_same_moment(turns: int) -> None:
+    """A look that is cancelled so many turns of the loop after a status has come, and that has not ended yet, ends as
+    cancelled: nothing else ends the wait for a node that stays busy."""
+
+    class Answering:
+        def __init__(self) -> None:
+            self.status: asyncio.Future[node_pb2.NodeStatus] = asyncio.get_running_loop().create_future()
+
+        async def read(self) -> node_pb2.NodeStatus:
+            return await self.status
+
+    async def scene() -> None:
+        record = NodeRecord(
+            name=NodeName("decode-0"), role=Role.DECODE, incarnation=Incarnation(7), endpoint="127.0.0.1:1",
+            lifecycle=Lifecycle.READY,
+        )  # fmt: skip
+        looks = StatusLooks(Channels(limits=ChannelLimits()), record)
+        looks._call = call = Answering()
+        looking = asyncio.ensure_future(looks.look())
+        for _ in range(4):  # until it reads
+            await asyncio.sleep(0)
+        call.status.set_result(BUSY)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        cancelling = looking.cancel()
+        await asyncio.wait([looking])
+        assert looking.cancelled() == cancelling
+
+    asyncio.run(scene())
