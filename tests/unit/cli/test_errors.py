@@ -228,12 +228,19 @@ def test_every_command_refuses_such_a_timeout(command: list[str], timeout: str) 
     assert caught.value.format_message().startswith("Invalid value for '--timeout': ")
 
 
-@pytest.mark.parametrize("command", [["up", "--engine-kind", "mock"], ["demo"]])
-def test_more_nodes_than_one_supervisor_starts(command: list[str]) -> None:
-    """One line, before anything is written or started."""
-    check(
-        [*command, "--prefill", "1000", "--decode", "1"], 2, "error: prefill and decode are 1001 nodes; at most 64.\n"
-    )
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (
+            ["up", "--engine-kind", "mock"],
+            "error: Wrong configuration:\n  --prefill: makes 1001 nodes with decode and mixed; at most 64\n",
+        ),
+        (["demo"], "error: prefill makes 1001 nodes with decode and mixed; at most 64.\n"),
+    ],
+)
+def test_more_nodes_than_one_supervisor_starts(command: list[str], message: str) -> None:
+    """Before anything is written or started."""
+    check([*command, "--prefill", "1000", "--decode", "1"], 2, message)
 
 
 def test_where_up_is_to_listen() -> None:
