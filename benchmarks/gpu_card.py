@@ -9,8 +9,9 @@ from dataclasses import asdict
 
 from benchmarks.gpu_children import Figures
 from benchmarks.gpu_receiver import make_driver
-from kvtransfer.device.driver import DeviceDriver, DeviceError
+from kvtransfer.device.driver import DeviceDriver
 from kvtransfer.device.region import DeviceRegion
+from kvtransfer.transport import DeviceError
 
 REGION_BYTES = (64 << 20) + 100
 """Not whole pages."""

@@ -69,6 +69,10 @@ class WriteOps:
         return int(self.nbytes.sum()) if len(self.nbytes) != 1 else int(self.nbytes[0])
 
 
+class DeviceError(Exception):
+    """The device that holds a region, or its driver, has refused; the text says what was asked and what to do."""
+
+
 class WriteOutOfBounds(Exception):
     """A write reaches outside the source region, the destination or its grant. Nothing of its batch is copied."""
 

@@ -24,10 +24,10 @@ from baton.log import get_log
 from baton.tasks import call_loop
 from cachestore.host_blocks import HostBlockId
 from cachestore.layout import Layout
-from kvtransfer.device.driver import POLL_INTERVAL_S, DeviceError, DeviceEvent, DeviceStreams, PinnedMemory
+from kvtransfer.device.driver import POLL_INTERVAL_S, DeviceEvent, DeviceStreams, PinnedMemory
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.region import Region
-from kvtransfer.transport import WriteOps, check_ops
+from kvtransfer.transport import DeviceError, WriteOps, check_ops
 from node.regions import clear_frames_of
 
 log = get_log("spill")

@@ -14,13 +14,13 @@ from cachestore.layout import Layout
 from engine.build import EngineConfig
 from kvtransfer import native
 from kvtransfer.checksums import ChecksumThread
-from kvtransfer.device.driver import CudaDriver, DeviceDriver, DeviceError
+from kvtransfer.device.driver import CudaDriver, DeviceDriver
 from kvtransfer.device.host_driver import HostDriver
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.device.staging import STAGING_LIMITS, StagedRegion, StagingConfig
 from kvtransfer.link import serving
 from kvtransfer.region import Region, RegionTooLarge
-from kvtransfer.transport import RegionKind, TransportName
+from kvtransfer.transport import DeviceError, RegionKind, TransportName
 from kvtransfer.transports.rdma import DeviceBytes, HostBytes, RdmaRegion
 
 log = get_log("region")

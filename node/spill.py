@@ -26,10 +26,10 @@ from cachestore.ledger import ConservationError
 from cachestore.spill_policy import CopyBack, CopyOut, SpillPolicy, SpillState, Standing, SwapOut
 from engine.core import Engine
 from engine.scheduler import Sequence
-from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.host_driver import HostStreams
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.region import Region
+from kvtransfer.transport import DeviceError
 from node.copiers import BlockCopier, BlockCopy, BlockPlaces
 from node.regions import PoolRegion, clear_frames_of, on_thread, open_host_region
 

@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 from triton.errors import TritonError
 
-from kvtransfer.device.driver import DeviceError
-from kvtransfer.transport import WriteOps
+from kvtransfer.transport import DeviceError, WriteOps
 
 PIECE_WORDS = 1024
 

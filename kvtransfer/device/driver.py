@@ -20,7 +20,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from kvtransfer.transport import WriteOps
+from kvtransfer.transport import DeviceError, WriteOps
 
 IPC_HANDLE_BYTES = 64
 POLL_INTERVAL_S = 50e-6
@@ -30,10 +30,6 @@ _MPS_DIRECTORY = "/tmp/nvidia-mps"
 _ORDERED_FOR_OWNER = 100
 """From here on the device itself sees what others write in order; less is no order, more is for other devices too."""
 _FLUSH_BY_HOST = 1
-
-
-class DeviceError(Exception):
-    """The device, or its driver, has refused; the text says what was asked and what to do."""
 
 
 class DeviceEvent(Protocol):

@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable
 
 from baton.log import get_log
-from kvtransfer.device.driver import POLL_INTERVAL_S, DeviceError, DeviceEvent, DeviceStreams
+from kvtransfer.device.driver import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
+from kvtransfer.transport import DeviceError
 
 log = get_log("device")
 

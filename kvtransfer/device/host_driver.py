@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from kvtransfer.device.driver import IPC_HANDLE_BYTES, DeviceError, DeviceStreams, DmaBuf, GpuDirect, PinnedMemory
+from kvtransfer.device.driver import IPC_HANDLE_BYTES, DeviceStreams, DmaBuf, GpuDirect, PinnedMemory
 from kvtransfer.native.copy import copy_records
 from kvtransfer.region import Region, RegionTooLarge
-from kvtransfer.transport import WriteOps
+from kvtransfer.transport import DeviceError, WriteOps
 
 _HANDLE = struct.Struct("<iiQ")
 
@@ -140,7 +140,8 @@ class HostDriver:
         return np.frombuffer(self._opened[address], dtype=np.uint8, count=nbytes)
 
     def pin(self, nbytes: int) -> PinnedMemory:
-        return self.register(np.zeros(nbytes, np.uint8))
+        memory_U8 = np.zeros(nbytes, np.uint8)
+        return PinnedMemory(memory_U8, memory_U8)
 
     def register(self, memory_U8: np.ndarray) -> PinnedMemory:
         return PinnedMemory(memory_U8, memory_U8)

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from kvtransfer.device.driver import IPC_HANDLE_BYTES, DeviceDriver, DeviceError, wait_for
-from kvtransfer.transport import RegionKind, WriteOps
+from kvtransfer.device.driver import IPC_HANDLE_BYTES, DeviceDriver, wait_for
+from kvtransfer.transport import DeviceError, RegionKind, WriteOps
 
 _MAGIC = b"BtCu"
 _EXPORT = struct.Struct(f"<4sQ{IPC_HANDLE_BYTES}s")

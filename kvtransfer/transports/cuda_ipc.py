@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from baton.tasks import call_loop
-from kvtransfer.device.driver import POLL_INTERVAL_S, DeviceError, DeviceEvent, DeviceStreams
+from kvtransfer.device.driver import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
 from kvtransfer.device.region import DeviceRegion, OpenedRegion
-from kvtransfer.transport import ConnectError, TransportName, WriteOps
+from kvtransfer.transport import ConnectError, DeviceError, TransportName, WriteOps
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.post_queue import Batch, Completed, OpsPart, PostQueue, Taken
 from kvtransfer.transports.shm import OpenByDescriptor, codec_of

@@ -18,8 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from baton.ids import GrantId
 from baton.tasks import call_loop
-from kvtransfer.device.driver import DeviceError
-from kvtransfer.transport import WriteOps, check_ops
+from kvtransfer.transport import DeviceError, WriteOps, check_ops
 
 Completed = Callable[[GrantId, int, int, bool], None]
 """Called on the loop's thread with (grant, writes, bytes, copied); the figures are those of the posted batch."""
@@ -124,7 +123,7 @@ class PostQueue(Generic[PartT, LoanT]):
         self.lock = threading.Condition()
         self.stopped = False
         self.moved = 0
-        """Rises with each part that is over; lanes may add to it. See `Drains`."""
+        """Rises with each part that is over; lanes may add to it. See `BaseWriterLink._mark`."""
         self.writes_copied = 0
         self.bytes_copied = 0
         self.batches_abandoned = 0

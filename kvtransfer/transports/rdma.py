@@ -32,9 +32,9 @@ import numpy as np
 from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import InvalidField
 from baton.log import get_log
-from kvtransfer.device.driver import DeviceError, GpuDirect
+from kvtransfer.device.driver import GpuDirect
 from kvtransfer.device.region import DeviceRegion
-from kvtransfer.transport import TransportName
+from kvtransfer.transport import DeviceError, TransportName
 from kvtransfer.transports.control_channel import Codec, MalformedMessage, Ready
 from kvtransfer.transports.limits import check_limits
 from kvtransfer.transports.rdma_ports import RdmaPort, choose_port, find_ports, why_lost

@@ -22,8 +22,7 @@ from typing import ClassVar
 from baton.ids import Epoch, GrantId, Pair
 from baton.log import get_log
 from baton.repeats import RepeatLog
-from kvtransfer.device.driver import DeviceError
-from kvtransfer.transport import ReceiverEvents, WriteRanges
+from kvtransfer.transport import DeviceError, ReceiverEvents, WriteRanges
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import Refusal, RefusalReason, SealGather, Signal
 from kvtransfer.transports.limits import PORT_LIMITS, PortLimits

@@ -40,11 +40,11 @@ from baton.ids import Epoch, GrantId, Pair
 from baton.log import get_log
 from baton.repeats import RepeatLog
 from baton.tasks import call_loop
-from kvtransfer.device.driver import POLL_INTERVAL_S, DeviceError
+from kvtransfer.device.driver import POLL_INTERVAL_S
 from kvtransfer.device.staging import StagedRegion, StagingFull, StagingShare
 from kvtransfer.native.sockets import Received, native_sockets
 from kvtransfer.region import Region
-from kvtransfer.transport import ReceiverEvents, WriteRanges
+from kvtransfer.transport import DeviceError, ReceiverEvents, WriteRanges
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import Refusal, RefusalReason, close_politely
 from kvtransfer.transports.limits import PortLimits

@@ -21,9 +21,9 @@ from typing import Any
 
 from baton.ids import GrantId, Pair
 from baton.tasks import call_loop
-from kvtransfer.device.driver import POLL_INTERVAL_S, DeviceError, DeviceEvent
+from kvtransfer.device.driver import POLL_INTERVAL_S, DeviceEvent
 from kvtransfer.device.staging import StagedRegion, StagingFull, StagingShare, places
-from kvtransfer.transport import ConnectError, DataEndpoint, Seal, WriteOps, WriterEvents
+from kvtransfer.transport import ConnectError, DataEndpoint, DeviceError, Seal, WriteOps, WriterEvents
 from kvtransfer.transports.limits import LINK_LIMITS, LinkLimits
 from kvtransfer.transports.post_queue import Batch, Completed, Part, PostQueue, Taken, TooManyAbandonedGrants
 from kvtransfer.transports.settings import TcpConfig

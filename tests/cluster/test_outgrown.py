@@ -66,7 +66,7 @@ def test_an_answer_is_taken_up_by_the_node_that_can_hold_it() -> None:
     )
     with running(spec) as cluster:
         cluster.run(scenario(cluster))
-        assert "answers may outgrow" in cluster.cluster.log_text("router-0")
+        assert "an answer may become too long to be resumed" in cluster.cluster.log_text("router-0")
 
 
 def test_an_answer_that_has_outgrown_all_of_them_ends_at_once() -> None:

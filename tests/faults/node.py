@@ -113,7 +113,7 @@ def _wrap_landing(points: Failpoints, marks: Marks) -> None:
         mark, peer = marks.of_request.get(request, -1), marks.peer_of_request.get(request, "")
         if grant is not None and points.reach(Failpoint.LANDED, mark=mark, request=request, peer=peer):
             checks, layout = self.checks, self._layout
-            region = checks._thread._region
+            region = checks._thread.region
             assert isinstance(region, memoryview)
             last_layer = (layout.num_layers - 1) * checks._num_blocks
             region[(last_layer + grant.blocks[1]) * layout.record_bytes + 5] ^= 0x10

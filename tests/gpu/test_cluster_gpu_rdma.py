@@ -13,9 +13,8 @@ from typing import Final
 import pytest
 
 from cli.reference import Reference
-from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.host_driver import HostDriver
-from kvtransfer.transport import TransportName
+from kvtransfer.transport import DeviceError, TransportName
 from kvtransfer.transports import rdma_receiver
 from tests.support.cluster_harness import assert_conserved
 from tests.support.gpu_node import (

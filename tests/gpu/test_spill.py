@@ -17,8 +17,8 @@ from engine.build import ComputeDevice, EngineConfig
 from engine.gpu.config import GpuConfig, GraphConfig
 from engine.model_config import ComputeDtype
 from engine.types import SamplingParams
-from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.host_driver import HostDriver
+from kvtransfer.transport import DeviceError
 from node.copiers import BlockCopier, BlockCopy
 from node.pool import DevicePool, open_device_pool
 from node.spill import SpillConfig

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from kvtransfer.device.driver import IPC_HANDLE_BYTES, DeviceError, DmaBuf, GpuDirect, PinnedMemory
-from kvtransfer.transport import WriteOps
+from kvtransfer.device.driver import IPC_HANDLE_BYTES, DmaBuf, GpuDirect, PinnedMemory
+from kvtransfer.transport import DeviceError, WriteOps
 
 _HANDLE = struct.Struct("<iiQ")
 

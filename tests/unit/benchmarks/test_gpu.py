@@ -18,7 +18,8 @@ from benchmarks import gpu_card
 from benchmarks.gpu_card import card
 from benchmarks.gpu_children import ROOT, Figures, environment, run_part
 from benchmarks.gpu_goals import NOT_MEASURED, outcome, passed
-from kvtransfer.device.driver import DeviceError, GpuDirect
+from kvtransfer.device.driver import GpuDirect
+from kvtransfer.transport import DeviceError
 from tests.support.fake_device import FakeDriver
 
 ENVIRONMENT = environment(OMP_NUM_THREADS="1")

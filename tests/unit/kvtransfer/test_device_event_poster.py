@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from baton.ids import GrantId
-from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.event_poster import EventPoster
-from kvtransfer.transport import WriteOps, WriteOutOfBounds
+from kvtransfer.transport import DeviceError, WriteOps, WriteOutOfBounds
 from kvtransfer.transports.post_queue import Batch, OpsPart, PostQueue
 from tests.support.shm_harness import DEADLINE_S, grant_of, run
 from tests.support.staging_scenes import GRANT, NBYTES, RECORD, Node, whole

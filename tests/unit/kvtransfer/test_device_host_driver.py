@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.host_driver import HostDriver, HostStream
 from kvtransfer.device.region import DeviceRegion, OpenedRegion
 from kvtransfer.region import RegionInUse
+from kvtransfer.transport import DeviceError
 from tests.support.shm_harness import ops_of
 
 NBYTES = 3 * 64

@@ -24,10 +24,10 @@ from triton.runtime.errors import OutOfResources
 
 from baton.errors import InvalidField
 from kvtransfer.device.cuda_streams import CudaStreams, copy_records
-from kvtransfer.device.driver import CudaDriver, DeviceError, mps_in_use
+from kvtransfer.device.driver import CudaDriver, mps_in_use
 from kvtransfer.device.region import DeviceRegion, OpenedRegion
 from kvtransfer.link import DEFAULT_TRANSPORTS, check_transports, choose, serving
-from kvtransfer.transport import ConnectError, DataEndpoint, RegionKind, TransportName
+from kvtransfer.transport import ConnectError, DataEndpoint, DeviceError, RegionKind, TransportName
 from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
 from node.regions import offered
 from tests.conformance.transport_kits import FakeSource

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from baton.errors import InvalidField
-from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.staging import StagedRegion, StagingConfig, StagingFull, StagingLimits, StagingShare
-from kvtransfer.transport import ConnectError, Seal, WriteOutOfBounds
+from kvtransfer.transport import ConnectError, DeviceError, Seal, WriteOutOfBounds
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports import tcp_receiver
 from kvtransfer.transports.control_channel import RefusalReason

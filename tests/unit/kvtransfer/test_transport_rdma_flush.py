@@ -16,9 +16,8 @@ import pytest
 
 from baton.errors import InvalidField
 from baton.ids import Pair
-from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.region import DeviceRegion
-from kvtransfer.transport import PairBeingFenced, Seal, TransportName
+from kvtransfer.transport import DeviceError, PairBeingFenced, Seal, TransportName
 from kvtransfer.transports.rdma import DeviceBytes, register_if_usable
 from tests.conformance.transport_kits import RDMA_KITS, Everything, Kit
 from tests.conformance.transport_suite import (

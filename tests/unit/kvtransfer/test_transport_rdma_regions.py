@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.device.driver import CudaDriver, DeviceError, DmaBuf, GpuDirect, page_span
+from kvtransfer.device.driver import CudaDriver, DmaBuf, GpuDirect, page_span
 from kvtransfer.device.region import DeviceRegion
+from kvtransfer.transport import DeviceError
 from kvtransfer.transports.rdma import (
     DeviceBytes,
     HostBytes,

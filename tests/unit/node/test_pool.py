@@ -21,11 +21,10 @@ from engine.gpu.config import GpuConfig, GraphConfig
 from engine.model_config import ComputeDtype, Quantisation
 from engine.native.kernels import native_kernels
 from kvtransfer.checksums import crcs
-from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.device.staging import StagingConfig
 from kvtransfer.link import DEFAULT_TRANSPORTS
-from kvtransfer.transport import RegionKind, TransportName
+from kvtransfer.transport import DeviceError, RegionKind, TransportName
 from kvtransfer.writer import WriterConfig
 from mixed_node.config import MixedConfig
 from node.pool import DevicePool, open_device_pool

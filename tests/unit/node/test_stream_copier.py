@@ -13,11 +13,10 @@ import pytest
 from baton.ids import BlockId
 from cachestore.host_blocks import HostBlockId
 from cachestore.layout import kv_layout
-from kvtransfer.device.driver import DeviceError
 from kvtransfer.device.host_driver import HostDriver
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.region import Region
-from kvtransfer.transport import WriteOps, WriteOutOfBounds
+from kvtransfer.transport import DeviceError, WriteOps, WriteOutOfBounds
 from node.copiers import COPIES_IN_FLIGHT_MAX, BlockCopier, BlockCopy, BlockPlaces
 from tests.conformance.transport_kits import FakeSource
 from tests.support.shm_harness import run
