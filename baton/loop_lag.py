@@ -6,6 +6,7 @@ All that a node promises in time (heartbeats, leases, revocations, answers) runs
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Final
 
@@ -20,15 +21,18 @@ LOOK_MS: Final = 50
 LAG_LOG_MS_MIN: Final = 500
 WINDOW_S: Final = 30.0
 """`max_ms` covers at least this time, and at most twice as much."""
+BUCKETS_MS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000)
 
 
 class LoopLag:
     """Lives on one event loop. `start` once, `close` before the loop ends."""
 
     def __init__(self, clock: Clock) -> None:
+        self.looks = 0
         self.told: Callable[[float], object] = float
         """Called with each lag in seconds."""
         self._clock = clock
+        self._counts = [0] * (len(BUCKETS_MS) + 1)
         self._window_began_s = clock.monotonic_s()
         self._max_ms = 0.0
         self._max_before_ms = 0.0
@@ -46,9 +50,20 @@ class LoopLag:
         """The longest lag lately (`WINDOW_S`)."""
         return max(self._max_ms, self._max_before_ms)
 
+    def below_ms(self, share: float) -> float:
+        """The upper bound of the bucket with this quantile of all lags; infinite beyond the last bucket."""
+        seen = 0
+        for bound_ms, count in zip((*BUCKETS_MS, float("inf")), self._counts, strict=True):
+            seen += count
+            if seen >= share * self.looks:
+                return bound_ms
+        raise AssertionError(share)
+
     def look(self, lag_s: float) -> None:
         """One measurement has ended."""
         lag_ms = max(0.0, lag_s * 1000)
+        self.looks += 1
+        self._counts[bisect_left(BUCKETS_MS, lag_ms)] += 1
         now_s = self._clock.monotonic_s()
         if now_s - self._window_began_s >= WINDOW_S:
             self._window_began_s, self._max_before_ms, self._max_ms = now_s, self._max_ms, 0.0

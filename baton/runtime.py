@@ -275,5 +275,7 @@ class _NodeService(node_pb2_grpc.NodeServicer):
         for name, value in runtime.deletion_cost.counters().items():
             status.counters.add(name=name, value=value)
         status.counters.add(name="control loop lag, ms at most lately", value=runtime.loop_lag.max_ms)
+        if runtime.loop_lag.looks:
+            status.counters.add(name="control loop lag, ms in 99 of 100", value=runtime.loop_lag.below_ms(0.99))
         runtime.status(status)
         return status

@@ -15,13 +15,13 @@ from prometheus_client.registry import Collector
 from baton import baton_version
 from baton.errors import Reason
 from baton.lifecycle import Lifecycle
+from baton.loop_lag import BUCKETS_MS
 from baton.wire import LOCAL_TRANSPORT, BlockLoad, NodeRecord, Role
 from router.request import ObservedRequest
 
 TTFT_BUCKETS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 ITL_BUCKETS_S: Final = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 5)
 E2E_BUCKETS_S: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-LAG_BUCKETS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 HANDOFF_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5)
 BLOCK_CLASSES: Final = tuple(each.name for each in fields(BlockLoad) if each.name not in ("promised", "pinned"))
 _NODE_ROLES: Final = (Role.PREFILL, Role.DECODE, Role.MIXED)
@@ -88,7 +88,7 @@ class RouterMetrics:
         self.loop_lag_s = self._histogram(
             "baton_control_loop_lag_seconds",
             "How late this router's control thread was, at each look.",
-            LAG_BUCKETS_S,
+            tuple(ms / 1000 for ms in BUCKETS_MS),
         )
         self.registry.register(_NodeCollector(nodes))
         self._gauge("baton_build_info", "1, for the version of this router.", "version").labels(baton_version()).set(1)

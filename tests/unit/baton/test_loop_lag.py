@@ -1,4 +1,4 @@
-"""How late the control thread is: remembered for a while, told to metrics, and logged beyond a limit."""
+"""How late the control thread is: counted, remembered for a while, told to metrics, and logged beyond a limit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from baton.clock import Clock
-from baton.loop_lag import LAG_LOG_MS_MIN, WINDOW_S, LoopLag
+from baton.loop_lag import BUCKETS_MS, LAG_LOG_MS_MIN, WINDOW_S, LoopLag
 
 
 class StillClock(Clock):
@@ -27,6 +27,17 @@ class StillClock(Clock):
         raise AssertionError("nobody sleeps here")
 
 
+def test_shares_are_counted_in_buckets() -> None:
+    lag = LoopLag(StillClock())
+    for ms in [0.4] * 98 + [30.0, 700.0]:
+        lag.look(ms / 1000)
+    assert lag.looks == 100
+    assert [lag.below_ms(share) for share in (0.5, 0.98, 0.99, 1.0)] == [1, 1, 50, 1_000]
+    lag.look(60.0)
+    assert lag.below_ms(1.0) == float("inf")
+    assert max(BUCKETS_MS) < 60_000
+
+
 def test_the_longest_is_forgotten_after_a_while() -> None:
     """Not before a whole window has passed, and after two at the latest."""
     clock = StillClock()
@@ -43,7 +54,7 @@ def test_the_longest_is_forgotten_after_a_while() -> None:
 def test_a_timer_that_comes_early_is_no_lag() -> None:
     lag = LoopLag(StillClock())
     lag.look(-0.001)
-    assert lag.max_ms == 0.0
+    assert (lag.max_ms, lag.below_ms(1.0)) == (0.0, 1)
 
 
 def test_a_long_one_is_logged_and_each_is_told(caplog: pytest.LogCaptureFixture) -> None:
