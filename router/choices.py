@@ -79,6 +79,7 @@ async def _answer(
                 if event.HasField("finished") or event.tokens.first_index > 0:
                     ahead.set()
                 await news.put((index, event))
+        ahead.set()
         await news.put(None)
     except Exception as error:  # a bug too: it is raised where the events are read, not lost in this task
         await news.put(error)
