@@ -27,7 +27,7 @@ _RDMA_QUEUE: Final = {
     "rdma.device_check_ms": 500,
 }
 _TRANSPORTS: Final[Mapping[tuple[str, str], Mapping[str, int]]] = {
-    ("shm", "shm_receiver"): {**_PORT, "handshake_ms_max": 2000, "late_byes_max": 64, "messages_per_wake_max": 64},
+    ("shm", "shm_receiver"): {**_PORT, "handshake_ms_max": 2000, "LATE_BYES_MAX": 64, "MESSAGES_PER_WAKE_MAX": 64},
     ("rdma", "rdma_receiver"): {**_PORT, **_SOCKET, **_RDMA_QUEUE},
     ("ucx", "ucx_receiver"): {
         **_PORT,

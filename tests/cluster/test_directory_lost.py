@@ -76,6 +76,7 @@ def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
         yield Scene(cluster=cluster, kill=kill, bring_back=bring_back)
 
 
+@pytest.mark.slow
 def test_a_lost_directory_stops_new_work_only_after_its_time(scene: Scene) -> None:
     """Answers run when it dies. New requests are answered, exactly, until `stale_ms_max` is over; then each is told
     DIRECTORY_LOST and when to come back, and so is a load balancer. The running answers end whole meanwhile. Back, it

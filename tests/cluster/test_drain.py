@@ -59,6 +59,7 @@ def cluster() -> Iterator[RunningCluster]:
         cluster.run(assert_conserved(cluster))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["prefill-1", "decode-1"])
 def test_a_node_is_drained_under_load(cluster: RunningCluster, name: str) -> None:
     """One of two nodes of a role, in the middle of handoffs and streams."""

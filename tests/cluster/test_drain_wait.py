@@ -8,6 +8,8 @@ import signal
 import subprocess
 from collections.abc import Sequence
 
+import pytest
+
 from tests.support.cli_harness import run_baton
 from tests.support.cluster_harness import (
     Answer,
@@ -70,6 +72,7 @@ async def serves(cluster: RunningCluster) -> None:
     await wait_for(answers, "the node to serve", story=cluster.story)
 
 
+@pytest.mark.slow
 def test_a_node_that_ends_while_its_drain_is_waited_for() -> None:
     """One decode node, an answer on it, and its drain is waited for. Told to end, it finishes the answer and is gone at
     once: that is success, since it had said that it was empty. Stopped, it says what it has given up. Killed, it says

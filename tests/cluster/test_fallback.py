@@ -136,6 +136,7 @@ def in_pid_namespace(command: list[str]) -> list[str]:
     return [sys.executable, str(Path(__file__).parents[1] / "support" / "in_pid_namespace.py"), *command]
 
 
+@pytest.mark.slow
 def test_a_pair_that_cannot_share_memory_uses_tcp_at_once() -> None:
     """The prefill node lives in a PID namespace of its own, as in a container: the decode node could not watch it
     through a pidfd, so shm is never tried. The first request goes over tcp, nothing has failed, and all say so, and

@@ -165,6 +165,7 @@ def test_a_killed_prefill_node_is_fenced_by_its_death() -> None:
         cluster.run(scenario(cluster))
 
 
+@pytest.mark.slow
 def test_a_killed_decode_nodes_requests_are_taken_up_by_the_other() -> None:
     """decode-1 is killed with answers running on it and a handoff to it under way: every client has its answer,
     exactly, and the prefill node lets go of everything."""
@@ -229,6 +230,7 @@ def test_a_killed_router_leaves_orphans_that_are_cancelled() -> None:
         cluster.run(scenario(cluster))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
 def test_a_node_that_is_asked_to_stop_leaves_nothing_on_its_peer(name: str) -> None:
     """SIGINT in the middle of handoffs and answers: status 0, errors that say so, and nothing left at the peer."""

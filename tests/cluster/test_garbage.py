@@ -13,6 +13,7 @@ from tests.support.garbage_scenes import ENDS
 PLAY_S_MAX = 120.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", list(ENDS))
 def test_nothing_of_a_request_outlives_it(ends: str) -> None:
     """Played in a process of its own: what other tests have left in this one would be counted, and kept, too."""

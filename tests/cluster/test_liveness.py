@@ -129,6 +129,7 @@ def test_a_stopped_decode_node_is_noticed_by_router_and_prefill_node() -> None:
         cluster.run(scenario(cluster))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_stopped_prefill_node_is_noticed_by_its_decode_node(transport: str) -> None:
     """Stopped in the middle of a handoff, under a lease of ten minutes: over tcp the decode node fences it by itself

@@ -40,6 +40,7 @@ def test_sigterm_is_the_same_drain(cluster: RunningCluster) -> None:
     cluster.run(end_under_load(cluster, "mixed-0"))
 
 
+@pytest.mark.slow
 def test_the_last_decode_node_is_killed() -> None:
     """Those asked for afterwards run on the mixed node, all of them, from the first on; those that it had are resumed
     there, exactly, and nothing is left of their first attempts."""

@@ -271,6 +271,7 @@ def test_a_drain_in_the_middle_of_a_handoff(half: str) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_node_killed_and_started_again_is_another_one_to_both_halves() -> None:
     """Requests go from each of three nodes to each other. One is killed and started again at once, by the same name and
     on its port: the others hand over to the new process and take from it, and soon have nothing in their books of the

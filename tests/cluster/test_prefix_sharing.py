@@ -80,6 +80,7 @@ def check_sum(answers: Sequence[Answer], moved: int) -> None:
     assert sum(a.stats.blocks_written for a in answers) * block_bytes.pop() == moved
 
 
+@pytest.mark.slow
 def test_200_requests_over_5_system_prompts_one_after_the_other(cluster: RunningCluster) -> None:
     """The blocks sent, exactly: each decode node gets each system prompt with its first request there, and never again;
     likewise each prefill node computes it once."""

@@ -42,6 +42,7 @@ def lines(cluster: RunningCluster, name: str, text: str) -> list[str]:
     return [line for line in cluster.cluster.log_text(name).splitlines() if text in line]
 
 
+@pytest.mark.slow
 def test_who_holds_quarantined_blocks() -> None:
     """prefill-0 is stopped in the middle of a handoff. `baton describe` of the decode node names it, with the blocks
     that it holds, since when and why; the log has one line at the quarantine's beginning, one at its end, and few in

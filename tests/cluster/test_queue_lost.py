@@ -27,6 +27,7 @@ SLOW_PREFILL = {"engine.mock_layer_delay_ms": 40, "stop_grace_ms": 100}
 """Half a second for each prompt, so that three answers take longer than a new request may look for a node."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_prefill_node_ends_with_a_long_queue(how: signal.Signals) -> None:
     """Killed, or stopped at once: what waited there is answered by the other node, exactly, though the time in which a

@@ -106,6 +106,7 @@ def test_clients_that_go_away_in_mid_handoff_leave_nothing(cluster: RunningClust
     assert cluster.run(cluster.client.generate(prompt, max_tokens=5)).ids == mock_tokens(prompt, 5)
 
 
+@pytest.mark.slow
 def test_a_killed_prefill_node_is_fenced_at_once() -> None:
     """SIGKILL in mid-handoff: the receiver closes its connections, its blocks become free without any time running
     out, and the other prefill node goes on."""
@@ -148,6 +149,7 @@ def test_a_killed_prefill_node_is_fenced_at_once() -> None:
         cluster.run(assert_conserved(cluster))
 
 
+@pytest.mark.slow
 def test_a_stopped_prefill_node_is_fenced_without_its_help() -> None:
     """prefill-0 is stopped in the middle of a handoff. Its blocks are given to nobody before the fence, which closes
     its connections and joins their threads while it stands still; then one long answer takes most of the region, those

@@ -260,6 +260,7 @@ def run(scene: Awaitable[None]) -> None:
     asyncio.run(limited())
 
 
+@pytest.mark.slow
 def test_an_embedded_directory_is_stopped_and_goes_on(tmp_path: Path) -> None:
     """The router never sees a node go, and the directory itself still lists them all: it says why in its log. Then they
     run out, since nobody renews them."""

@@ -87,6 +87,7 @@ def test_the_halves_of_a_configuration() -> None:
     assert config.policy().fallback is LocalFallback.UNREACHABLE
 
 
+@pytest.mark.slow
 def test_a_cluster_of_mixed_nodes_alone(tmp_path: Path) -> None:
     """`up --mixed 2` starts no other node; `generate` says how a request ran; `nodes`, `describe`, `cordon`, `uncordon`
     and `drain` know the role; Ctrl-C ends it all."""
