@@ -128,6 +128,14 @@ def test_links_that_cannot_be_made_lead_to_the_next_transport() -> None:
     asyncio.run(test())
 
 
+async def give_up_the_best(peer: WriterPeer) -> None:
+    """Its best transport breaks twice; the request after that goes over the next one."""
+    for _ in range(2):
+        assert await ask(peer) is Reason.DECODE_FULL
+        peer.link_lost(PAIR, "broken")
+    assert await ask(peer) is Reason.DECODE_FULL
+
+
 def test_a_transport_that_was_given_up_is_offered_again_after_its_cooldown(caplog: pytest.LogCaptureFixture) -> None:
     """Shared memory breaks twice and is given up for tcp. When its cooldown is over, the pair keeps its tcp link while
     a handoff uses it, and the first request after that closes it and connects over shared memory. One more failure
@@ -143,10 +151,7 @@ def test_a_transport_that_was_given_up_is_offered_again_after_its_cooldown(caplo
         began_s, later_s = loop.time(), 0.0
         loop.time = lambda: began_s + later_s  # type: ignore[method-assign]
         peer, channel = make_peer(make_link)
-        for _ in range(2):
-            assert await ask(peer) is Reason.DECODE_FULL
-            peer.link_lost(PAIR, "broken")
-        assert await ask(peer) is Reason.DECODE_FULL
+        await give_up_the_best(peer)
         assert list(peer.status().given_up_left_ms) == [COOLDOWN_MS_MIN]
 
         channel.answers.clear()
@@ -194,10 +199,7 @@ def test_a_better_transport_that_still_fails_costs_no_request() -> None:
         began_s, later_s = loop.time(), 0.0
         loop.time = lambda: began_s + later_s  # type: ignore[method-assign]
         peer, channel = make_peer(make_link)
-        for _ in range(2):
-            assert await ask(peer) is Reason.DECODE_FULL
-            peer.link_lost(PAIR, "broken")
-        assert await ask(peer) is Reason.DECODE_FULL
+        await give_up_the_best(peer)
         works.remove(SHM)
         later_s = COOLDOWN_MS_MIN / 1e3
         assert list(await asyncio.gather(ask(peer), ask(peer))) == [Reason.DECODE_FULL] * 2
