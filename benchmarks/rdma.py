@@ -27,13 +27,18 @@ import numpy as np
 from baton.ids import Epoch, GrantId, Incarnation, Pair
 from kvtransfer.region import Region
 from kvtransfer.transport import Seal, WriteOps
-from kvtransfer.transports.chain_link import ChainLanes, ChainLimits, SealPart
-from kvtransfer.transports.rdma import HostBytes, RdmaLimits, RdmaMemory
+from kvtransfer.transports.rdma import (
+    HostBytes,
+    RdmaLimits,
+    RdmaLinkLimits,
+    RdmaMemory,
+    RdmaReceiverPort,
+    RdmaWriterLink,
+)
 from kvtransfer.transports.rdma_ports import choose_port, find_ports
-from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
 from kvtransfer.transports.rdma_verbs import Addresses, Poster, rdma_library
-from kvtransfer.transports.rdma_writer import RdmaLinkLimits, RdmaWriterLink
 from kvtransfer.transports.settings import RdmaConfig
+from kvtransfer.transports.writer_link import ChainLanes, ChainLimits, SealPart
 
 PAIR = Pair(receiver=Incarnation(1), writer=Incarnation(2))
 GRANT = GrantId(bytes(16))

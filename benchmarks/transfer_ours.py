@@ -21,12 +21,9 @@ from cachestore.layout import kv_layout
 from kvtransfer.region import Region
 from kvtransfer.transport import DataEndpoint, ReceiverPort, Seal, TransportName, WriteOps, WriteRanges, WriterLink
 from kvtransfer.transports.settings import ShmConfig, TcpConfig, UcxConfig
-from kvtransfer.transports.shm_receiver import ShmReceiverPort
-from kvtransfer.transports.shm_writer import ShmWriterLink
-from kvtransfer.transports.tcp_receiver import TcpReceiverPort
-from kvtransfer.transports.tcp_writer import TcpWriterLink
-from kvtransfer.transports.ucx_receiver import UcxReceiverPort
-from kvtransfer.transports.ucx_writer import UcxWriterLink
+from kvtransfer.transports.shm import ShmReceiverPort, ShmWriterLink
+from kvtransfer.transports.tcp import TcpReceiverPort, TcpWriterLink
+from kvtransfer.transports.ucx import UcxReceiverPort, UcxWriterLink
 
 PAIR = Pair(receiver=Incarnation(1), writer=Incarnation(2))
 EPOCH = Epoch(1)

@@ -15,7 +15,7 @@ from baton.log import get_log
 from baton.runtime import NodeRuntime
 from baton.tasks import Tasks
 from baton.wire import NodeRecord, Role, model_to_proto
-from kvtransfer.device.event_poster import EventPoster
+from kvtransfer.device.driver import EventPoster
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.link import (
     DataDoesNotPass,
@@ -29,13 +29,11 @@ from kvtransfer.link import (
 from kvtransfer.protocol.writer import WriterMachine
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriterEvents, WriterLink
 from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
-from kvtransfer.transports.rdma import LentRegistration, register_if_usable
-from kvtransfer.transports.rdma_writer import RdmaUnproved, RdmaWriterLink
-from kvtransfer.transports.shm_writer import ShmWriterLink, copy_turns
+from kvtransfer.transports.rdma import LentRegistration, RdmaUnproved, RdmaWriterLink, register_if_usable
+from kvtransfer.transports.shm import ShmWriterLink, copy_turns
+from kvtransfer.transports.tcp import TcpWriterLink
 from kvtransfer.transports.tcp_staged import StagedTcpLink
-from kvtransfer.transports.tcp_writer import TcpWriterLink
-from kvtransfer.transports.ucx import usable
-from kvtransfer.transports.ucx_writer import UcxWriterLink
+from kvtransfer.transports.ucx import UcxWriterLink, usable
 from kvtransfer.writer import WriterPeer
 from node.config import WriterNodeConfig
 from node.pool import DevicePool, add_fact

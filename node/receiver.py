@@ -17,13 +17,11 @@ from kvtransfer.protocol.receiver import ReceiverMachine
 from kvtransfer.receiver import Receiver, ReceiverHost, ReceiverPorts
 from kvtransfer.transport import ReceiverPort, TransportName
 from kvtransfer.transports.cuda_ipc import CudaIpcReceiverPort
-from kvtransfer.transports.limits import PORT_LIMITS, PortLimits
-from kvtransfer.transports.rdma import LentRegistration, RdmaMemory, register_if_usable
-from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
-from kvtransfer.transports.shm_receiver import SHM_PORT_LIMITS, ShmReceiverPort
-from kvtransfer.transports.tcp_receiver import TCP_PORT_LIMITS, TcpReceiverPort
-from kvtransfer.transports.ucx import usable
-from kvtransfer.transports.ucx_receiver import UCX_PORT_LIMITS, UcxReceiverPort
+from kvtransfer.transports.rdma import LentRegistration, RdmaMemory, RdmaReceiverPort, register_if_usable
+from kvtransfer.transports.receiver_port import PORT_LIMITS, PortLimits
+from kvtransfer.transports.shm import SHM_PORT_LIMITS, ShmReceiverPort
+from kvtransfer.transports.tcp import TCP_PORT_LIMITS, TcpReceiverPort
+from kvtransfer.transports.ucx import UCX_PORT_LIMITS, UcxReceiverPort, usable
 from node.config import ReceiverNodeConfig
 from node.pool import DevicePool, add_fact
 from node.regions import checksum_thread, offered, rdma_region

@@ -31,9 +31,7 @@ from kvtransfer.device.region import DeviceRegion, OpenedRegion
 from kvtransfer.transport import ConnectError, DeviceError, TransportName, WriteOps
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.post_queue import Batch, Completed, OpsPart, PostQueue, Taken
-from kvtransfer.transports.shm import OpenByDescriptor, codec_of
-from kvtransfer.transports.shm_receiver import ShmReceiverPort
-from kvtransfer.transports.shm_writer import ShmLinkLimits, ShmWriterLink
+from kvtransfer.transports.shm import OpenByDescriptor, ShmLinkLimits, ShmReceiverPort, ShmWriterLink, codec_of
 
 CODEC: Final = codec_of(TransportName.CUDA_IPC)
 BATCHES_IN_FLIGHT_MAX = 64

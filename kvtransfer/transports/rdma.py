@@ -1,8 +1,7 @@
 """Transport over RDMA (RoCE, InfiniBand): the writer's device writes straight into the receiver's registered region.
 
-Here are the open device, a node's region registered with it, the queue pairs of a link, and what HELLO and WELCOME say
-of them. `rdma_ports` finds devices, `rdma_receiver` has the port, `rdma_writer` the link, `rdma_verbs` pyverbs and the
-posting by C.
+Here are the open device, a node's region registered with it, the queue pairs of a link, the port and the writer's link.
+`rdma_ports` finds devices, `rdma_verbs` has pyverbs and the posting by C.
 
 Data goes only by RDMA WRITE on the queue pairs. A probe is a WRITE_WITH_IMM of one whole packet to a place that nobody
 reads; its immediate is the index of its queue pair. The receiver sends READY when all have come. The link is made when
@@ -11,8 +10,22 @@ the devices. With each SEAL an immediate with its number goes down each queue pa
 all have come. The region's address and key are part of `DataEndpoint.address`.
 
 A region on a device is registered as a dma-buf where its driver makes one and the card takes it. Otherwise it is
-registered by its address, as peer memory: then a kernel module (nvidia_peermem) has to know
-what lies there.
+registered by its address, as peer memory: then a kernel module (nvidia_peermem) has to know what lies there.
+
+Evidence (I3): bytes of a pair land only through the receiver's queue pairs of it. Once these are RESET and destroyed,
+and the calls have returned, the device drops whatever still comes for them, whatever the writer does. So a writer that
+is dead, stopped or cut off is fenced at once. A link that ends without BYE, or with a failed queue pair, is itself the
+reason for a fence: before that, no commit of what it carried is accepted. A link whose probes did not all come needs no
+fence: its queue pairs have carried nothing else.
+
+Visibility: `RdmaMemory.flush` comes before a seal is reported, before a fence has its evidence, and when a grant ends
+without a seal. A seal whose flush fails is refused and never reported: its pair is fenced, and there is no evidence
+until a flush succeeds.
+
+A thread of the writer's link posts chains as the queue pairs have room and takes their completions, in native calls;
+the control thread has the control channel. A batch is complete when the device has completed all its chains, or when
+the link is over and its queue pairs are destroyed: then the device reads nothing of the source any more (I1). That says
+nothing of what had left it: such writes are `writes_in_doubt`, and the receiver fences before it reuses their blocks.
 """
 
 from __future__ import annotations
@@ -23,21 +36,42 @@ import functools
 import os
 import socket
 import struct
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Final, NamedTuple, Unpack
 
 import numpy as np
 
 from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import InvalidField
+from baton.ids import Epoch, GrantId, Pair
 from baton.log import get_log
+from baton.repeats import RepeatLog
 from kvtransfer.device.driver import GpuDirect
 from kvtransfer.device.region import DeviceRegion
-from kvtransfer.transport import DeviceError, TransportName
-from kvtransfer.transports.control_channel import Codec, MalformedMessage, Ready
-from kvtransfer.transports.limits import check_limits
-from kvtransfer.transports.rdma_ports import RdmaPort, choose_port, find_ports, why_lost
+from kvtransfer.transport import (
+    ConnectError,
+    DataEndpoint,
+    DeviceError,
+    ReceiverEvents,
+    TransportName,
+    WriteRanges,
+    WriterEvents,
+)
+from kvtransfer.transports import control_channel as wire
+from kvtransfer.transports.control_channel import (
+    Codec,
+    MalformedMessage,
+    Ready,
+    Refusal,
+    RefusalReason,
+    SealGather,
+    Signal,
+    WriterChannel,
+    connect_errors,
+)
+from kvtransfer.transports.rdma_ports import RdmaPort, choose_port, counters_of, find_ports, why_lost
 from kvtransfer.transports.rdma_verbs import (
     Addresses,
     Poster,
@@ -49,7 +83,9 @@ from kvtransfer.transports.rdma_verbs import (
     need_library,
     qp_address,
 )
+from kvtransfer.transports.receiver_port import PORT_LIMITS, Connection, Evidence, ListeningPort, PortLimits
 from kvtransfer.transports.settings import QPS_MAX, RdmaConfig
+from kvtransfer.transports.writer_link import ChainLimits, ChainLink, LinkParts, SealPart
 
 log = get_log("rdma")
 
@@ -328,14 +364,9 @@ class RdmaLimits:
     send_wrs_max: int = 128
     """Writes on their way on one queue pair, one of them kept for a seal."""
     seals_max: int = 64
-    """Seals of one link on their way."""
+    """Seals of one link on their way, less than 65,536."""
     device_check_ms: int = 500
     """Time between two checks of the device."""
-
-    def __post_init__(self) -> None:
-        check_limits(self)
-        if self.send_wrs_max < 2 or self.seals_max >= 1 << 16:
-            raise ValueError("send_wrs_max must be 2 or more, seals_max less than 65,536")
 
 
 RDMA_LIMITS: Final = RdmaLimits()
@@ -815,3 +846,575 @@ def register_if_usable(
         region=device.registered_as,
     )
     return memory
+
+
+DESTROY_RETRY_MS = 1000
+DESTROY_TRIES_MAX = 3
+"""While a port or link closes. Before, there is no limit."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RdmaConnection(Connection):
+    """Has `qps` from the moment that it may write until they are destroyed; then it is forgotten. Its link is made when
+    all probes have come: from then on it has `seals`."""
+
+    destroy_timer: asyncio.TimerHandle | None = None
+    qps: QueuePairs | None = None
+    hold: Hold | None = None
+    probed: set[int] = field(default_factory=set)
+    """Queue pairs whose probe has come."""
+
+    @property
+    def ends(self) -> LinkEnds:
+        """The writer's."""
+        return LinkEnds.decode(self.hello.payload)
+
+    @property
+    def writer(self) -> str:
+        """For people."""
+        return f"{self.pair.writer:x}"
+
+    def cancel_destroy(self) -> None:
+        if self.destroy_timer is not None:
+            self.destroy_timer.cancel()
+            self.destroy_timer = None
+
+
+class RdmaReceiverPort(ListeningPort[RdmaConnection]):
+    """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). After `fence` nothing lands any more."""
+
+    codec: ClassVar[wire.Codec] = CODEC
+
+    def __init__(
+        self,
+        *,
+        memory: RdmaMemory,
+        events: ReceiverEvents,
+        listen: str = "127.0.0.1:0",
+        advertise_host: str | None = None,
+        offered: Callable[[bool], None] = lambda _: None,
+        limits: PortLimits = PORT_LIMITS,
+    ) -> None:
+        """See `ListeningPort`. `memory` has the region, open to remote writes; the caller's, it outlives the port.
+
+        `offered(False)` is called when the device is lost, `offered(True)` when it is back.
+        """
+        super().__init__(RdmaConnection, listen=listen, advertise_host=advertise_host, events=events, limits=limits)
+        self._memory = memory
+        self._offered = offered
+        self._repeats = RepeatLog(log, self._loop.time, key="writer")
+        self._hold: Hold | None = None
+        self._unsealed: dict[GrantId, Pair] = {}
+        """Grants that may be written to, and whose seal has not come."""
+        memory.returned = self._device_back
+        self._device_back()
+
+    def _endpoint_address(self) -> str:
+        # Without a device the address leads to a refusal, which says so.
+        base, rkey = (self._hold.device.base, self._hold.device.rkey) if self._hold is not None else (0, 0)
+        return RegionAddress(listens=self.address, base=base, rkey=rkey).encode()
+
+    def allow(self, pair: Pair, epoch: Epoch, grant: GrantId, ranges: WriteRanges) -> None:
+        """Not enforced: a writer that has the key is bounded only by its own library."""
+        del epoch, ranges
+        self._unsealed[grant] = pair
+
+    def forbid(self, grant: GrantId) -> bool:
+        """The writer has finished. If no seal of this grant has had the device flushed, flush it now.
+
+        False: the flush failed, and the link ends.
+        """
+        flushed = True
+        pair = self._unsealed.pop(grant, None)
+        for connection in list(self._connections.values()):
+            if connection.qps is None or connection.pair != pair:
+                continue
+            if connection.destroy_timer is not None:
+                flushed = False  # it has ended, and its own flush is still to come
+                continue
+            try:
+                self._flush("a grant is over, and the device's memory cannot be flushed", connection)
+            except Refusal as refusal:
+                self._handle(connection, wire.Refuse(reason=refusal.reason))
+                flushed = False
+        if not flushed and pair is not None:
+            self._unsealed[grant] = pair
+        return flushed
+
+    async def close(self) -> None:
+        """See `BasePort.close`. Queue pairs that cannot be destroyed are tried again a few times, then logged and left
+        to the process's end."""
+        if self._closed:
+            return
+        await super().close()
+        for _ in range(DESTROY_TRIES_MAX):
+            if not self._connections:
+                break
+            await asyncio.sleep(DESTROY_RETRY_MS / 1000)
+        self._repeats.close()
+        for connection in self._connections.values():
+            assert connection.hold is not None
+            connection.cancel_destroy()
+            connection.hold.leave_behind(connection.writer)
+        if self._hold is not None:
+            self._hold.release()
+            self._hold = None
+
+    def describe(self) -> dict[str, object]:
+        """Counters and gauges for people and metrics; the device's own among them."""
+        port = self._hold.device.port if self._hold is not None else None
+        return {
+            **super().describe(),
+            "device": port.device if port is not None else "none",
+            "registered": self._memory.describe(),
+            "queue_pairs": sum(len(c.qps.ends.qps) for c in self._connections.values() if c.qps is not None),
+            "devices_lost": self._memory.devices_lost,
+            "flushes": self._memory.flushes,
+            **{name: self._counts[name] for name in ("seals", "links_unproved", "destroy_failed", "flush_failed")},
+            "device_counters": counters_of(port.device, port.number) if port is not None else {},
+        }
+
+    # The device.
+
+    def _device_back(self) -> None:
+        if self._closed or self._hold is not None:
+            return
+        try:
+            self._hold = self._memory.acquire()
+        except RdmaUnavailable:
+            self._offered(False)
+            return
+        self._hold.on_lost(self._device_lost)
+        self._offered(True)
+
+    def _device_lost(self, _: str) -> None:
+        """Its queue pairs are of no use: destroy them, which fences their pairs, and release it."""
+        self._offered(False)
+        for connection in list(self._connections.values()):
+            if connection.qps is not None and not self._closed:
+                self.fence(connection.pair, connection.epoch)
+        assert self._hold is not None
+        self._hold.release()
+        self._hold = None
+
+    # Handshake.
+
+    def _is_writing(self, connection: RdmaConnection) -> bool:
+        return connection.qps is not None
+
+    def _identify(self, connection: RdmaConnection) -> None:
+        LinkEnds.decode(connection.hello.payload)
+
+    def _prepare(self, connection: RdmaConnection) -> None:
+        """Acquire the device and make as many queue pairs as the writer has. Where it refuses it keeps nothing."""
+        try:
+            hold = self._memory.acquire()
+        except RdmaUnavailable as error:
+            raise Refusal(RefusalReason.DEVICE) from error
+        device, ends = hold.device, connection.ends
+        if ends.ethernet != device.ethernet:
+            hold.release()
+            raise Refusal(RefusalReason.LINK_LAYER)
+        try:
+            qps = QueuePairs(device, len(ends.qps), sends=False)
+        except QueuePairFailed as error:
+            hold.release()
+            raise self._no_queue_pairs(error) from error
+        connection.qps, connection.hold = qps, hold
+        welcome = RdmaWelcome(region_nbytes=device.nbytes, probes=device.probes, ends=qps.ends)
+        self._handle(connection, wire.Prepared(payload=welcome.encode(), probes=True))
+
+    def _opened(self, connection: RdmaConnection) -> None:
+        """Its queue pairs can receive from here on, and only `_drop` ends that."""
+        assert connection.qps is not None
+        self._loop.add_reader(connection.qps.fd, self._completions, connection)
+        try:
+            connection.qps.connect(connection.ends)
+        except QueuePairFailed as error:
+            raise self._no_queue_pairs(error) from error
+
+    def _no_queue_pairs(self, error: QueuePairFailed) -> Refusal:
+        log.warning("no queue pairs for a writer", reason=str(error))
+        return Refusal(RefusalReason.QUEUE_PAIR)
+
+    # What writers send.
+
+    def _left(self, connection: RdmaConnection, *, drained: bool) -> None:
+        del drained  # the queue pairs are destroyed, whatever is on its way
+        # The immediates of its seals came before the device reported their completion to it.
+        self._completions(connection, awaited=False)
+        self._drop(connection)
+
+    def _lost(self, connection: RdmaConnection) -> None:
+        """Whole seals are delivered first. Then the pair is fenced, for what the writer left unfinished."""
+        self._completions(connection, awaited=False)
+        self._fail(connection, "the connection ended without BYE")
+
+    def _completions(self, connection: RdmaConnection, *, awaited: bool = True) -> None:
+        """Take in the immediates that have come. `awaited`: the device says that there are some."""
+        qps = connection.qps
+        if qps is None:
+            return
+        try:
+            if awaited:
+                qps.take_event()
+            for index, immediate_be in qps.take_immediates():
+                number = socket.ntohl(immediate_be)
+                if connection.seals is not None:
+                    self._report(connection, connection.seals.number_came(number, index))
+                else:
+                    self._probe_came(connection, qps.ends, index, number)
+        except QueuePairFailed as error:
+            self._fail(connection, str(error))
+        except Refusal as refusal:
+            self._handle(connection, wire.Refuse(reason=refusal.reason))
+
+    def _probe_came(self, connection: RdmaConnection, ends: LinkEnds, qp: int, number: int) -> None:
+        """The first immediate on a queue pair is its index. The last of them makes the link."""
+        if qp in connection.probed or number != qp:
+            raise Refusal(RefusalReason.PROBE)
+        connection.probed.add(qp)
+        if len(connection.probed) == len(ends.qps):
+            connection.cancel_timer()
+            connection.seals = SealGather(epoch=connection.epoch, ways=len(ends.qps), seals_max=ends.seals_max)
+            self._handle(connection, Signal.PROBES_CAME)
+
+    def _flush_for(self, connection: RdmaConnection, message: wire.SealSent) -> None:
+        self._flush("a seal is refused: the device's memory cannot be flushed", connection)
+        self._unsealed.pop(message.seal.grant, None)
+
+    def _flush(self, failed: str, connection: RdmaConnection) -> None:
+        """Raises Refusal: bytes may become visible late, so the link ends. Each is logged."""
+        try:
+            self._memory.flush()
+        except DeviceError as error:
+            self._counts["flush_failed"] += 1
+            log.error(failed, writer=connection.writer, reason=str(error))
+            raise Refusal(RefusalReason.FLUSH) from error
+
+    # Ends.
+
+    def _fail(self, connection: RdmaConnection, reason: str) -> None:
+        """The link cannot go on, and may have lost bytes: fence its pair, if the link was ever made."""
+        log.info("rdma link ended", writer=connection.writer, reason=reason)
+        if connection.seals is not None:
+            self._fence_own(connection)
+        if connection.number in self._connections:
+            self._drop(connection)
+
+    def _broken(self, connection: RdmaConnection, reason: RefusalReason) -> None:
+        self._fail(connection, f"refused: {reason.name}")
+
+    def _fenced(self, connection: RdmaConnection) -> None:
+        self._drop(connection)
+
+    def _drop(self, connection: RdmaConnection) -> None:
+        """The one place where a connection stops counting as one that may write: its queue pairs are destroyed, and
+        what has come through them is where it belongs."""
+        again = connection.destroy_timer is not None
+        connection.cancel_destroy()
+        if connection.qps is not None and not again:
+            # Once: from then on its descriptor may be closed, and the number another's.
+            self._loop.remove_reader(connection.qps.fd)
+        connection.close_sock(self._loop)
+        if connection.qps is not None:
+            try:
+                connection.qps.destroy()
+                if not self._closed:
+                    self._memory.flush()
+            except (QueuePairFailed, DeviceError) as error:
+                self._counts["flush_failed" if isinstance(error, DeviceError) else "destroy_failed"] += 1
+                # Tried every second, so that one line a minute is enough.
+                self._repeats.error("a fence has no evidence yet", peer=connection.writer, reason=str(error))
+                self._repeats.upkeep()
+                connection.destroy_timer = self._loop.call_later(DESTROY_RETRY_MS / 1000, self._drop, connection)
+                return
+            assert connection.hold is not None
+            self._repeats.over(connection.writer, "its queue pairs are destroyed, the device is flushed")
+            connection.qps = None
+            connection.hold.release()
+            self._counts["links_unproved"] += connection.seals is None
+            if not self._closed and connection.channel.opened:
+                self._proved(connection, Evidence.DESTROYED)
+        self._connections.pop(connection.number, None)
+
+
+SLEEP_MS_MAX = 1000
+"""The posting thread looks about at least this often."""
+
+
+class Waker:
+    """Any number of calls wake the thread once."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lock = threading.Lock()
+        self._woken = False
+
+    def wake(self) -> None:
+        """From any thread."""
+        with self._lock:
+            if not self._woken:
+                self._woken = True
+                os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        """The thread is awake: calls from now on wake it again."""
+        with self._lock:
+            if self._woken:
+                self._woken = False
+                os.eventfd_read(self.fd)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RdmaLinkLimits(ChainLimits):
+    """`connect_ms_max` includes the first data. A chain is posted with one doorbell, and its last write completes."""
+
+    spin_us_max: int = 50
+    """How long the thread polls for a completion before it sleeps; 0: never."""
+
+
+RDMA_LINK_LIMITS: Final = RdmaLinkLimits()
+
+
+class RdmaUnproved(ConnectError):
+    """The handshake is done, and no data arrives: the devices do not reach each other (a route, a VLAN, a filter of UDP
+    port 4791, or a switch whose MTU is smaller than the devices')."""
+
+
+def _all_came(acknowledged: asyncio.Future[None]) -> bool:
+    """The devices reach each other, even if the receiver has stood still and not said so."""
+    return acknowledged.done() and not acknowledged.cancelled() and acknowledged.exception() is None
+
+
+def _concerns_the_way(error: BaseException) -> bool:
+    """The error is about the way between the devices, not about one of the two sides."""
+    refused = isinstance(error, ConnectError) and error.reason is wire.RefusalReason.PROBE
+    return refused or isinstance(error, (TimeoutError, ProbeLost))
+
+
+async def _prove(
+    channel: WriterChannel,
+    qps: QueuePairs,
+    welcome: RdmaWelcome,
+    loop: asyncio.AbstractEventLoop,
+    acknowledged: asyncio.Future[None],
+) -> None:
+    """Returns when every queue pair has carried a whole packet there and its acknowledgement back, and the receiver has
+    seen all of them. The way back needs no more: a receiver sends only acknowledgements.
+
+    Raises ConnectError, ProbeLost, QueuePairFailed.
+    """
+    left = len(qps.ends.qps)
+
+    def look() -> None:
+        nonlocal left
+        try:
+            left -= qps.take_probes()
+        except QueuePairFailed as error:
+            loop.remove_reader(qps.fd)
+            if not acknowledged.done():
+                acknowledged.set_exception(error)
+            return
+        if not left and not acknowledged.done():
+            acknowledged.set_result(None)
+
+    qps.post_probes(welcome.ends, welcome.probes)
+    loop.add_reader(qps.fd, look)
+    ready = loop.create_task(channel.receive(wire.Ready))
+    try:
+        await asyncio.gather(acknowledged, ready)
+    finally:
+        loop.remove_reader(qps.fd)
+        ready.cancel()
+        await asyncio.wait([ready])  # it has to be off the socket before that is closed
+
+
+def give_up(endpoint: DataEndpoint, hold: Hold, qps: QueuePairs | None, channel: WriterChannel | None) -> None:
+    """A link that is not used after all. With a BYE the receiver need not fence the pair."""
+    try:
+        if qps is not None:
+            qps.destroy()
+    except QueuePairFailed as error:
+        hold.leave_behind(f"{endpoint.address}: {error}")
+        if channel is not None:
+            channel.sock.close()
+        return
+    hold.release()
+    if channel is not None:
+        channel.leave(wire.Bye(epoch=endpoint.epoch))
+
+
+class RdmaWriterLink(ChainLink):
+    """One writer's link to one receiver in one epoch (see `kvtransfer.transport.WriterLink`). Made by `connect`.
+
+    The end comes once: from `close`, which lets what is on its way arrive, or from a FENCE, EOF, an error of a queue
+    pair or the loss of the device, which destroys the queue pairs. `link_lost` is called last, after every completion,
+    and not for an end that `close` began.
+    """
+
+    transport: ClassVar[TransportName] = TransportName.RDMA
+    codec: ClassVar[wire.Codec] = CODEC
+    failed = QueuePairFailed
+
+    def __init__(
+        self,
+        channel: WriterChannel,
+        *,
+        qps: QueuePairs,
+        hold: Hold,
+        region: RegionAddress,
+        welcome: RdmaWelcome,
+        limits: RdmaLinkLimits,
+        **parts: Unpack[LinkParts],
+    ) -> None:
+        """Takes over what is connected, and the hold. Use `connect`."""
+        self._qps, self._hold, self._spin_us_max = qps, hold, limits.spin_us_max
+        self._poster: Poster = qps.poster(dst_base=region.base, rkey=region.rkey)
+        self._waker = Waker()
+        self._tries_left: int | None = None
+        self._repeats = RepeatLog(log, parts["loop"].time)
+        try:
+            super().__init__(
+                channel,
+                src_nbytes=hold.device.nbytes,
+                dst_nbytes=welcome.region_nbytes,
+                limits=replace(limits, chain_wrs_max=min(limits.chain_wrs_max, self._poster.chain_wrs_max)),
+                qps=len(qps.ends.qps),
+                send_wrs_max=hold.device.send_wrs_max,
+                seals_max=min(qps.ends.seals_max, welcome.ends.seals_max),
+                **parts,
+            )
+        except ConnectError:
+            self._waker.close()
+            raise
+
+    @classmethod
+    async def connect(
+        cls,
+        endpoint: DataEndpoint,
+        pair: Pair,
+        memory: RdmaMemory,
+        events: WriterEvents,
+        loop: asyncio.AbstractEventLoop,
+        limits: RdmaLinkLimits = RDMA_LINK_LIMITS,
+    ) -> RdmaWriterLink:
+        """Connect the queue pairs, prove the pair's secret and that data passes. `memory` has the source region, and
+        outlives the link.
+
+        Raises:
+            RdmaUnproved: the devices do not reach each other.
+            ConnectError: refused, unreachable, not the receiver, no device, or not done within `connect_ms_max`.
+        """
+        try:
+            hold = memory.acquire()
+        except RdmaUnavailable as error:
+            raise ConnectError(str(error)) from error
+        parts = LinkParts(endpoint=endpoint, pair=pair, events=events, loop=loop)
+        channel: WriterChannel | None = None
+        qps: QueuePairs | None = None
+        acknowledged: asyncio.Future[None] | None = None
+        with connect_errors(endpoint.address, limits.connect_ms_max, QueuePairFailed):
+            try:
+                async with asyncio.timeout(limits.connect_ms_max / 1000):
+                    region = RegionAddress.decode(endpoint.address)
+                    qps = QueuePairs(hold.device, hold.device.config.qps, sends=True)
+                    link_id = int.from_bytes(os.urandom(8))
+                    hello = wire.Hello(pair=pair, epoch=endpoint.epoch, link=link_id, payload=qps.ends.encode())
+                    channel = await WriterChannel.open(region.listens, loop, CODEC, address=endpoint.address)
+                    welcome = RdmaWelcome.decode((await channel.shake_hands(endpoint.secret, hello)).payload)
+                    if len(welcome.ends.qps) != len(qps.ends.qps):
+                        raise ConnectError(f"{endpoint.address}: {len(welcome.ends.qps)} queue pairs in the welcome")
+                    qps.connect(welcome.ends)
+                    acknowledged = loop.create_future()
+                    await _prove(channel, qps, welcome, loop, acknowledged)
+                link = cls(channel, qps=qps, hold=hold, region=region, welcome=welcome, limits=limits, **parts)
+            except BaseException as error:
+                give_up(endpoint, hold, qps, channel)
+                if acknowledged is None or _all_came(acknowledged) or not _concerns_the_way(error):
+                    raise
+                late = f"no data arrives within {limits.connect_ms_max} ms"
+                text = f"the devices do not reach each other: {late if isinstance(error, TimeoutError) else error}"
+                reason = error.reason if isinstance(error, ConnectError) else None
+                raise RdmaUnproved(f"{endpoint.address}: {text}", reason) from error
+        hold.on_lost(link._device_lost)
+        return link
+
+    async def close(self) -> None:
+        """See `WriterLink.close`. Returns when the thread has ended, the queue pairs are destroyed, all is done.
+
+        Queue pairs that cannot be destroyed are tried again a few times, then logged and left to the process's end.
+        What was posted on them never completes, for the device may still read it.
+        """
+        if self._tries_left is None:
+            self._tries_left = DESTROY_TRIES_MAX
+        await super().close()
+
+    def describe(self) -> dict[str, object]:
+        """Counters and gauges for people and metrics."""
+        own = {"device": self._hold.device.port.device, "queue_pairs": len(self._qps.ends.qps)}
+        return {**super().describe(), **own}
+
+    # Posting thread.
+
+    def _post_all(self) -> None:
+        spin_us = 0
+        while not self._cut and not (self._ending and self._lanes.drained):
+            self._post_what_fits()
+            busy = self._lanes.on_the_way
+            completions, waited_us = self._poster.wait(self._waker.fd, spin_us if busy else 0, SLEEP_MS_MAX)
+            self._waker.clear()
+            for number, status in completions:
+                if status:
+                    raise QueuePairFailed(f"a write completed with status {status}")
+                self._lanes.completed(number)
+            # Polling pays only where the last wait was so short that polling would have caught it.
+            spin_us = self._spin_us_max if waited_us <= self._spin_us_max else 0
+
+    def _post_what_fits(self) -> None:
+        while not self._cut and (taken := self._lanes.take()) is not None:
+            if isinstance(taken, SealPart):
+                self._poster.post_seal(taken.lane, taken.seal, taken.number)
+            else:
+                ops = taken.part.ops
+                self._poster.post_writes(taken.lane, ops.src, ops.dst, ops.nbytes, taken.number)
+
+    # Control thread.
+
+    def _wake(self) -> None:
+        self._waker.wake()
+
+    def _device_lost(self, reason: str) -> None:
+        self._end(f"RDMA device lost: {reason}")
+
+    def _thread_over(self, failure: str) -> None:
+        self._destroy(say_bye=not failure and not self._cut)
+
+    def _destroy(self, *, say_bye: bool) -> None:
+        """The device reads the source until the last queue pair is destroyed: nothing completes before that."""
+        try:
+            self._qps.destroy()
+        except QueuePairFailed as error:
+            self._repeats.error("RDMA link keeps its source blocks", peer=self._address, reason=str(error))
+            self._repeats.upkeep()
+            if self._tries_left is not None:
+                if not self._tries_left:
+                    self._hold.leave_behind(self._address)
+                    self._let_go(None)
+                    return
+                self._tries_left -= 1
+            self._loop.call_later(DESTROY_RETRY_MS / 1000, lambda: self._destroy(say_bye=say_bye))
+            return
+        self._repeats.over(self._address, "its queue pairs are destroyed")
+        self._lanes.lose()
+        self._hold.release()
+        self._let_go(wire.Bye(epoch=self._epoch) if say_bye else None)
+
+    def _let_go(self, last: wire.Message | None) -> None:
+        self._repeats.close()
+        self._hang_up(last)
+        self._waker.close()
+        self._finish_soon()

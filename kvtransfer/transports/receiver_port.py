@@ -35,7 +35,6 @@ from kvtransfer.transports.control_channel import (
     SealGather,
     Signal,
 )
-from kvtransfer.transports.limits import PortLimits
 
 ACCEPTS_PER_WAKE_MAX: Final = 16
 """Connections accepted in one go before others get their turn."""
@@ -43,6 +42,25 @@ _OUT_OF_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUF
 _OUR_FAULT: Final = frozenset({errno.EBADF, errno.EFAULT, errno.EINVAL, errno.ENOTSOCK})
 """Of the listener. All other errors of accept(2) concern the connection that was to be accepted."""
 SECRET_BYTES: Final = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortLimits:
+    """Limits of one receiving port. A connection counts until there is evidence for its end, not until EOF."""
+
+    connections_max: int = 256
+    """Connections at a time that have proved themselves. The setting `receiver.connections_max`."""
+    pairs_max: int = 1024
+    """Writer processes expected, connected or being fenced. The setting `receiver.pairs_max`."""
+    handshakes_max: int = 64
+    """Connections at a time that have not proved themselves yet: strangers can only fill this."""
+    handshake_ms_max: int = 5000
+    """How long a handshake may take."""
+    accept_pause_ms: int = 100
+    """How long no connection is accepted after the process ran out of file descriptors."""
+
+
+PORT_LIMITS: Final = PortLimits()
 
 
 class Evidence(Enum):

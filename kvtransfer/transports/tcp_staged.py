@@ -24,11 +24,10 @@ from baton.tasks import call_loop
 from kvtransfer.device.driver import POLL_INTERVAL_S, DeviceEvent
 from kvtransfer.device.staging import StagedRegion, StagingFull, StagingShare, places
 from kvtransfer.transport import ConnectError, DataEndpoint, DeviceError, Seal, WriteOps, WriterEvents
-from kvtransfer.transports.limits import LINK_LIMITS, LinkLimits
 from kvtransfer.transports.post_queue import Batch, Completed, Part, PostQueue, Taken, TooManyAbandonedGrants
 from kvtransfer.transports.settings import TcpConfig
-from kvtransfer.transports.tcp import leave_stream
-from kvtransfer.transports.tcp_writer import Frame, TcpWriterLink, connect_streams, cut_frames
+from kvtransfer.transports.tcp import Frame, TcpWriterLink, connect_streams, cut_frames, leave_stream
+from kvtransfer.transports.writer_link import LINK_LIMITS, LinkLimits
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

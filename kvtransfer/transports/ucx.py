@@ -1,37 +1,64 @@
 """Transport over what UCX finds (RoCE, InfiniBand, EFA, tcp, shared memory), through NIXL's Python package
 (github.com/ai-dynamo/nixl), which is imported when the first agent is made.
 
-Optional, and never chosen unless `transports` names it. `ucx_receiver` has the port, `ucx_writer` the link. A seal is a
-SEAL on the control channel and a NIXL notification with its number; SEALED says that both have come. The BYE's
-`drained` says that everything that was handed to UCX has completed, so that no write is in doubt.
+Optional, and never chosen unless `transports` names it. A seal is a SEAL on the control channel and a NIXL notification
+with its number; SEALED says that both have come. The BYE's `drained` says that everything that was handed to UCX has
+completed, so that no write is in doubt.
 
 NIXL has one UCX worker for all peers of an agent. Hence each link has an agent, with which it registers the whole
 region: once that is destroyed, a receiving worker writes nothing more into the region, and a writing one reads nothing
 more of its source.
+
+Evidence (I3). Where the receiving worker itself moves every byte into the region (`MOVED_BY_THE_RECEIVER`), its
+destruction is proof: a writer that is dead, stopped or cut off is fenced at once, and a link that ends without BYE is
+itself the reason for a fence. With every other UCX transport (cma, verbs, all that UCX may choose by itself) this is
+not proved. There it also takes the writer: its BYE, sent after all its posts have completed and its agent is destroyed,
+or, on the same host, the proof of its death by its pidfd. Without either the pair's blocks stay quarantined.
+
+On the writer's side a thread of the link's own hands writes to NIXL and looks for their completion. A batch is complete
+when UCX has flushed all its writes, or when the link is over and its agent is destroyed: then nothing reads the source
+any more (I1). NIXL offers nothing to sleep on, so the thread looks again after ever longer pauses.
 
 Shape suffix: W = one entry per write.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
 import importlib.util
 import os
+import socket
 import struct
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final, Unpack
 
 import numpy as np
 
 from baton.errors import InvalidField
+from baton.ids import Pair
 from baton.log import get_log
-from kvtransfer.transport import TransportName, WriteOps
+from kvtransfer.link import host_identity
+from kvtransfer.region import Region
+from kvtransfer.transport import DataEndpoint, ReceiverEvents, TransportName, WriteOps, WriterEvents
 from kvtransfer.transports import control_channel as wire
+from kvtransfer.transports.control_channel import (
+    ChannelState,
+    Refusal,
+    RefusalReason,
+    SealGather,
+    WriterChannel,
+    connect_errors,
+)
 from kvtransfer.transports.rdma_ports import find_ports
+from kvtransfer.transports.receiver_port import Connection, Evidence, ListeningPort, PortLimits
+from kvtransfer.transports.settings import UcxConfig
+from kvtransfer.transports.writer_link import ChainLimits, ChainLink, LinkParts, SealPart
 
 log = get_log("ucx")
 
@@ -325,3 +352,393 @@ def usable(transports: Sequence[TransportName], tls: str) -> bool:
         return False
     log.info("ucx is offered", ucx_transports=used, fence="own" if destruction_fences(used) else "needs the writer")
     return True
+
+
+UCX_PORT_LIMITS: Final = PortLimits(handshake_ms_max=10_000)
+SEALS_PARTIAL_MAX: Final = 512
+"""Seals of one connection of which only a part has come."""
+SEAL_POLL_US: Final = 200
+"""Pause between two looks for the rest of a seal."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class UcxConnection(Connection):
+    """It may write from before its WELCOME until its agent is destroyed *and* there is evidence."""
+
+    poll_timer: asyncio.TimerHandle | None = None
+    pidfd: int | None = None
+    agent: UcxAgent | None = None
+    work: asyncio.Task[None] | None = None
+    """Making its agent, or destroying it."""
+    evidence: Evidence | None = None
+    """Once it is there the agent is destroyed, and then the evidence counts."""
+
+    @property
+    def has_more(self) -> bool:
+        """Unread bytes of the writer have come."""
+        if self.sock is None:
+            return False
+        try:
+            return bool(self.sock.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
+
+
+class UcxReceiverPort(ListeningPort[UcxConnection]):
+    """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). A pool's thread makes and destroys
+    agents."""
+
+    codec: ClassVar[wire.Codec] = CODEC
+
+    def __init__(
+        self,
+        *,
+        region: Region,
+        events: ReceiverEvents,
+        listen: str = "127.0.0.1:0",
+        advertise_host: str | None = None,
+        config: UcxConfig | None = None,
+        limits: PortLimits = UCX_PORT_LIMITS,
+    ) -> None:
+        """See `ListeningPort`. `region` is the caller's and outlives the port.
+
+        Raises OSError also where the host's identity cannot be read.
+        """
+        self._host = host_identity()
+        self._config = config or UcxConfig()
+        self._region = region
+        self._ucx_transports = ucx_transports(self._config.tls)
+        self._fences_alone = destruction_fences(self._ucx_transports)
+        super().__init__(UcxConnection, listen=listen, advertise_host=advertise_host, events=events, limits=limits)
+
+    async def close(self) -> None:
+        """See `BasePort.close`. Returns when all agents are destroyed."""
+        await super().close()
+        while works := [c.work for c in self._connections.values() if c.work is not None]:
+            await asyncio.wait(works)
+
+    def describe(self) -> dict[str, object]:
+        """Counters and gauges for people and metrics."""
+        connections = self._connections.values()
+        return {
+            **super().describe(),
+            "ucx_transports": self._ucx_transports,
+            "fence": "by the receiver alone" if self._fences_alone else "needs the writer's BYE, or its death",
+            "connections_unproved": sum(c.channel.opened and c.sock is None for c in connections),
+            **{name: self._counts[name] for name in ("seals", "destroy_failed")},
+        }
+
+    # Handshake.
+
+    def _is_writing(self, connection: UcxConnection) -> bool:
+        return connection.channel.opened and connection.sock is not None
+
+    def _identify(self, connection: UcxConnection) -> None:
+        hello = UcxHello.decode(connection.hello.payload)
+        if not self._fences_alone and hello.host == self._host:
+            # The answer to the nonce, which is sent after this, shows that the process is alive: the pidfd is its own.
+            with contextlib.suppress(OSError, ValueError):
+                connection.pidfd = os.pidfd_open(hello.pid)
+
+    def _prepare(self, connection: UcxConnection) -> None:
+        connection.work = self._loop.create_task(self._make_agent(connection))
+
+    async def _make_agent(self, connection: UcxConnection) -> None:
+        name = f"receiver-{connection.number}-{connection.hello.link:x}"
+        try:
+            agent = await self._loop.run_in_executor(None, UcxAgent, self._region.array_U8, name, self._config.tls)
+        except UcxUnavailable as error:
+            log.warning("no agent for a writer", reason=str(error))
+            connection.work = None
+            if connection.sock is None:
+                self._drop(connection)
+            else:
+                self._handle(connection, wire.Refuse(reason=RefusalReason.UCX))
+            return
+        connection.agent, connection.work = agent, None
+        if connection.sock is None or self._closed:
+            self._drop(connection)
+            return
+        welcome = UcxWelcome(region_base=agent.base, region_nbytes=agent.nbytes, metadata=agent.metadata())
+        self._handle(connection, wire.Prepared(payload=welcome.encode()))
+
+    def _opened(self, connection: UcxConnection) -> None:
+        connection.seals = SealGather(epoch=connection.epoch, ways=1, seals_max=SEALS_PARTIAL_MAX)
+        if connection.pidfd is not None:
+            self._loop.add_reader(connection.pidfd, self._writer_died, connection)
+
+    # What writers send.
+
+    def _left(self, connection: UcxConnection, *, drained: bool) -> None:
+        self._take_notifications(connection)
+        # On the same host an agent that is destroyed has no put of its own under way. Elsewhere the network may.
+        if connection.evidence is None and (drained or connection.pidfd is not None):
+            self._prove(connection, Evidence.ACKNOWLEDGED)
+        elif connection.evidence is None:
+            self._lost(connection)
+
+    def _lost(self, connection: UcxConnection) -> None:
+        """Without a BYE that counts. Whole seals are delivered first."""
+        self._take_notifications(connection)
+        if self._fences_alone and connection.evidence is None:
+            self._prove(connection, Evidence.WORKER)
+            self._fence_own(connection)
+        else:
+            # It may write on, until its pidfd, if there is one, proves its death.
+            connection.close_sock(self._loop)
+
+    def _writer_died(self, connection: UcxConnection) -> None:
+        assert connection.pidfd is not None
+        self._loop.remove_reader(connection.pidfd)
+        while connection.has_more:
+            self._read(connection)
+        if connection.evidence is None:
+            self._prove(connection, Evidence.DEAD)
+            self._fence_own(connection)
+
+    def _deliver(self, connection: UcxConnection, message: wire.SealSent | wire.LateBye) -> None:
+        super()._deliver(connection, message)
+        self._take_notifications(connection)
+
+    def _take_notifications(self, connection: UcxConnection) -> None:
+        """Look for the other half of seals; come back soon while some wait for it."""
+        connection.poll_timer = None
+        believed = connection.channel.state in (ChannelState.OPEN, ChannelState.LOST)
+        if connection.agent is None or connection.seals is None or connection.evidence or not believed:
+            return
+        try:
+            for number in connection.agent.notified():
+                self._report(connection, connection.seals.number_came(number))
+        except Refusal as refusal:
+            self._handle(connection, wire.Refuse(reason=refusal.reason))
+        except UcxFailed as error:
+            log.warning("ucx link ended", reason=str(error))
+            self._handle(connection, wire.Refuse(reason=RefusalReason.UCX))
+        wanted = connection.seals.waiting and connection.sock is not None
+        if wanted and connection.evidence is None and connection.poll_timer is None:
+            connection.poll_timer = self._loop.call_later(SEAL_POLL_US / 1e6, self._take_notifications, connection)
+
+    # Ends.
+
+    def _broken(self, connection: UcxConnection, reason: RefusalReason) -> None:
+        """Its pair is fenced. Where its BYE is needed the port goes on reading."""
+        del reason  # the base has counted it
+        self._fenced(connection)
+        self._fence_own(connection)
+
+    def _fenced(self, connection: UcxConnection) -> None:
+        if self._fences_alone and connection.evidence is None:
+            self._prove(connection, Evidence.WORKER)
+
+    def _drop(self, connection: UcxConnection) -> None:
+        """Close one that never could write, or that cannot any more; at the end of the port any."""
+        connection.close_sock(self._loop)
+        if connection.poll_timer is not None:
+            connection.poll_timer.cancel()
+            connection.poll_timer = None
+        if connection.pidfd is not None:
+            self._loop.remove_reader(connection.pidfd)
+            os.close(connection.pidfd)
+            connection.pidfd = None
+        if connection.work is not None:
+            return  # it comes back here, or is on its way out already
+        if connection.agent is None:
+            self._connections.pop(connection.number, None)
+            return
+        connection.work = self._loop.create_task(self._destroy(connection))
+
+    def _prove(self, connection: UcxConnection, evidence: Evidence) -> None:
+        """The one place where a connection stops counting as one that may write, as soon as its agent is destroyed."""
+        assert connection.channel.opened and connection.evidence is None, connection
+        connection.evidence = evidence
+        self._drop(connection)
+
+    async def _destroy(self, connection: UcxConnection) -> None:
+        assert connection.agent is not None
+        try:
+            await self._loop.run_in_executor(None, connection.agent.destroy)
+        except AssertionError as error:
+            # A bug of ours: its worker may live. There is no evidence, and never will be.
+            self._counts["destroy_failed"] += 1
+            connection.work = None
+            connection.agent = None
+            log.error("a fence has no evidence", reason=str(error))
+            if self._closed:
+                self._connections.pop(connection.number, None)
+            return
+        connection.agent = connection.work = None
+        self._connections.pop(connection.number, None)
+        if connection.channel.opened and not self._closed:
+            assert connection.evidence is not None
+            pid = UcxHello.decode(connection.hello.payload).pid
+            self._proved(connection, connection.evidence, pid)
+
+
+UCX_LINK_LIMITS: Final = ChainLimits(
+    connect_ms_max=10_000,
+    chain_wrs_max=4096,
+    chain_bytes_max=16 << 20,
+    wr_bytes_max=1 << 30,
+    on_the_way_bytes_max=64 << 20,
+)
+"""A chain is what is handed to NIXL at once."""
+SEND_WRS_MAX: Final = 1 << 30
+"""NIXL takes any number of writes."""
+SEALS_MAX: Final = 256
+"""Seals on their way that the receiver has not confirmed."""
+POLL_US_MIN: Final = 50
+"""Pause between two looks at what is on its way, at first."""
+POLL_US_MAX: Final = 1000
+"""The longest pause, while nothing completes."""
+SLEEP_MS_MAX = 1000
+"""The posting thread looks about at least this often."""
+
+
+async def _until_over(work: asyncio.Future[Any]) -> asyncio.CancelledError | None:
+    """Wait even where the caller is cancelled, since a thread cannot be stopped in a call. Returns the cancellation."""
+    cancelled: asyncio.CancelledError | None = None
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    return cancelled
+
+
+class UcxWriterLink(ChainLink):
+    """One writer's link to one receiver in one epoch (see `kvtransfer.transport.WriterLink`). Made by `connect`.
+
+    The end comes once: from `close`, FENCE or REFUSED, which let what is on its way arrive, or from EOF, a failed write
+    or a deadline, which destroy the agent at once. `link_lost` is called last, after every completion, and not for an
+    end that `close` began.
+    """
+
+    transport: ClassVar[TransportName] = TransportName.UCX
+    codec: ClassVar[wire.Codec] = CODEC
+    ends_in_order = True
+    failed = UcxFailed
+
+    def __init__(
+        self,
+        channel: WriterChannel,
+        agent: UcxAgent,
+        *,
+        config: UcxConfig,
+        limits: ChainLimits,
+        **parts: Unpack[LinkParts],
+    ) -> None:
+        """Takes over what is connected. Use `connect`."""
+        self._agent, self._config = agent, config
+        self._destroyed = False
+        self._awake = threading.Event()
+        super().__init__(
+            channel,
+            src_nbytes=agent.nbytes,
+            dst_nbytes=agent.peer_nbytes,
+            limits=limits,
+            qps=1,
+            send_wrs_max=SEND_WRS_MAX,
+            seals_max=SEALS_MAX,
+            **parts,
+        )
+
+    @classmethod
+    async def connect(
+        cls,
+        endpoint: DataEndpoint,
+        pair: Pair,
+        source_region_U8: np.ndarray,
+        events: WriterEvents,
+        loop: asyncio.AbstractEventLoop,
+        config: UcxConfig | None = None,
+        limits: ChainLimits = UCX_LINK_LIMITS,
+    ) -> UcxWriterLink:
+        """Connect, prove the pair's secret, register the source for this link, which releases it at its end.
+
+        Raises:
+            ConnectError: refused, unreachable, not the receiver, no NIXL, or not done within `connect_ms_max`.
+        """
+        config = config or UcxConfig()
+        parts = LinkParts(endpoint=endpoint, pair=pair, events=events, loop=loop)
+        link = int.from_bytes(os.urandom(8))
+        own = UcxHello(host=host_identity(), pid=os.getpid())
+        hello = wire.Hello(pair=pair, epoch=endpoint.epoch, link=link, payload=own.encode())
+        making = loop.run_in_executor(None, UcxAgent, source_region_U8, f"writer-{link:x}", config.tls)
+        channel: WriterChannel | None = None
+        with connect_errors(endpoint.address, limits.connect_ms_max, UcxFailed, UcxUnavailable):
+            try:
+                async with asyncio.timeout(limits.connect_ms_max / 1000):
+                    channel = await WriterChannel.open(endpoint.address, loop, CODEC, address=endpoint.address)
+                    welcome = UcxWelcome.decode((await channel.shake_hands(endpoint.secret, hello)).payload)
+                    agent = await asyncio.shield(making)
+                there = (welcome.metadata, welcome.region_base, welcome.region_nbytes)
+                loading = loop.run_in_executor(None, agent.load_peer, *there)
+                if cancelled := await _until_over(loading):
+                    raise cancelled
+                loading.result()
+                return cls(channel, agent, config=config, limits=limits, **parts)
+            except BaseException as error:
+                cancelled = await _until_over(making)
+                if making.exception() is None:
+                    cancelled = await _until_over(loop.run_in_executor(None, making.result().destroy)) or cancelled
+                if channel is not None:
+                    channel.leave(wire.Bye(epoch=endpoint.epoch))
+                if cancelled is not None:
+                    raise cancelled from error
+                raise
+
+    def describe(self) -> dict[str, object]:
+        """Counters and gauges for people and metrics."""
+        return {**super().describe(), "ucx_transports": ucx_transports(self._config.tls)}
+
+    def _wake(self) -> None:
+        self._awake.set()
+
+    # Posting thread.
+
+    def _post_all(self) -> None:
+        pause_us = POLL_US_MIN
+        try:
+            while not self._cut and not (self._ending and self._lanes.drained and not self._seals_out):
+                self._awake.clear()
+                moved = self._post_what_fits()
+                for number in self._agent.completed():
+                    self._lanes.completed(number)
+                    moved = True
+                pause_us = POLL_US_MIN if moved else min(2 * pause_us, POLL_US_MAX)
+                self._awake.wait(pause_us / 1e6 if self._lanes.on_the_way else SLEEP_MS_MAX / 1000)
+        finally:
+            self._agent.destroy()
+            self._destroyed = True
+
+    def _post_what_fits(self) -> bool:
+        posted = False
+        while not self._cut and (taken := self._lanes.take()) is not None:
+            posted = True
+            if isinstance(taken, SealPart):
+                self._agent.notify(taken.seal)
+                self._lanes.completed(taken.number)
+            else:
+                self._agent.post(taken.part.ops, taken.number)
+        return posted
+
+    # Control thread.
+
+    def _handle(self, message: wire.Message) -> None:
+        if isinstance(message, (wire.Fence, wire.Refused)):
+            # No seal is confirmed any more. The receiver may need our BYE, which says that all has arrived.
+            self._seals_out.clear()
+        super()._handle(message)
+
+    def _thread_over(self, failure: str) -> None:
+        del failure
+        if not self._destroyed:
+            # A bug of ours, raised in the thread. Its worker may still read the source: no completion, and no BYE.
+            log.error("ucx link keeps its source blocks", peer=self._address)
+            self._hang_up(None)
+            self._finish()
+            return
+        drained = not self._queue.on_the_way  # else some are in doubt, and the queue reports each grant
+        self._lanes.lose()
+        self._hang_up(wire.Bye(epoch=self._epoch, drained=drained))
+        self._finish_soon()

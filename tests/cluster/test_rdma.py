@@ -13,10 +13,8 @@ from kvtransfer.link import LOST_THERE
 from kvtransfer.protocol.receiver import OPEN, GrantState
 from kvtransfer.transport import TransportName
 from kvtransfer.transports import rdma
-from kvtransfer.transports.rdma import RdmaLimits
-from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
+from kvtransfer.transports.rdma import RdmaLimits, RdmaReceiverPort, RdmaWriterLink
 from kvtransfer.transports.rdma_verbs import posts_by
-from kvtransfer.transports.rdma_writer import RdmaWriterLink
 from tests.support.cluster_harness import assert_conserved, mock_spec, random_prompt
 from tests.support.inprocess_cluster import ask_exactly, inprocess, peer_of, until
 from tests.support.rdma_double import Deliver, DoubleQueuePairs, install

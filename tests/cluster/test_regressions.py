@@ -21,7 +21,7 @@ from cli.services import Service
 from decode_node.node import DecodeNode
 from decode_node.service import ReceiverService
 from kvtransfer.native import copy as native_copies
-from kvtransfer.transports import shm_writer
+from kvtransfer.transports import shm
 from router.prefill_nodes import PrefillCalls
 from tests.support.cluster_harness import (
     CALL_S_MAX,
@@ -89,7 +89,7 @@ def test_no_seal_vouches_for_a_batch_that_was_not_copied() -> None:
             return committed[-1]
 
         with (
-            patch.object(shm_writer, "copy_checked", copy),
+            patch.object(shm, "copy_checked", copy),
             patch.object(threading, "excepthook", lambda args: died.append(args.exc_type)),
             patch.object(DecodeNode, "commit", commit),
         ):

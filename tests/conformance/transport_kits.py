@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from baton.ids import Epoch, Pair
-from kvtransfer.device.driver import DeviceDriver
-from kvtransfer.device.event_poster import EventPoster
+from kvtransfer.device.driver import DeviceDriver, EventPoster
 from kvtransfer.device.host_driver import HostDriver, HostStream
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.device.staging import StagedRegion, StagingConfig, StagingLimits
@@ -27,19 +26,20 @@ from kvtransfer.transport import (
     WriterLink,
 )
 from kvtransfer.transports.cuda_ipc import CudaIpcReceiverPort, CudaIpcWriterLink
-from kvtransfer.transports.limits import LinkLimits
-from kvtransfer.transports.rdma import DeviceBytes, HostBytes, RdmaMemory
-from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
-from kvtransfer.transports.rdma_writer import RdmaLinkLimits, RdmaWriterLink
+from kvtransfer.transports.rdma import (
+    DeviceBytes,
+    HostBytes,
+    RdmaLinkLimits,
+    RdmaMemory,
+    RdmaReceiverPort,
+    RdmaWriterLink,
+)
 from kvtransfer.transports.settings import RdmaConfig, TcpConfig, UcxConfig
-from kvtransfer.transports.shm_receiver import ShmReceiverPort
-from kvtransfer.transports.shm_writer import ShmLinkLimits, ShmWriterLink
-from kvtransfer.transports.tcp_receiver import TcpReceiverPort
+from kvtransfer.transports.shm import ShmLinkLimits, ShmReceiverPort, ShmWriterLink
+from kvtransfer.transports.tcp import TcpReceiverPort, TcpWriterLink
 from kvtransfer.transports.tcp_staged import StagedTcpLink
-from kvtransfer.transports.tcp_writer import TcpWriterLink
-from kvtransfer.transports.ucx import destruction_fences
-from kvtransfer.transports.ucx_receiver import UcxReceiverPort
-from kvtransfer.transports.ucx_writer import UCX_LINK_LIMITS, UcxWriterLink
+from kvtransfer.transports.ucx import UCX_LINK_LIMITS, UcxReceiverPort, UcxWriterLink, destruction_fences
+from kvtransfer.transports.writer_link import LinkLimits
 from tests.support.fake_device import FakeDriver, FakeStreams, LateStreams
 
 ConnectErrors = (ConnectError, ConnectError, ConnectError, ConnectError)

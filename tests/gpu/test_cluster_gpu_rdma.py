@@ -15,7 +15,7 @@ import pytest
 from cli.reference import Reference
 from kvtransfer.device.host_driver import HostDriver
 from kvtransfer.transport import DeviceError, TransportName
-from kvtransfer.transports import rdma_receiver
+from kvtransfer.transports import rdma
 from tests.support.cluster_harness import assert_conserved
 from tests.support.gpu_node import (
     GREEDY,
@@ -113,7 +113,7 @@ def test_what_cannot_be_flushed_is_not_committed(
             raise DeviceError("the device cannot be flushed now")
 
     monkeypatch.setattr(HostDriver, "flush_remote_writes", flush)
-    monkeypatch.setattr(rdma_receiver, "DESTROY_RETRY_MS", 50)
+    monkeypatch.setattr(rdma, "DESTROY_RETRY_MS", 50)
 
     async def scene(cluster: AnyCluster) -> None:
         assert isinstance(cluster, InProcessCluster)

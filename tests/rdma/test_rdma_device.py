@@ -29,11 +29,11 @@ from kvtransfer.transports.rdma import (
     ProbeLost,
     QueuePairs,
     RdmaMemory,
+    RdmaUnproved,
     open_device,
 )
 from kvtransfer.transports.rdma_ports import counters_of, find_ports
 from kvtransfer.transports.rdma_verbs import Poster, QueuePairFailed, RdmaUnavailable
-from kvtransfer.transports.rdma_writer import RdmaUnproved
 from kvtransfer.transports.settings import RdmaConfig
 from tests.conformance.transport_kits import RDMA_KITS, OwningLink
 from tests.conformance.transport_suite import EPOCH, GRANT, PAIR, expected_region, linked, receiving, record_ops

@@ -17,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from kvtransfer.transports import rdma, rdma_receiver, rdma_writer
+from kvtransfer.transports import rdma
 from kvtransfer.transports.rdma import (
     Keys,
     LinkEnds,
@@ -243,8 +243,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(rdma, "open_device", open_device)
     monkeypatch.setattr(rdma, "why_lost", lambda _: state["lost"])
     monkeypatch.setattr(rdma, "find_ports", find)
-    monkeypatch.setattr(rdma_writer, "QueuePairs", DoubleQueuePairs)
-    monkeypatch.setattr(rdma_receiver, "QueuePairs", DoubleQueuePairs)
+    monkeypatch.setattr(rdma, "QueuePairs", DoubleQueuePairs)
+    monkeypatch.setattr(rdma, "QueuePairs", DoubleQueuePairs)
     monkeypatch.setattr(DoubleQueuePairs, "fails_to_destroy", 0)
     monkeypatch.setattr(DoubleQueuePairs, "on_the_way", None)
     monkeypatch.setattr(DoubleQueuePairs, "probes_lost", {})

@@ -14,11 +14,20 @@ from baton.ids import Epoch
 from kvtransfer.region import Region
 from kvtransfer.transport import Seal
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports import rdma_receiver
-from kvtransfer.transports.limits import PortLimits
-from kvtransfer.transports.rdma import CODEC, HostBytes, RdmaLimits, RdmaMemory, RdmaRegion, RdmaWelcome, RegionAddress
-from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
-from kvtransfer.transports.rdma_writer import RdmaLinkLimits, RdmaWriterLink
+from kvtransfer.transports import rdma
+from kvtransfer.transports.rdma import (
+    CODEC,
+    HostBytes,
+    RdmaLimits,
+    RdmaLinkLimits,
+    RdmaMemory,
+    RdmaReceiverPort,
+    RdmaRegion,
+    RdmaWelcome,
+    RdmaWriterLink,
+    RegionAddress,
+)
+from kvtransfer.transports.receiver_port import PortLimits
 from kvtransfer.transports.settings import RdmaConfig
 from tests.support.rdma_double import DoubleDevice, DoubleQueuePairs, install
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, pair_of
@@ -31,8 +40,8 @@ LIMITS = RdmaLimits(seals_max=4, device_check_ms=5)
 @pytest.fixture
 def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """`lost`: why the device does not work, if it does not."""
-    monkeypatch.setattr(rdma_receiver, "DESTROY_RETRY_MS", 5)
-    monkeypatch.setattr("kvtransfer.transports.rdma_writer.DESTROY_RETRY_MS", 5)
+    monkeypatch.setattr(rdma, "DESTROY_RETRY_MS", 5)
+    monkeypatch.setattr("kvtransfer.transports.rdma.DESTROY_RETRY_MS", 5)
     yield install(monkeypatch)
     assert not DoubleQueuePairs.alive
 

@@ -24,11 +24,10 @@ from baton.ids import Epoch, GrantId, Incarnation, Pair
 from kvtransfer.native.copy import copy_checked
 from kvtransfer.region import Region
 from kvtransfer.transport import DataEndpoint, Seal, WriteOps
-from kvtransfer.transports import shm_writer
-from kvtransfer.transports.limits import PortLimits
+from kvtransfer.transports import shm
+from kvtransfer.transports.receiver_port import PortLimits
 from kvtransfer.transports.settings import ShmConfig
-from kvtransfer.transports.shm_receiver import SHM_PORT_LIMITS, ShmReceiverPort
-from kvtransfer.transports.shm_writer import SHM_LINK_LIMITS, ShmLinkLimits, ShmWriterLink
+from kvtransfer.transports.shm import SHM_LINK_LIMITS, SHM_PORT_LIMITS, ShmLinkLimits, ShmReceiverPort, ShmWriterLink
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60
@@ -202,7 +201,7 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached = threading.Event()
         self.open = threading.Event()
-        monkeypatch.setattr(shm_writer, "copy_checked", self._copy)
+        monkeypatch.setattr(shm, "copy_checked", self._copy)
 
     def _copy(self, dst_U8: np.ndarray, src_U8: np.ndarray, ops: WriteOps) -> None:
         self.reached.set()

@@ -22,9 +22,15 @@ from kvtransfer.region import Region
 from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName, WriteOps, WriterLink
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.settings import ShmConfig
-from kvtransfer.transports.shm import CODEC, MESSAGE_BYTES_MAX, decode_welcome, socket_address
-from kvtransfer.transports.shm_receiver import ShmReceiverPort
-from kvtransfer.transports.shm_writer import ShmLinkLimits, ShmWriterLink
+from kvtransfer.transports.shm import (
+    CODEC,
+    MESSAGE_BYTES_MAX,
+    ShmLinkLimits,
+    ShmReceiverPort,
+    ShmWriterLink,
+    decode_welcome,
+    socket_address,
+)
 
 
 def say(line: dict[str, Any]) -> None:

@@ -18,11 +18,10 @@ from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.device.driver import PinnedMemory
 from kvtransfer.device.staging import StagedRegion, StagingConfig, StagingLimits
 from kvtransfer.transport import Seal, WriteOps
-from kvtransfer.transports.limits import LinkLimits
 from kvtransfer.transports.settings import TcpConfig
-from kvtransfer.transports.tcp_receiver import ReceiveStream, TcpReceiverPort
+from kvtransfer.transports.tcp import ReceiveStream, TcpReceiverPort, TcpWriterLink
 from kvtransfer.transports.tcp_staged import StagedTcpLink
-from kvtransfer.transports.tcp_writer import TcpWriterLink
+from kvtransfer.transports.writer_link import LinkLimits
 from tests.conformance.transport_kits import Everything, FakeSource
 from tests.support.shm_harness import Recorder, grant_of, ops_of, pair_of
 from tests.support.stream_shim import Memory, MissingDependency, ShimDevice, ShimStream

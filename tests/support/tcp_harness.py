@@ -13,9 +13,16 @@ from baton.ids import Epoch, GrantId
 from kvtransfer.region import Region
 from kvtransfer.transport import WriteRanges
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports.limits import PortLimits
-from kvtransfer.transports.tcp import CODEC, MESSAGE_BYTES, Data, connect_stream, hello_payload
-from kvtransfer.transports.tcp_receiver import TCP_PORT_LIMITS, TcpReceiverPort
+from kvtransfer.transports.receiver_port import PortLimits
+from kvtransfer.transports.tcp import (
+    CODEC,
+    MESSAGE_BYTES,
+    TCP_PORT_LIMITS,
+    Data,
+    TcpReceiverPort,
+    connect_stream,
+    hello_payload,
+)
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, pair_of
 
 EPOCH = Epoch(3)

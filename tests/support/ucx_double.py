@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvtransfer.transport import WriteOps
-from kvtransfer.transports import ucx, ucx_receiver, ucx_writer
+from kvtransfer.transports import ucx
 from kvtransfer.transports.ucx import UcxFailed, UcxUnavailable
 
 
@@ -86,7 +86,7 @@ def agents(monkeypatch: pytest.MonkeyPatch) -> type[AgentDouble]:
         monkeypatch.setattr(AgentDouble, name, False)
     monkeypatch.setattr(AgentDouble, "unavailable", "nobody")
     monkeypatch.setattr(AgentDouble, "alive", {})
-    for module in (ucx, ucx_receiver, ucx_writer):
+    for module in (ucx,):
         monkeypatch.setattr(module, "UcxAgent", AgentDouble)
     monkeypatch.delenv("UCX_TLS", raising=False)
     return AgentDouble

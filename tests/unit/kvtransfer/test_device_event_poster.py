@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from baton.ids import GrantId
-from kvtransfer.device.event_poster import EventPoster
+from kvtransfer.device.driver import EventPoster
 from kvtransfer.transport import DeviceError, WriteOps, WriteOutOfBounds
 from kvtransfer.transports.post_queue import Batch, OpsPart, PostQueue
 from tests.support.shm_harness import DEADLINE_S, grant_of, run

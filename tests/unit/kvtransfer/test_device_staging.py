@@ -15,11 +15,10 @@ from baton.errors import InvalidField
 from kvtransfer.device.staging import StagedRegion, StagingConfig, StagingFull, StagingLimits, StagingShare
 from kvtransfer.transport import ConnectError, DeviceError, Seal, WriteOutOfBounds
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports import tcp_receiver
+from kvtransfer.transports import tcp
 from kvtransfer.transports.control_channel import RefusalReason
 from kvtransfer.transports.settings import TcpConfig
-from kvtransfer.transports.tcp import CODEC
-from kvtransfer.transports.tcp_receiver import ReceiveStream
+from kvtransfer.transports.tcp import CODEC, ReceiveStream
 from tests.conformance.transport_kits import Everything, FakeSource
 from tests.support.fake_device import FakeDriver
 from tests.support.shm_harness import grant_of, ops_of, pair_of, run
@@ -382,7 +381,7 @@ def test_an_error_of_the_receivers_device_fences_the_pair_and_is_no_evidence(mon
     """Nothing is acknowledged that may not have landed. A fence has begun, but neither the joined thread nor `forbid`
     proves that the copies are over: no `writer_gone` comes, and the connection is counted. Once the device says that
     it has finished them, there is evidence."""
-    monkeypatch.setattr(tcp_receiver, "PROVE_RETRY_MS", 10)
+    monkeypatch.setattr(tcp, "PROVE_RETRY_MS", 10)
 
     async def test() -> None:
         async with scene(monkeypatch, streams=1) as s:

@@ -10,9 +10,8 @@ from typing import Any, Final
 
 import pytest
 
-from kvtransfer.transports.limits import PortLimits
-from kvtransfer.transports.receiver_port import BasePort
-from kvtransfer.transports.shm_receiver import ShmConnection, ShmReceiverPort
+from kvtransfer.transports.receiver_port import BasePort, PortLimits
+from kvtransfer.transports.shm import ShmConnection, ShmReceiverPort
 from tests.support.shm_harness import Recorder
 
 DEADLINE_S: Final = 30.0

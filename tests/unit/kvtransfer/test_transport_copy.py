@@ -24,12 +24,12 @@ from baton.native import COMPILERS, FLAGS, NotBuilt, build, library_name, load
 from kvtransfer.native import copy as native_copies
 from kvtransfer.native.copy import LEVELS, NativeCopy, copies_by, copy_by_numpy, copy_records, native_copy
 from kvtransfer.transport import WriteOps, WriteOutOfBounds
-from kvtransfer.transports import shm_writer
-from kvtransfer.transports.shm_writer import CopyLanes, ShmLinkLimits, chunk_borders
+from kvtransfer.transports import shm
+from kvtransfer.transports.shm import CopyLanes, ShmLinkLimits, chunk_borders
 from tests.support.shm_harness import DEADLINE_S, grant_of, ops_of
 
 SRC_NBYTES, DST_NBYTES = 300, 200
-SOURCE = Path(shm_writer.__file__).parents[1] / "native" / "copy.c"
+SOURCE = Path(shm.__file__).parents[1] / "native" / "copy.c"
 GUARD = 0xA5
 USER = "someone"
 
@@ -200,7 +200,7 @@ def test_threads_of_all_pools_take_turns() -> None:
                 pool.join()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shm_writer, "copy_checked", copy)
+        patch.setattr(shm, "copy_checked", copy)
         asyncio.run(scenario())
     assert busiest == 1
 

@@ -11,9 +11,8 @@ from unittest.mock import Mock
 
 from baton.ids import GrantId
 from kvtransfer.transport import DataEndpoint, Seal, TransportName
-from kvtransfer.transports.limits import LINK_LIMITS
 from kvtransfer.transports.tcp import acknowledged_bytes
-from kvtransfer.transports.writer_link import BaseWriterLink
+from kvtransfer.transports.writer_link import LINK_LIMITS, BaseWriterLink
 from tests.support.shm_harness import DEADLINE_S, LINK_EPOCH, LINK_PAIR, Recorder, grant_of
 
 GRANT, OTHER = grant_of(7), grant_of(8)

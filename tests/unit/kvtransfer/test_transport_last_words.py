@@ -20,14 +20,11 @@ from kvtransfer.transport import ConnectError, DataEndpoint, TransportName
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import UNREAD_BYTES_MAX, close_politely, take_leave
 from kvtransfer.transports.rdma import CODEC as RDMA
-from kvtransfer.transports.rdma import HostBytes, RdmaMemory, RegionAddress
-from kvtransfer.transports.rdma_writer import RdmaWriterLink
+from kvtransfer.transports.rdma import HostBytes, RdmaMemory, RdmaWriterLink, RegionAddress
 from kvtransfer.transports.tcp import CODEC as TCP
-from kvtransfer.transports.tcp import FRAME_BYTES_MAX, MESSAGE_BYTES, SEGMENT_BYTES, Ack
-from kvtransfer.transports.tcp_receiver import ReceiveStream
-from kvtransfer.transports.tcp_writer import TcpWriterLink
+from kvtransfer.transports.tcp import FRAME_BYTES_MAX, MESSAGE_BYTES, SEGMENT_BYTES, Ack, ReceiveStream, TcpWriterLink
 from kvtransfer.transports.ucx import CODEC as UCX
-from kvtransfer.transports.ucx_writer import UcxWriterLink
+from kvtransfer.transports.ucx import UcxWriterLink
 from tests.support.rdma_harness import CONFIG, double
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, ops_of, pair_of, run
 from tests.support.tcp_harness import wait_until

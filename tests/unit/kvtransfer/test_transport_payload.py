@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 
 from kvtransfer.native.sockets import Received, native_sockets
-from kvtransfer.transports import tcp, tcp_receiver, tcp_writer
-from kvtransfer.transports.tcp import CALL_BYTES_MAX, moved_by
-from kvtransfer.transports.tcp_receiver import Scatter
-from kvtransfer.transports.tcp_writer import Frame, cut_frames, send_at_once, send_frame
+from kvtransfer.transports import tcp
+from kvtransfer.transports.tcp import CALL_BYTES_MAX, Frame, Scatter, cut_frames, moved_by, send_at_once, send_frame
 from tests.support.shm_harness import DEADLINE_S, ops_of
 
 REGION_NBYTES = 1 << 17
@@ -24,7 +22,7 @@ HEAD = bytes(range(64))
 
 def without_native_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     """For both directions."""
-    for module in (tcp, tcp_receiver, tcp_writer):
+    for module in (tcp,):
         monkeypatch.setattr(module, "native_sockets", lambda: None)
 
 

@@ -20,14 +20,15 @@ from kvtransfer.transports.rdma import (
     CODEC,
     HostBytes,
     ProbePlace,
+    RdmaLinkLimits,
     RdmaMemory,
+    RdmaReceiverPort,
     RdmaWelcome,
+    RdmaWriterLink,
     RegionAddress,
     register_if_usable,
 )
-from kvtransfer.transports.rdma_receiver import RdmaReceiverPort
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
-from kvtransfer.transports.rdma_writer import RdmaLinkLimits, RdmaWriterLink
 from tests.conformance.transport_suite import expected_region, record_ops
 from tests.support.rdma_double import Deliver, DoubleQueuePairs
 from tests.support.rdma_harness import (

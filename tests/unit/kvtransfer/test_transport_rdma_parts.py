@@ -18,7 +18,15 @@ from cli import doctor
 from cli.doctor import Machine, Verdict, check_rdma, works
 from kvtransfer.transports import rdma_verbs
 from kvtransfer.transports.control_channel import MalformedMessage
-from kvtransfer.transports.rdma import LinkEnds, ProbePlace, QpAddress, RdmaLimits, RdmaWelcome, RegionAddress
+from kvtransfer.transports.rdma import (
+    LinkEnds,
+    ProbePlace,
+    QpAddress,
+    RdmaLimits,
+    RdmaLinkLimits,
+    RdmaWelcome,
+    RegionAddress,
+)
 from kvtransfer.transports.rdma_ports import GidKind, choose_port, counters_of, find_ports, why_lost
 from kvtransfer.transports.rdma_verbs import (
     RdmaUnavailable,
@@ -27,7 +35,6 @@ from kvtransfer.transports.rdma_verbs import (
     load_verbs,
     qp_address,
 )
-from kvtransfer.transports.rdma_writer import RdmaLinkLimits
 from kvtransfer.transports.settings import QPS_MAX, UNANSWERED_MS_MAX, RdmaConfig
 from tests.support.cli_harness import run_baton
 

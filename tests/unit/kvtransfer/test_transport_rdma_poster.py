@@ -16,8 +16,16 @@ import pytest
 from baton.ids import Epoch
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports import rdma_writer
-from kvtransfer.transports.rdma import CODEC, LinkEnds, ProbePlace, QpAddress, RdmaWelcome, RegionAddress
+from kvtransfer.transports import rdma
+from kvtransfer.transports.rdma import (
+    CODEC,
+    LinkEnds,
+    ProbePlace,
+    QpAddress,
+    RdmaWelcome,
+    RdmaWriterLink,
+    RegionAddress,
+)
 from kvtransfer.transports.rdma_verbs import (
     Addresses,
     Poster,
@@ -25,7 +33,6 @@ from kvtransfer.transports.rdma_verbs import (
     RdmaLibrary,
     rdma_library,
 )
-from kvtransfer.transports.rdma_writer import RdmaWriterLink
 from tests.support.shm_harness import Recorder, pair_of
 
 WRITE, WRITE_WITH_IMM, SIGNALED = 0, 1, 2
@@ -216,8 +223,8 @@ def test_without_a_thread_to_post_with_nothing_is_kept(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(wire.WriterChannel, "open", opened)
     monkeypatch.setattr(wire.WriterChannel, "shake_hands", shake_hands)
-    monkeypatch.setattr(rdma_writer, "QueuePairs", lambda *_, **__: qps)
-    monkeypatch.setattr(rdma_writer, "_prove", prove)
+    monkeypatch.setattr(rdma, "QueuePairs", lambda *_, **__: qps)
+    monkeypatch.setattr(rdma, "_prove", prove)
     monkeypatch.setattr(threading.Thread, "start", fail)
     device = SimpleNamespace(config=SimpleNamespace(qps=2), send_wrs_max=8, nbytes=64)
     hold = SimpleNamespace(device=device, release=lambda: happened.append("released"))

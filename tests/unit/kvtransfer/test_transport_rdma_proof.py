@@ -11,8 +11,7 @@ import pytest
 
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports.rdma import CODEC, HostBytes, ProbePlace, RdmaWelcome, RegionAddress
-from kvtransfer.transports.rdma_writer import RdmaUnproved
+from kvtransfer.transports.rdma import CODEC, HostBytes, ProbePlace, RdmaUnproved, RdmaWelcome, RegionAddress
 from tests.conformance.transport_kits import RDMA_KITS
 from tests.conformance.transport_suite import record_ops
 from tests.conformance.transport_suite_more import a_connect_that_is_given_up_at_any_step_leaves_nothing_to_fence

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from baton.ids import GrantId
 from kvtransfer.transport import WriteOps, WriteOutOfBounds
 from kvtransfer.transports import post_queue
-from kvtransfer.transports.chain_link import Chain, ChainLanes, ChainLimits, SealPart, cut_requests
 from kvtransfer.transports.post_queue import Taken, TooManyAbandonedGrants
+from kvtransfer.transports.writer_link import Chain, ChainLanes, ChainLimits, SealPart, cut_requests
 from tests.support.shm_harness import grant_of, ops_of
 
 NBYTES = 10_000

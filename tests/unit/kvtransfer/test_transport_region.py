@@ -13,7 +13,7 @@ import pytest
 from kvtransfer import region as region_module
 from kvtransfer.region import Region, RegionInUse, RegionTooLarge, memory_available_bytes
 from kvtransfer.region import _reserved_huge_pages as reserved_huge_pages
-from kvtransfer.transports.shm_writer import ShmWriterLink
+from kvtransfer.transports.shm import ShmWriterLink
 
 NBYTES = 10 * mmap.PAGESIZE + 3
 

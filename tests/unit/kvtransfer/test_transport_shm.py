@@ -11,8 +11,8 @@ import pytest
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.region import Region
 from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName, WriteOps
-from kvtransfer.transports import shm_receiver
-from kvtransfer.transports.shm_writer import ShmLinkLimits, ShmWriterLink
+from kvtransfer.transports import shm
+from kvtransfer.transports.shm import ShmLinkLimits, ShmWriterLink
 from tests.support.shm_harness import (
     DEADLINE_S,
     REGION_NBYTES,
@@ -311,7 +311,7 @@ def test_seals_wait_for_a_stopped_receiver_within_their_limit() -> None:
 def test_a_killed_writer_leaves_its_last_seals(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a writer had sent before it died is delivered before the news of its death, however slowly it is read."""
     grants = [grant_of(i) for i in range(8)]
-    monkeypatch.setattr(shm_receiver, "MESSAGES_PER_WAKE_MAX", 1)
+    monkeypatch.setattr(shm, "MESSAGES_PER_WAKE_MAX", 1)
 
     async def test() -> None:
         async with receiver() as r, child() as writer:

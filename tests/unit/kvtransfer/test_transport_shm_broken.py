@@ -10,11 +10,10 @@ import pytest
 
 from kvtransfer.transport import ConnectError
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports import shm_writer
+from kvtransfer.transports import shm
 from kvtransfer.transports.control_channel import RefusalReason
-from kvtransfer.transports.limits import PortLimits
-from kvtransfer.transports.shm import CODEC, socket_address
-from kvtransfer.transports.shm_writer import ShmWriterLink
+from kvtransfer.transports.receiver_port import PortLimits
+from kvtransfer.transports.shm import CODEC, ShmWriterLink, socket_address
 from tests.support.shm_harness import DEADLINE_S, Gate, Receiver, Recorder, grant_of, linked, ops_of, receiver, run
 from tests.support.shm_harness import LINK_EPOCH as EPOCH
 from tests.support.shm_harness import LINK_PAIR as PAIR
@@ -87,7 +86,7 @@ def test_a_handshake_that_breaks_after_the_region_left_leaves_no_doubt(monkeypat
                 cut(r)
                 raise ConnectError(f"{address}: no room to map {nbytes} bytes")
 
-            monkeypatch.setattr(shm_writer, "map_region", map_region)
+            monkeypatch.setattr(shm, "map_region", map_region)
             loop = asyncio.get_running_loop()
             with pytest.raises(ConnectError, match="no room to map"):
                 await ShmWriterLink.connect(r.port.expect(PAIR, EPOCH), PAIR, np.zeros(1, np.uint8), Recorder(), loop)

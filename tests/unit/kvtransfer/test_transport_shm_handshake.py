@@ -17,12 +17,11 @@ import pytest
 from baton.ids import Epoch, Incarnation, Pair
 from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TooManyPairs, TransportName
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports import shm_receiver
+from kvtransfer.transports import shm
 from kvtransfer.transports.control_channel import RefusalReason
-from kvtransfer.transports.limits import PortLimits
+from kvtransfer.transports.receiver_port import PortLimits
 from kvtransfer.transports.settings import ShmConfig
-from kvtransfer.transports.shm import CODEC, decode_welcome, socket_address
-from kvtransfer.transports.shm_writer import ShmWriterLink
+from kvtransfer.transports.shm import CODEC, ShmWriterLink, decode_welcome, socket_address
 from tests.support.shm_harness import (
     DEADLINE_S,
     REGION_NBYTES,
@@ -224,7 +223,7 @@ def test_connections_and_pairs_have_limits(monkeypatch: pytest.MonkeyPatch) -> N
     pair more raises."""
 
     async def test() -> None:
-        monkeypatch.setattr(shm_receiver, "LATE_BYES_MAX", 1)
+        monkeypatch.setattr(shm, "LATE_BYES_MAX", 1)
         config = PortLimits(connections_max=1, pairs_max=1, handshake_ms_max=60_000)
         async with receiver(config) as r:
             async with linked(r), raw_peer(r) as peer, raw_peer(r) as unheard:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from kvtransfer.transport import ConnectError, WriteOutOfBounds
-from kvtransfer.transports import post_queue, shm_writer
+from kvtransfer.transports import post_queue, shm
 from kvtransfer.transports.settings import ShmConfig
-from kvtransfer.transports.shm_writer import ShmLinkLimits
+from kvtransfer.transports.shm import ShmLinkLimits
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Gate, grant_of, linked, ops_of, pair_of, receiver, run
 from tests.support.shm_harness import LINK_EPOCH as EPOCH
 from tests.support.shm_harness import LINK_PAIR as PAIR
@@ -140,7 +140,7 @@ def test_a_failed_copy_ends_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(shm_writer, "copy_checked", fail)
+    monkeypatch.setattr(shm, "copy_checked", fail)
 
     async def test() -> None:
         async with receiver() as r, linked(r, config=ShmConfig(copy_threads=2)) as (link, events):
@@ -162,7 +162,7 @@ def test_a_region_that_cannot_be_mapped_is_acknowledged(monkeypatch: pytest.Monk
     def fail(*_: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(shm_writer, "map_region", fail)
+    monkeypatch.setattr(shm, "map_region", fail)
 
     async def test() -> None:
         async with receiver() as r:

@@ -14,10 +14,9 @@ import pytest
 from baton.ids import Epoch, Pair
 from kvtransfer.transport import Seal
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports import tcp_receiver
+from kvtransfer.transports import tcp
 from kvtransfer.transports.settings import TcpConfig
-from kvtransfer.transports.tcp import CODEC, FRAME_BYTES_MAX, Ack, hello_payload
-from kvtransfer.transports.tcp_writer import TcpWriterLink
+from kvtransfer.transports.tcp import CODEC, FRAME_BYTES_MAX, Ack, TcpWriterLink, hello_payload
 from tests.conformance.transport_kits import Everything
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, ops_of, pair_of, run
 from tests.support.tcp_harness import (
@@ -250,8 +249,8 @@ def test_posting_never_waits_for_a_receiver_that_does_not_read() -> None:
 
 def test_an_unread_acknowledgement_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer that sends and never reads: past the limit of unread acknowledgements it is refused."""
-    monkeypatch.setattr(tcp_receiver, "ACK_FRAMES_MAX", 1)
-    monkeypatch.setattr(tcp_receiver, "OUTBOX_BYTES_MAX", 1)
+    monkeypatch.setattr(tcp, "ACK_FRAMES_MAX", 1)
+    monkeypatch.setattr(tcp, "OUTBOX_BYTES_MAX", 1)
 
     async def test() -> None:
         async with receiving() as r, contextlib.AsyncExitStack() as stack:

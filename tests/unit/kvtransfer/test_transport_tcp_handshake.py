@@ -12,10 +12,9 @@ from baton.ids import Epoch
 from kvtransfer.transport import ConnectError
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import open_connection
-from kvtransfer.transports.limits import PortLimits
+from kvtransfer.transports.receiver_port import PortLimits
 from kvtransfer.transports.settings import TcpConfig
-from kvtransfer.transports.tcp import CODEC, TcpWelcome, connect_stream, hello_payload
-from kvtransfer.transports.tcp_writer import TcpWriterLink
+from kvtransfer.transports.tcp import CODEC, TcpWelcome, TcpWriterLink, connect_stream, hello_payload
 from tests.support.shm_harness import REGION_NBYTES, Recorder, pair_of, run
 from tests.support.tcp_harness import (
     EPOCH,

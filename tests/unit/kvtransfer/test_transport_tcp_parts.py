@@ -30,10 +30,10 @@ from kvtransfer.transports.tcp import (
     FRAME_SEGMENTS_MAX,
     MESSAGE_BYTES,
     TcpWelcome,
+    cut_frames,
     hello_payload,
     stream_of,
 )
-from kvtransfer.transports.tcp_writer import cut_frames
 from tests.support.shm_harness import pair_of
 
 RDMA, SHM, TCP = TransportName.RDMA, TransportName.SHM, TransportName.TCP

@@ -18,17 +18,22 @@ from hypothesis import strategies as st
 from baton.ids import GrantId
 from kvtransfer.transport import DataEndpoint, Seal, TransportName, WriteOps
 from kvtransfer.transports.control_channel import SealSent
-from kvtransfer.transports.limits import LINK_LIMITS
-from kvtransfer.transports.tcp import CODEC, FRAME_BYTES_MAX, MESSAGE_BYTES, SEGMENT_BYTES, Data, TcpWelcome
-from kvtransfer.transports.tcp_writer import (
+from kvtransfer.transports.tcp import (
     AT_ONCE_BYTES_MAX,
     AT_ONCE_OPS_MAX,
+    CODEC,
+    FRAME_BYTES_MAX,
+    MESSAGE_BYTES,
+    SEGMENT_BYTES,
     SHARED_BYTES_MIN,
     SHARES_OF_A_STREAM,
+    Data,
+    TcpWelcome,
     TcpWriterLink,
     ToSend,
     frame_starts,
 )
+from kvtransfer.transports.writer_link import LINK_LIMITS
 from tests.support.shm_harness import DEADLINE_S, Recorder, grant_of, ops_of
 from tests.support.tcp_harness import EPOCH, PAIR
 

@@ -12,8 +12,7 @@ import pytest
 from baton.ids import GrantId
 from kvtransfer.transport import DataEndpoint, TransportName
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports import tcp_writer
-from kvtransfer.transports.limits import LinkLimits
+from kvtransfer.transports import tcp
 from kvtransfer.transports.tcp import (
     CODEC,
     FRAME_BYTES_MAX,
@@ -22,8 +21,9 @@ from kvtransfer.transports.tcp import (
     SEGMENT_BYTES,
     Ack,
     TcpWelcome,
+    TcpWriterLink,
 )
-from kvtransfer.transports.tcp_writer import TcpWriterLink
+from kvtransfer.transports.writer_link import LinkLimits
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, ops_of, run
 from tests.support.shm_peer import source_bytes
 from tests.support.tcp_harness import EPOCH, GRANT, PAIR
@@ -129,7 +129,7 @@ def test_a_slow_network_is_no_reason_to_end_a_link(monkeypatch: pytest.MonkeyPat
         looks.append(len(looks))
         return min(looks[-1], 20)
 
-    monkeypatch.setattr(tcp_writer, "acknowledged_bytes", acknowledged)
+    monkeypatch.setattr(tcp, "acknowledged_bytes", acknowledged)
 
     async def test() -> None:
         events = Recorder()
@@ -148,7 +148,7 @@ def test_a_slow_network_is_no_reason_to_end_a_link(monkeypatch: pytest.MonkeyPat
 
 def test_an_abandoned_grant_is_looked_at_no_more_when_it_is_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
     """The acknowledgement comes before the limit: the link goes on, and carries another grant."""
-    monkeypatch.setattr(tcp_writer, "acknowledged_bytes", lambda _: 0)
+    monkeypatch.setattr(tcp, "acknowledged_bytes", lambda _: 0)
 
     async def test() -> None:
         events = Recorder()

@@ -21,13 +21,11 @@ from kvtransfer.link import host_identity
 from kvtransfer.region import Region
 from kvtransfer.transport import ConnectError, DataEndpoint, PairBeingFenced, Seal
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports import ucx_receiver, ucx_writer
+from kvtransfer.transports import ucx
 from kvtransfer.transports.control_channel import RefusalReason
-from kvtransfer.transports.limits import PortLimits
+from kvtransfer.transports.receiver_port import PortLimits
 from kvtransfer.transports.settings import UcxConfig
-from kvtransfer.transports.ucx import CODEC, UcxHello
-from kvtransfer.transports.ucx_receiver import UCX_PORT_LIMITS, UcxReceiverPort
-from kvtransfer.transports.ucx_writer import UCX_LINK_LIMITS, UcxWriterLink
+from kvtransfer.transports.ucx import CODEC, UCX_LINK_LIMITS, UCX_PORT_LIMITS, UcxHello, UcxReceiverPort, UcxWriterLink
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, ops_of, pair_of, run
 from tests.support.shm_peer import source_bytes
 from tests.support.ucx_double import AgentDouble, agents
@@ -327,7 +325,7 @@ def test_a_writer_elsewhere_vouches_for_a_link_that_failed_with_nothing_on_its_w
     """On transports whose fence is not proved its BYE is all the evidence that there will ever be. All that was posted
     has arrived, only a look at it fails: the BYE says so, and the pair lives on. With a write on its way it cannot: its
     connection stays, in sight, and the pair is fenced by nothing but the end of the receiver."""
-    monkeypatch.setattr(ucx_writer, "host_identity", lambda: ELSEWHERE)
+    monkeypatch.setattr(ucx, "host_identity", lambda: ELSEWHERE)
 
     async def case() -> None:
         async with receiving("all") as r:
@@ -415,7 +413,7 @@ def test_a_port_that_cannot_be_made_leaves_nothing_open(agents: Agents, monkeypa
     def fail() -> str:
         raise OSError("no /etc/machine-id")
 
-    monkeypatch.setattr(ucx_receiver, "host_identity", fail)
+    monkeypatch.setattr(ucx, "host_identity", fail)
 
     async def test() -> None:
         before = set(os.listdir("/proc/self/fd"))
