@@ -100,6 +100,10 @@ class UcxWelcome(wire.Packed):
     region_nbytes: int
     metadata: bytes
 
+    def __post_init__(self) -> None:
+        if not self.metadata:
+            raise wire.MalformedMessage("a WELCOME without metadata")
+
 
 CODEC: Final = wire.Codec(TransportName.UCX, payload_bytes_max=UcxWelcome.LAYOUT.size + METADATA_BYTES_MAX)
 
