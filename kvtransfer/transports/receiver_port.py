@@ -390,7 +390,7 @@ class BasePort(ABC, Generic[ConnectionT]):
                 if connection.sock is None:
                     return
         except wire.MalformedMessage as error:
-            self._handle(connection, wire.Refuse(reason=error.reason))
+            self._handle(connection, error)
 
     def _handle(self, connection: ConnectionT, event: wire.Event) -> None:
         """Carry out what follows from an event. One that refuses ends its instructions."""
@@ -398,7 +398,7 @@ class BasePort(ABC, Generic[ConnectionT]):
             for instruction in connection.channel.handle(event):
                 self._carry_out(connection, instruction)
         except Refusal as refusal:
-            self._handle(connection, wire.Refuse(reason=refusal.reason))
+            self._handle(connection, refusal)
 
     def _carry_out(self, connection: ConnectionT, instruction: wire.Instruction) -> None:
         match instruction:
@@ -561,7 +561,7 @@ class ListeningPort(BasePort[ConnectionT]):
         handshaking = sum(not c.channel.opened for c in self._connections.values())
         connection = self._connect(sock)
         if handshaking >= self._limits.handshakes_max:
-            self._handle(connection, wire.Refuse(reason=RefusalReason.HANDSHAKES_MAX))
+            self._handle(connection, Refusal(RefusalReason.HANDSHAKES_MAX))
             return
         try:
             wire.tune(sock)

@@ -93,7 +93,7 @@ from kvtransfer.transports.control_channel import (
 from kvtransfer.transports.post_queue import Batch, Completed, Part, PostQueue, Taken
 from kvtransfer.transports.receiver_port import Connection, Evidence, ListeningPort, PortLimits
 from kvtransfer.transports.settings import STREAMS_MAX, TcpConfig
-from kvtransfer.transports.writer_link import LINK_LIMITS, BaseWriterLink, LinkLimits, Mark
+from kvtransfer.transports.writer_link import LINK_LIMITS, BaseWriterLink, LinkLimits, LinkParts, Mark
 
 MESSAGE_BYTES: Final = 64
 SEGMENT_BYTES: Final = 16
@@ -105,8 +105,6 @@ CALL_SEGMENTS_MAX: Final = 1024
 """Of one system call in Python: IOV_MAX of Linux."""
 CALL_BYTES_MAX: Final = 1 << 20
 """Of one system call in Python, as of a native one: who wants the landing lock waits for one call."""
-_HELLO: Final = struct.Struct("<Q")
-_WELCOME: Final = struct.Struct("<QQQ")
 _I64_MAX: Final = (1 << 63) - 1
 _TCP_INFO_BYTES: Final = 256
 _BYTES_ACKED_AT: Final = 120
@@ -125,7 +123,7 @@ class Data(wire.Message):
     segments: int
     payload_nbytes: int
 
-    def body(self) -> bytes:
+    def encode(self) -> bytes:
         assert len(self.grant) == GRANT_BYTES, len(self.grant)
         return self.LAYOUT.pack(self.sequence, self.epoch, self.grant, self.segments, self.payload_nbytes)
 
@@ -146,7 +144,7 @@ class Ack(wire.Message):
     sequence: int
     landed: bool
 
-    def body(self) -> bytes:
+    def encode(self) -> bytes:
         return self.LAYOUT.pack(self.sequence, self.landed)
 
     @classmethod
@@ -154,50 +152,40 @@ class Ack(wire.Message):
         return cls(sequence=values[0], landed=bool(at_most(values[1], 1)))
 
 
-CODEC: Final = wire.Codec(TransportName.TCP, Data, Ack, payload_bytes_max=_WELCOME.size, message_bytes=MESSAGE_BYTES)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TcpHello(wire.Packed):
+    """`stream` is its number in the link, from 0."""
 
+    LAYOUT = struct.Struct("<Q")
+    stream: int
 
-def hello_payload(stream: int) -> bytes:
-    """What a HELLO of tcp carries: the number of its stream in the link, from 0."""
-    return _HELLO.pack(stream)
-
-
-def stream_of(payload: bytes) -> int:
-    """Raises MalformedMessage."""
-    if len(payload) != _HELLO.size:
-        raise MalformedMessage(f"a payload of {len(payload)} bytes in a HELLO")
-    return at_most(_HELLO.unpack(payload)[0], STREAMS_MAX - 1)
+    def __post_init__(self) -> None:
+        at_most(self.stream, STREAMS_MAX - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TcpWelcome:
+class TcpWelcome(wire.Packed):
     """What a frame may hold at most comes from the receiver's limits, perhaps of a version that takes more."""
 
+    LAYOUT = struct.Struct("<QQQ")
     region_nbytes: int
     frame_bytes_max: int
     frame_segments_max: int
+
+    def __post_init__(self) -> None:
+        at_most(self.region_nbytes, _I64_MAX)
+        if not min(self.frame_bytes_max, self.frame_segments_max):
+            raise MalformedMessage("a frame limit of 0")
 
     @property
     def limits_here(self) -> tuple[int, int]:
         """Bytes and segments of a frame: what the receiver takes, and no more than this version makes."""
         return min(self.frame_bytes_max, FRAME_BYTES_MAX), min(self.frame_segments_max, FRAME_SEGMENTS_MAX)
 
-    def encode(self) -> bytes:
-        return _WELCOME.pack(self.region_nbytes, self.frame_bytes_max, self.frame_segments_max)
 
-    @classmethod
-    def decode(cls, payload: bytes) -> TcpWelcome:
-        """Raises MalformedMessage."""
-        if len(payload) != _WELCOME.size:
-            raise MalformedMessage(f"a payload of {len(payload)} bytes in a WELCOME")
-        nbytes, frame_bytes_max, frame_segments_max = _WELCOME.unpack(payload)
-        if not min(frame_bytes_max, frame_segments_max):
-            raise MalformedMessage("a frame limit of 0")
-        return cls(
-            region_nbytes=at_most(nbytes, _I64_MAX),
-            frame_bytes_max=frame_bytes_max,
-            frame_segments_max=frame_segments_max,
-        )
+CODEC: Final = wire.Codec(
+    TransportName.TCP, Data, Ack, payload_bytes_max=TcpWelcome.LAYOUT.size, message_bytes=MESSAGE_BYTES
+)
 
 
 async def connect_stream(
@@ -853,7 +841,7 @@ class TcpReceiverPort(ListeningPort[TcpConnection]):
         return connection.stream is not None
 
     def _identify(self, connection: TcpConnection) -> None:
-        connection.index = stream_of(connection.hello.payload)
+        connection.index = TcpHello.decode(connection.hello.payload).stream
 
     def _prepare(self, connection: TcpConnection) -> None:
         region = self._region
@@ -1154,21 +1142,21 @@ class ToSend:
 
 
 async def connect_streams(
-    endpoint: DataEndpoint, pair: Pair, loop: asyncio.AbstractEventLoop, config: TcpConfig, limits: LinkLimits
+    parts: LinkParts, config: TcpConfig, limits: LinkLimits
 ) -> tuple[list[socket.socket], TcpWelcome]:
     """Connect every stream of a link and prove the pair's secret on each; the sockets are the caller's.
 
     Raises:
         ConnectError: refused, unreachable, not the receiver, or not done within `connect_ms_max`.
     """
-    link = int.from_bytes(os.urandom(8))
+    endpoint, link = parts.endpoint, int.from_bytes(os.urandom(8))
     socks: list[socket.socket] = []
     try:
         async with asyncio.timeout(limits.connect_ms_max / 1000):
             for index in range(config.streams):
-                own = hello_payload(index)
-                hello = wire.Hello(pair=pair, epoch=endpoint.epoch, link=link, payload=own)
-                sock, welcome = await connect_stream(endpoint, hello, loop)
+                own = TcpHello(stream=index).encode()
+                hello = wire.Hello(pair=parts.pair, epoch=endpoint.epoch, link=link, payload=own)
+                sock, welcome = await connect_stream(endpoint, hello, parts.loop)
                 socks.append(sock)
     except BaseException as error:
         for sock in socks:
@@ -1194,18 +1182,15 @@ class TcpWriterLink(BaseWriterLink):
 
     def __init__(
         self,
+        parts: LinkParts,
+        limits: LinkLimits,
         *,
         socks: list[socket.socket],
         welcome: TcpWelcome,
-        endpoint: DataEndpoint,
-        pair: Pair,
         source_region_U8: np.ndarray,
-        events: WriterEvents,
-        loop: asyncio.AbstractEventLoop,
-        limits: LinkLimits,
     ) -> None:
         """Takes ownership of the sockets; `_start` follows. Use `connect`."""
-        super().__init__(endpoint=endpoint, pair=pair, events=events, loop=loop, limits=limits)
+        super().__init__(parts, limits)
         self._source_U8: np.ndarray | None = source_region_U8
         self._streams = [_Stream(index=i, sock=sock) for i, sock in enumerate(socks)]
         bytes_max, segments_max = welcome.limits_here
@@ -1214,8 +1199,8 @@ class TcpWriterLink(BaseWriterLink):
             self,
             src_nbytes=len(source_region_U8),
             dst_nbytes=welcome.region_nbytes,
-            loop=loop,
-            completed=events.writes_completed,
+            loop=self._loop,
+            completed=self._events.writes_completed,
         )
         self._lock = self._queue.lock
         self._joined = False
@@ -1236,17 +1221,9 @@ class TcpWriterLink(BaseWriterLink):
         Raises:
             ConnectError: refused, unreachable, not the receiver, or not done within `connect_ms_max`.
         """
-        socks, welcome = await connect_streams(endpoint, pair, loop, config or TcpConfig(), limits)
-        made = cls(
-            socks=socks,
-            welcome=welcome,
-            endpoint=endpoint,
-            pair=pair,
-            source_region_U8=source_region_U8,
-            events=events,
-            loop=loop,
-            limits=limits,
-        )
+        parts = LinkParts(endpoint=endpoint, pair=pair, events=events, loop=loop)
+        socks, welcome = await connect_streams(parts, config or TcpConfig(), limits)
+        made = cls(parts, limits, socks=socks, welcome=welcome, source_region_U8=source_region_U8)
         await made._start()
         return made
 

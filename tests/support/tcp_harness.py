@@ -19,9 +19,9 @@ from kvtransfer.transports.tcp import (
     MESSAGE_BYTES,
     TCP_PORT_LIMITS,
     Data,
+    TcpHello,
     TcpReceiverPort,
     connect_stream,
-    hello_payload,
 )
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, pair_of
 
@@ -99,7 +99,7 @@ class Raw:
 
 @asynccontextmanager
 async def raw(r: Receiving, stream: int = 0, link: int = 1) -> AsyncIterator[Raw]:
-    hello = wire.Hello(pair=PAIR, epoch=EPOCH, link=link, payload=hello_payload(stream))
+    hello = wire.Hello(pair=PAIR, epoch=EPOCH, link=link, payload=TcpHello(stream=stream).encode())
     loop = asyncio.get_running_loop()
     sock, _ = await connect_stream(r.endpoint, hello, loop)
     sock.setblocking(False)
