@@ -25,9 +25,9 @@ from baton.tasks import call_loop
 from kvtransfer.device.driver import POLL_INTERVAL_S, DeviceEvent
 from kvtransfer.device.staging import StagedRegion, StagingFull, StagingShare, places
 from kvtransfer.transport import ConnectError, DataEndpoint, DeviceError, Seal, WriteOps, WriterEvents
-from kvtransfer.transports.post_queue import Batch, Completed, Part, PostQueue, Taken, TooManyAbandonedGrants
+from kvtransfer.transports.post_queue import Batch, Completed, Part, PostQueue, Taken
 from kvtransfer.transports.settings import TcpConfig
-from kvtransfer.transports.tcp import Frame, TcpWelcome, TcpWriterLink, connect_streams, cut_frames, leave_stream
+from kvtransfer.transports.tcp import Frame, TcpWelcome, TcpWriterLink, connect_streams, cut_frames, leave_streams
 from kvtransfer.transports.writer_link import LINK_LIMITS, LinkLimits, LinkParts
 
 
@@ -247,8 +247,7 @@ class StagedTcpLink(TcpWriterLink):
             try:
                 made = cls(parts, limits, socks=socks, welcome=welcome, source=source, share=share)
             except RuntimeError as error:
-                for sock in socks:
-                    leave_stream(sock, endpoint.epoch)
+                leave_streams(socks, endpoint.epoch)
                 raise ConnectError(f"{endpoint.address}: no thread to copy with: {error}") from error
         except BaseException:
             share.give_back()
@@ -273,8 +272,7 @@ class StagedTcpLink(TcpWriterLink):
 
     def abandon(self, grant: GrantId) -> None:
         """See `WriterLink.abandon`. What is being copied into pinned memory completes when that is over."""
-        with contextlib.suppress(TooManyAbandonedGrants):  # it ends the link, whose own queue counts the same grants
-            self._stager.queue.abandon(grant)
+        self._stager.queue.abandon(grant)  # too many end the link: its own queue counts the same grants
         super().abandon(grant)
 
     def forget(self, grant: GrantId) -> None:
