@@ -27,7 +27,6 @@ import asyncio
 import contextlib
 import fcntl
 import hmac
-import itertools
 import mmap
 import os
 import secrets
@@ -411,57 +410,20 @@ class ShmLinkLimits(LinkLimits):
 SHM_LINK_LIMITS: Final = ShmLinkLimits()
 
 
-def chunk_borders(nbytes_B: np.ndarray, threads: int, limits: ShmLinkLimits) -> list[int]:
-    """Where to cut a batch: chunk i is the ops from border i up to border i + 1. Always at least one chunk.
-
-    A chunk ends with the op that fills it, so it may be larger than `copy_chunk_bytes_max` by less than one op.
-    """
-    count, total_bytes = len(nbytes_B), int(nbytes_B.sum())
-    ends = _byte_borders(total_bytes, threads, limits.copy_chunk_bytes_max)
-    if not ends and count <= limits.copy_chunk_ops_max:
-        return [0, count]
-    by_bytes = np.searchsorted(np.cumsum(nbytes_B), np.array(ends, np.int64)) + 1
-    by_ops = np.arange(0, count, limits.copy_chunk_ops_max)
-    borders: list[int] = np.unique(np.concatenate(([0, count], by_bytes, by_ops))).tolist()
-    return borders
-
-
-def _byte_borders(total_bytes: int, threads: int, chunk_bytes_max: int) -> list[int]:
-    """Where chunks would end, but for the last, if ops could be cut. A small batch is cut into equal shares for the
+def cut_chunks(ops: WriteOps, threads: int, limits: ShmLinkLimits) -> Iterator[OpsPart]:
+    """A batch in chunks, each of which ends with the op that fills it. A small batch is cut into equal shares for the
     threads; a large one, again and again, into a thread's share of what is left."""
-    if total_bytes <= threads * LAST_CHUNK_BYTES:
-        chunk_bytes = min(max(CHUNK_BYTES_MIN, -(-total_bytes // threads)), chunk_bytes_max)
-        return list(range(chunk_bytes, total_bytes, chunk_bytes))
-    ends: list[int] = []
-    end = 0
-    while True:
-        share_bytes = max(LAST_CHUNK_BYTES, -(-(total_bytes - end) // threads))
-        end += min(share_bytes, chunk_bytes_max)
-        if end >= total_bytes:
-            return ends
-        ends.append(end)
-
-
-def cut_chunks(ops: WriteOps, threads: int, limits: ShmLinkLimits) -> list[OpsPart]:
-    """All copies of a batch, in chunks: see `chunk_borders`."""
     ops = contiguous(ops)
-    borders = chunk_borders(ops.nbytes, threads, limits)
-    if len(borders) == 2:
-        return [OpsPart(ops=ops, nbytes=ops.total_bytes)]
-    chunks = []
-    for start, end in itertools.pairwise(borders):
+    left_bytes, start = ops.total_bytes, 0
+    bytes_min = min(max(CHUNK_BYTES_MIN, -(-left_bytes // threads)), LAST_CHUNK_BYTES)
+    while start < len(ops.src):
+        full_bytes = min(max(bytes_min, -(-left_bytes // threads)), limits.copy_chunk_bytes_max)
+        ends_B = np.cumsum(ops.nbytes[start : start + limits.copy_chunk_ops_max])
+        count = min(int(np.searchsorted(ends_B, full_bytes)) + 1, len(ends_B))
+        end, nbytes = start + count, int(ends_B[count - 1])
         chunk = WriteOps(src=ops.src[start:end], dst=ops.dst[start:end], nbytes=ops.nbytes[start:end])
-        chunks.append(OpsPart(ops=chunk, nbytes=chunk.total_bytes))
-    return chunks
-
-
-def _step(work: Iterator[object]) -> bool:
-    """False: that was the last."""
-    try:
-        next(work)
-    except (StopIteration, OSError):
-        return False
-    return True
+        yield OpsPart(ops=chunk, nbytes=nbytes)
+        start, left_bytes = end, left_bytes - nbytes
 
 
 class CopyLanes:
@@ -483,15 +445,15 @@ class CopyLanes:
         limits: ShmLinkLimits,
         turns: AbstractContextManager[object],
         name: str,
-        idle_work: Iterator[object] | None = None,
+        idle_work: Iterator[int] | None = None,
     ) -> None:
         """Starts the threads, all or none. Each chunk is copied within `turns`, a semaphore that bounds the copying
-        threads of a process. While there is nothing to copy, the threads do steps of `idle_work`; its OSError ends it.
+        threads of a process. While there is nothing to copy, the threads do steps of `idle_work`.
 
         Raises RuntimeError: a thread cannot be started.
         """
         self.queue: PostQueue[OpsPart, None] = PostQueue(
-            lambda ops: cut_chunks(ops, threads, limits),
+            lambda ops: list(cut_chunks(ops, threads, limits)),
             self,
             src_nbytes=len(src_U8),
             dst_nbytes=len(dst_U8),
@@ -503,7 +465,7 @@ class CopyLanes:
         self._dst_U8: np.ndarray | None = dst_U8
         self._src_U8: np.ndarray | None = src_U8
         self._turns = turns
-        self._idle_work: Iterator[object] | None = idle_work
+        self._idle_work: Iterator[int] | None = idle_work
         self._threads_left = threads
         self._threads = [
             threading.Thread(target=self._run, args=(i,), name=f"{name}-{i}", daemon=True) for i in range(threads)
@@ -554,7 +516,7 @@ class CopyLanes:
                     continue
                 lock.release()
                 try:
-                    more = _step(work)
+                    more = next(work, None) is not None
                 finally:
                     lock.acquire()
                 self._idle_work = work if more else None
@@ -732,10 +694,11 @@ class ShmWriterLink(ChannelLink):
             "bye_sent": self._bye_sent,
         }
 
-    def _enter_pages(self, mapping: mmap.mmap) -> Iterator[object]:
+    def _enter_pages(self, mapping: mmap.mmap) -> Iterator[int]:
         """The receiver's pages exist, but each would still cost a fault at its first copy. On a copying thread."""
-        for self._pages_ready_bytes in populate(mapping, in_use=True):
-            yield None
+        with contextlib.suppress(OSError):
+            for self._pages_ready_bytes in populate(mapping, in_use=True):
+                yield self._pages_ready_bytes
 
     def _send_seal(self, seal: Seal) -> None:
         self._queue.lanes_to_seal(seal.grant)
