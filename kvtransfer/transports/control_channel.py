@@ -535,14 +535,8 @@ class Prepared:
     probes: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refuse:
-    """The port refuses what has come."""
-
-    reason: RefusalReason
-
-
-Event = Message | Prepared | Refuse | Signal
+Event = Message | Prepared | Refusal | Signal
+"""A `Refusal`: the port refuses what has come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -586,7 +580,7 @@ Instructions = list[Instruction]
 class ReceiverChannel:
     """The receiver's end of one writer's channel, from HELLO to BYE. It has no I/O.
 
-    Instructions are carried out in order. If one refuses, the event `Refuse` follows in place of the rest.
+    Instructions are carried out in order. If one refuses, its `Refusal` follows as an event in place of the rest.
     """
 
     def __init__(self, codec: Codec, *, secret_of: Callable[[Pair, Epoch], bytes], surplus: bool = False) -> None:
@@ -607,12 +601,12 @@ class ReceiverChannel:
         return self.state in _MAY_WRITE
 
     def handle(self, event: Event) -> Instructions:
-        """Raises Refusal: no secret holds for the pair any more. `Refuse` follows."""
+        """Raises Refusal: no secret holds for the pair any more. It follows as an event."""
         match self.state, event:
             case ChannelState.ENDED, _:
                 return []
-            case _, Refuse(reason=reason):
-                return self._reject(reason)
+            case _, Refusal() as refusal:
+                return self._reject(refusal.reason)
             case _, Signal.EOF:
                 return self._close(Do.LOSE) if self.may_write else self._end()
             case ChannelState.PROBING, Signal.DEADLINE:

@@ -935,7 +935,7 @@ class RdmaReceiverPort(ListeningPort[RdmaConnection]):
             try:
                 self._flush("a grant is over, and the device's memory cannot be flushed", connection)
             except Refusal as refusal:
-                self._handle(connection, wire.Refuse(reason=refusal.reason))
+                self._handle(connection, refusal)
                 flushed = False
         if not flushed and pair is not None:
             self._unsealed[grant] = pair
@@ -1067,7 +1067,7 @@ class RdmaReceiverPort(ListeningPort[RdmaConnection]):
         except QueuePairFailed as error:
             self._fail(connection, str(error))
         except Refusal as refusal:
-            self._handle(connection, wire.Refuse(reason=refusal.reason))
+            self._handle(connection, refusal)
 
     def _probe_came(self, connection: RdmaConnection, ends: LinkEnds, qp: int, number: int) -> None:
         """The first immediate on a queue pair is its index. The last of them makes the link."""

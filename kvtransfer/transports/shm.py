@@ -288,9 +288,9 @@ class ShmReceiverPort(BasePort[ShmConnection]):
         connection = self._connect(sock, surplus=surplus >= 0)
         connection.pid, connection.region_fd = pid, self._region.fd
         if uid != os.geteuid():
-            self._handle(connection, wire.Refuse(reason=RefusalReason.USER))
+            self._handle(connection, Refusal(RefusalReason.USER))
         elif surplus >= LATE_BYES_MAX:
-            self._handle(connection, wire.Refuse(reason=RefusalReason.CONNECTIONS_MAX))
+            self._handle(connection, Refusal(RefusalReason.CONNECTIONS_MAX))
 
     def _read(self, connection: ShmConnection) -> None:
         for _ in range(MESSAGES_PER_WAKE_MAX):
@@ -312,7 +312,7 @@ class ShmReceiverPort(BasePort[ShmConnection]):
         except OSError:
             packet, flags = b"", 0
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            self._handle(connection, wire.Refuse(reason=RefusalReason.MALFORMED))
+            self._handle(connection, Refusal(RefusalReason.MALFORMED))
             return True
         self._take_in(connection, packet)
         return bool(packet)

@@ -25,7 +25,7 @@ from baton.tasks import call_loop
 from kvtransfer.device.driver import POLL_INTERVAL_S, DeviceEvent
 from kvtransfer.device.staging import StagedRegion, StagingFull, StagingShare, places
 from kvtransfer.transport import ConnectError, DataEndpoint, DeviceError, Seal, WriteOps, WriterEvents
-from kvtransfer.transports.post_queue import Batch, Completed, Part, PostQueue, Taken, TooManyAbandonedGrants
+from kvtransfer.transports.post_queue import Batch, Completed, Part, PostQueue, Taken
 from kvtransfer.transports.settings import TcpConfig
 from kvtransfer.transports.tcp import Frame, TcpWelcome, TcpWriterLink, connect_streams, cut_frames, leave_stream
 from kvtransfer.transports.writer_link import LINK_LIMITS, LinkLimits, LinkParts
@@ -273,8 +273,7 @@ class StagedTcpLink(TcpWriterLink):
 
     def abandon(self, grant: GrantId) -> None:
         """See `WriterLink.abandon`. What is being copied into pinned memory completes when that is over."""
-        with contextlib.suppress(TooManyAbandonedGrants):  # it ends the link, whose own queue counts the same grants
-            self._stager.queue.abandon(grant)
+        self._stager.queue.abandon(grant)  # too many end the link: its own queue counts the same grants
         super().abandon(grant)
 
     def forget(self, grant: GrantId) -> None:

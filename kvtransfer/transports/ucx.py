@@ -434,7 +434,7 @@ class UcxReceiverPort(ListeningPort[UcxConnection]):
             if connection.sock is None:
                 self._drop(connection)
             else:
-                self._handle(connection, wire.Refuse(reason=RefusalReason.UCX))
+                self._handle(connection, Refusal(RefusalReason.UCX))
             return
         connection.agent, connection.work = agent, None
         if connection.sock is None or self._closed:
@@ -491,10 +491,10 @@ class UcxReceiverPort(ListeningPort[UcxConnection]):
             for number in connection.agent.notified():
                 self._report(connection, connection.seals.number_came(number))
         except Refusal as refusal:
-            self._handle(connection, wire.Refuse(reason=refusal.reason))
+            self._handle(connection, refusal)
         except UcxFailed as error:
             log.warning("ucx link ended", reason=str(error))
-            self._handle(connection, wire.Refuse(reason=RefusalReason.UCX))
+            self._handle(connection, Refusal(RefusalReason.UCX))
         wanted = connection.seals.waiting and connection.sock is not None
         if wanted and connection.evidence is None and connection.poll_timer is None:
             connection.poll_timer = self._loop.call_later(SEAL_POLL_US / 1e6, self._take_notifications, connection)

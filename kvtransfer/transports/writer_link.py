@@ -26,7 +26,7 @@ from kvtransfer.native.copy import contiguous
 from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName, WriteOps, WriterEvents
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import Message, Sealed, SealSent, WriterChannel, close_politely
-from kvtransfer.transports.post_queue import Batch, Completed, OpsPart, PostQueue, Taken, TooManyAbandonedGrants
+from kvtransfer.transports.post_queue import Batch, Completed, OpsPart, PostQueue, Taken
 
 Mark = object
 """Of how far a link has come: an equal one means that nothing has moved since."""
@@ -129,10 +129,8 @@ class BaseWriterLink(ABC):
     def abandon(self, grant: GrantId) -> None:
         """See `WriterLink.abandon`. Remembered until `forget(grant)` or the end of the link. What is on its way may
         arrive; where nothing moves for `drain_ms_max` the link ends."""
-        try:
-            self._queue.abandon(grant)
-        except TooManyAbandonedGrants as error:
-            self._end(str(error))
+        if not self._queue.abandon(grant):
+            self._end("too many abandoned grants are remembered, none may be forgotten")
             return
         if not self._ending and grant not in self._drain_timers:
             self._look_later(grant, self._mark(grant))
