@@ -226,23 +226,7 @@ MESSAGES_PER_WAKE_MAX = 64
 SHM_PORT_LIMITS: Final = PortLimits(handshake_ms_max=2000)
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class ShmConnection(Connection):
-    pid: int = 0
-    region_fd: int = -1
-    pidfd: int | None = None
-
-    def send(self, message: wire.Message) -> None:
-        """Best effort: what is lost costs time, never safety. The region's descriptor goes with the WELCOME: a writer
-        that is gone shows as EOF, and one that waits in vain sends BYE at its deadline."""
-        if self.sock is None or not isinstance(message, wire.Welcome):
-            Connection.send(self, message)
-            return
-        with contextlib.suppress(OSError):
-            socket.send_fds(self.sock, [self.codec.encode(message)], [self.region_fd])
-
-
-class ShmReceiverPort(BasePort[ShmConnection]):
+class ShmReceiverPort(BasePort[Connection]):
     """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`).
 
     Listens in the abstract socket namespace: a killed process leaves no file behind, and no directory is needed. Such a
@@ -266,7 +250,7 @@ class ShmReceiverPort(BasePort[ShmConnection]):
         except BaseException:
             listener.close()
             raise
-        super().__init__(ShmConnection, listener=listener, address=address, events=events, limits=limits)
+        super().__init__(Connection, listener=listener, address=address, events=events, limits=limits)
         self._region = region
 
     def describe(self) -> dict[str, object]:
@@ -276,28 +260,25 @@ class ShmReceiverPort(BasePort[ShmConnection]):
             **super().describe(),
             "region_bytes": self._region.nbytes,
             "region_huge_bytes": self._region.huge_bytes,
-            "connections_unproved": sum(c.channel.may_write and c.sock is None for c in connections),
+            "connections_unproved": sum(c.channel.opened and c.sock is None for c in connections),
             **{name: self._counts[name] for name in ("seals", "seals_refused")},
         }
 
     # What comes.
 
     def _admit(self, sock: socket.socket) -> None:
-        pid, uid = peer_credentials(sock)
+        _, uid = peer_credentials(sock)
         surplus = len(self._connections) - self._limits.connections_max
         connection = self._connect(sock, surplus=surplus >= 0)
-        connection.pid, connection.region_fd = pid, self._region.fd
         if uid != os.geteuid():
             self._handle(connection, Refusal(RefusalReason.USER))
         elif surplus >= LATE_BYES_MAX:
             self._handle(connection, Refusal(RefusalReason.CONNECTIONS_MAX))
 
-    def _read(self, connection: ShmConnection) -> None:
-        for _ in range(MESSAGES_PER_WAKE_MAX):
-            if not self._read_one(connection):
-                return
+    def _read(self, connection: Connection) -> bool:
+        return all(self._read_one(connection) for _ in range(MESSAGES_PER_WAKE_MAX))
 
-    def _read_one(self, connection: ShmConnection) -> bool:
+    def _read_one(self, connection: Connection) -> bool:
         """Handle one packet; False when there is none, or the socket is closed."""
         if connection.sock is None:
             return False
@@ -317,27 +298,26 @@ class ShmReceiverPort(BasePort[ShmConnection]):
         self._take_in(connection, packet)
         return bool(packet)
 
-    def _is_writing(self, connection: ShmConnection) -> bool:
-        return connection.channel.may_write and connection.sock is not None
-
-    def _identify(self, connection: ShmConnection) -> None:
-        # The pid is that of the process that connected. Had it died before pidfd_open, another process could have the
-        # pid by now. The answer to a nonce that is sent after pidfd_open shows that it was alive then, so the pidfd is
-        # its own. Pid 0: the peer lives in another PID namespace.
-        with contextlib.suppress(OSError):
-            connection.pidfd = os.pidfd_open(connection.pid) if connection.pid > 0 else None
+    def _identify(self, connection: Connection) -> None:
+        assert connection.sock is not None
+        pid, _ = peer_credentials(connection.sock)
+        connection.identify(pid)
         if connection.pidfd is None:
             raise Refusal(RefusalReason.NO_PIDFD)
 
-    def _prepare(self, connection: ShmConnection) -> None:
+    def _prepare(self, connection: Connection) -> None:
         self._handle(connection, wire.Prepared(payload=ShmWelcome(region_nbytes=self._region.nbytes).encode()))
 
-    def _opened(self, connection: ShmConnection) -> None:
-        """Before the descriptor leaves: whatever sending reports, the writer may have it from here on."""
-        assert connection.pidfd is not None
-        self._loop.add_reader(connection.pidfd, self._writer_died, connection)
+    def _carry_out(self, connection: Connection, instruction: wire.Instruction) -> None:
+        """The region's descriptor goes with the WELCOME. Best effort: a writer that is gone shows as EOF, and one that
+        waits in vain sends BYE at its deadline."""
+        if connection.sock is None or not isinstance(instruction, wire.Welcome):
+            super()._carry_out(connection, instruction)
+            return
+        with contextlib.suppress(OSError):
+            socket.send_fds(connection.sock, [self.codec.encode(instruction)], [self._region.fd])
 
-    def _deliver(self, connection: ShmConnection, message: wire.SealSent | wire.LateBye) -> None:
+    def _deliver(self, connection: Connection, message: wire.SealSent | wire.LateBye) -> None:
         if isinstance(message, wire.LateBye):
             self._late_bye(message.nonce)
         elif message.seal.epoch != connection.epoch:
@@ -350,46 +330,23 @@ class ShmReceiverPort(BasePort[ShmConnection]):
         """About a connection that broke before its BYE. Only its writer knows the nonce."""
         for connection in list(self._connections.values()):
             if connection.channel.nonce and hmac.compare_digest(connection.channel.nonce, nonce):
-                if connection.channel.may_write:
-                    self._prove(connection, Evidence.ACKNOWLEDGED)
+                if connection.channel.opened:
+                    self._stopped_writing(connection, Evidence.ACKNOWLEDGED)
                 else:
                     self._handle(connection, Signal.EOF)
 
-    def _writer_died(self, connection: ShmConnection) -> None:
-        # What the dead writer had still sent is delivered first, its seals and perhaps its BYE; it can add nothing.
-        while self._read_one(connection):
-            pass
-        if connection.number not in self._connections:
-            return
-        self._prove(connection, Evidence.DEAD)
-        self._fence_own(connection)
-
     # Ends.
 
-    def _left(self, connection: ShmConnection, *, drained: bool) -> None:
+    def _left(self, connection: Connection, *, drained: bool) -> None:
         del drained  # it has unmapped the region
-        self._prove(connection, Evidence.ACKNOWLEDGED)
+        self._stopped_writing(connection, Evidence.ACKNOWLEDGED)
 
-    def _lost(self, connection: ShmConnection) -> None:
+    def _lost(self, connection: Connection) -> None:
         """It stays, watched through its pidfd."""
         connection.close_sock(self._loop)
 
-    def _broken(self, connection: ShmConnection, reason: RefusalReason) -> None:
+    def _broken(self, connection: Connection, reason: RefusalReason) -> None:
         """It can still send BYE."""
-
-    def _prove(self, connection: ShmConnection, evidence: Evidence) -> None:
-        """The one place where a connection stops counting as a writer."""
-        assert connection.channel.may_write
-        self._proved(connection, evidence, connection.pid)
-        self._drop(connection)
-
-    def _drop(self, connection: ShmConnection) -> None:
-        connection.close_sock(self._loop)
-        if connection.pidfd is not None:
-            self._loop.remove_reader(connection.pidfd)
-            os.close(connection.pidfd)
-            connection.pidfd = None
-        self._connections.pop(connection.number, None)
 
 
 CHUNK_BYTES_MIN = 1 << 18
