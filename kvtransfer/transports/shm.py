@@ -33,19 +33,19 @@ import secrets
 import socket
 import struct
 import threading
-import traceback
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import length_hint
-from typing import Any, ClassVar, Final, Protocol, Self
+from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 
 from baton.ids import Pair
 from baton.tasks import call_loop
 from kvtransfer.device.region import DeviceRegion
-from kvtransfer.native.copy import contiguous, copies_by, copy_checked
+from kvtransfer.native.copy import contiguous, copy_checked
 from kvtransfer.region import Region, populate
 from kvtransfer.transport import ConnectError, DataEndpoint, ReceiverEvents, Seal, TransportName, WriteOps, WriterEvents
 from kvtransfer.transports import control_channel as wire
@@ -114,14 +114,8 @@ async def connect_socket(sock: socket.socket, endpoint: DataEndpoint) -> None:
         raise ConnectError(f"{endpoint.address}: the listener runs as user {uid}, we as {os.geteuid()}")
 
 
-class OpenRegion(Protocol):
-    """A receiver's region, open in this process."""
-
-    def close(self) -> None: ...
-
-
 def map_region(fd: int, nbytes: int, address: str) -> mmap.mmap:
-    """An `OpenByDescriptor`."""
+    """Map the region behind a descriptor, which stays the caller's. Raises ConnectError, OSError."""
     status = os.fstat(fd)
     whole_blocks = -(-nbytes // status.st_blksize) * status.st_blksize  # huge pages are never cut
     if not nbytes or status.st_size not in (nbytes, whole_blocks):
@@ -137,32 +131,11 @@ def map_region(fd: int, nbytes: int, address: str) -> mmap.mmap:
     return mapping
 
 
-OpenByDescriptor = Callable[[int, int, str], OpenRegion]
-"""From (descriptor, bytes of the region, address for people). The caller closes the descriptor. Raises ConnectError,
-OSError."""
-
-
 class ShmChannel(WriterChannel):
-    """The handshake on a Unix socket, up to the opened region."""
+    """On a Unix socket."""
 
-    _fd: int | None = None
+    fd: int | None = None
     """It came with the last packet."""
-
-    async def connect(
-        self, endpoint: DataEndpoint, pair: Pair, open_region: OpenByDescriptor
-    ) -> tuple[OpenRegion, int]:
-        """The opened region, the caller's, and how many bytes from its start on are the receiver's blocks.
-
-        Raises ConnectError, OSError, MalformedMessage.
-        """
-        try:
-            hello = wire.Hello(pair=pair, epoch=endpoint.epoch)
-            region_nbytes = ShmWelcome.decode((await self.shake_hands(endpoint.secret, hello)).payload).region_nbytes
-            if self._fd is None:
-                raise ConnectError(f"{endpoint.address}: the receiver sent no file descriptor")
-            return open_region(self._fd, region_nbytes, endpoint.address), region_nbytes
-        finally:
-            self._close_fd()
 
     async def send(self, message: wire.Message) -> None:
         self.sock.send(self.codec.encode(message))
@@ -177,16 +150,16 @@ class ShmChannel(WriterChannel):
         packet, ancillary, _, _ = self.sock.recvmsg(
             MESSAGE_BYTES_MAX + 1, socket.CMSG_LEN(struct.calcsize("i")), socket.MSG_CMSG_CLOEXEC
         )
-        self._close_fd()
+        self.close_fd()
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                self._fd = array.array("i", data)[0]
+                self.fd = array.array("i", data)[0]
         return packet
 
-    def _close_fd(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+    def close_fd(self) -> None:
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
 
 
 def give_up(channel: ShmChannel, endpoint: DataEndpoint) -> None:
@@ -383,62 +356,60 @@ def cut_chunks(ops: WriteOps, threads: int, limits: ShmLinkLimits) -> Iterator[O
         start, left_bytes = end, left_bytes - nbytes
 
 
-class CopyLanes:
-    """Threads that copy from one mapped region into another, and the queue of what they copy.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyParts:
+    """Two open regions, and whom a link's lanes report to."""
 
-    After a stop or a failed copy, when no thread will touch the regions again, `drained` is called on the loop's
-    thread, once, after the last completion. If the loop is closed by then, neither is called.
+    dst: Any
+    src: Any
+    dst_nbytes: int
+    src_nbytes: int
+    loop: asyncio.AbstractEventLoop
+    completed: Completed
+    drained: Callable[[], None]
+    """See `CopyingLanes`."""
+    name: str
+    """Of the threads."""
+
+
+class CopyingLanes(ABC):
+    """Threads that have one open region copied into another, and the queue of what they copy.
+
+    After a stop or a failed copy, when nothing will touch the regions again, `drained` is called on the loop's thread,
+    once, after the last completion. If the loop is closed by then, neither is called.
     """
 
-    def __init__(
-        self,
-        *,
-        dst_U8: np.ndarray,
-        src_U8: np.ndarray,
-        loop: asyncio.AbstractEventLoop,
-        completed: Completed,
-        drained: Callable[[], None],
-        threads: int,
-        limits: ShmLinkLimits,
-        turns: AbstractContextManager[object],
-        name: str,
-        idle_work: Iterator[int] | None = None,
-    ) -> None:
-        """Starts the threads, all or none. Each chunk is copied within `turns`, a semaphore that bounds the copying
-        threads of a process. While there is nothing to copy, the threads do steps of `idle_work`.
-
-        Raises RuntimeError: a thread cannot be started.
-        """
-        self.queue: PostQueue[OpsPart, None] = PostQueue(
-            lambda ops: list(cut_chunks(ops, threads, limits)),
+    def __init__(self, parts: CopyParts, cut: Callable[[WriteOps], Iterable[Any]], *, threads: int = 1) -> None:
+        """Nothing is copied before `start`."""
+        self.queue: PostQueue[Any, None] = PostQueue(
+            cut,
             self,
-            src_nbytes=len(src_U8),
-            dst_nbytes=len(dst_U8),
-            loop=loop,
-            completed=completed,
+            src_nbytes=parts.src_nbytes,
+            dst_nbytes=parts.dst_nbytes,
+            loop=parts.loop,
+            completed=parts.completed,
         )
-        self._loop = loop
-        self._drained = drained
-        self._dst_U8: np.ndarray | None = dst_U8
-        self._src_U8: np.ndarray | None = src_U8
-        self._turns = turns
-        self._idle_work: Iterator[int] | None = idle_work
+        self._dst, self._src = parts.dst, parts.src
+        self._loop, self._drained = parts.loop, parts.drained
         self._threads_left = threads
         self._threads = [
-            threading.Thread(target=self._run, args=(i,), name=f"{name}-{i}", daemon=True) for i in range(threads)
+            threading.Thread(target=self._run, args=(i,), name=f"{parts.name}-{i}", daemon=True) for i in range(threads)
         ]
+
+    def start(self) -> None:
+        """Raises RuntimeError: a thread cannot be started. Then all is stopped, up to `drained`."""
         for i, thread in enumerate(self._threads):
             try:
                 thread.start()
             except RuntimeError:
-                self._threads = self._threads[:i]
-                self.queue.stop()
-                self.join()
+                for _ in self._threads[i:]:
+                    self._leave()
+                del self._threads[i:]
                 raise
 
-    def offer(self, batch: Batch[OpsPart]) -> None:
-        """See `Lanes.offer`: wakes as many threads as it has chunks."""
-        self.queue.lock.notify(max(1, length_hint(batch.parts)))
+    @abstractmethod
+    def offer(self, batch: Batch[Any]) -> None:
+        """See `Lanes.offer`."""
 
     def stop(self) -> None:
         """See `Lanes.stop`."""
@@ -449,18 +420,59 @@ class CopyLanes:
         assert self.queue.stopped
         for thread in self._threads:
             thread.join()
-        self._dst_U8 = self._src_U8 = self._idle_work = None
+        self._dst = self._src = None
 
-    # Copying threads.
+    @abstractmethod
+    def _carry_all(self, lane: int) -> None:
+        """On each thread: copy until the queue is stopped."""
 
     def _run(self, lane: int) -> None:
         try:
-            while self._wait():
-                with self._turns:
-                    self._copy_next(lane)
+            self._carry_all(lane)
         finally:
             # Also on an unforeseen error: the error goes to threading.excepthook, and nobody waits for ever.
             self._leave()
+
+    def _leave(self) -> None:
+        self.queue.stop()
+        with self.queue.lock:
+            self._threads_left -= 1
+            if self._threads_left == 0:
+                call_loop(self._loop, self._drained)
+
+
+class CopyLanes(CopyingLanes):
+    """Threads that copy from one mapped region into another."""
+
+    def __init__(
+        self,
+        parts: CopyParts,
+        *,
+        threads: int,
+        limits: ShmLinkLimits,
+        turns: AbstractContextManager[object],
+        idle_work: Iterator[int] | None = None,
+    ) -> None:
+        """The regions are uint8 arrays. Each chunk is copied within `turns`, a semaphore that bounds the copying
+        threads of a process. While there is nothing to copy, the threads do steps of `idle_work`."""
+        super().__init__(parts, lambda ops: list(cut_chunks(ops, threads, limits)), threads=threads)
+        self._turns = turns
+        self._idle_work: Iterator[int] | None = idle_work
+
+    def offer(self, batch: Batch[OpsPart]) -> None:
+        """See `Lanes.offer`: wakes as many threads as it has chunks."""
+        self.queue.lock.notify(max(1, length_hint(batch.parts)))
+
+    def join(self) -> None:
+        super().join()
+        self._idle_work = None
+
+    # Copying threads.
+
+    def _carry_all(self, lane: int) -> None:
+        while self._wait():
+            with self._turns:
+                self._copy_next(lane)
 
     def _wait(self) -> bool:
         """Until there is a chunk to copy; False: stopped."""
@@ -489,35 +501,15 @@ class CopyLanes:
                 self.queue.lock.notify()
         copied = False
         try:
-            assert self._dst_U8 is not None
-            assert self._src_U8 is not None
-            copy_checked(self._dst_U8, self._src_U8, taken.part.ops)
+            copy_checked(self._dst, self._src, taken.part.ops)
             copied = True
         finally:
             self.queue.finished(taken, copied=copied)
-
-    def _leave(self) -> None:
-        self.queue.stop()
-        with self.queue.lock:
-            self._threads_left -= 1
-            if self._threads_left == 0:
-                call_loop(self._loop, self._drained)
 
 
 def copy_turns(config: ShmConfig) -> threading.Semaphore:
     """Bounds the copying threads of all links of a process: made once, passed to each `connect`."""
     return threading.Semaphore(config.copy_threads)
-
-
-class CopyingLanes(Protocol):
-    """What copies into the opened region: threads, or a device (cuda_ipc)."""
-
-    @property
-    def queue(self) -> PostQueue[Any, None]: ...
-
-    def join(self) -> None:
-        """Release both regions. Called after `drained`: nothing touches them any more."""
-        ...
 
 
 class ShmWriterLink(ChannelLink):
@@ -531,58 +523,56 @@ class ShmWriterLink(ChannelLink):
 
     transport: ClassVar[TransportName] = TransportName.SHM
     codec: ClassVar[wire.Codec] = CODEC
-    _queue: PostQueue[Any, None]
+    _limits: ShmLinkLimits
 
     def __init__(
         self,
         channel: ShmChannel,
-        mapping: OpenRegion,
+        parts: LinkParts,
+        limits: ShmLinkLimits,
+        *,
+        mapping: Any,
         region_nbytes: int,
         source: Any,
-        parts: LinkParts,
-        *,
         config: ShmConfig,
-        limits: ShmLinkLimits,
         turns: AbstractContextManager[object],
     ) -> None:
         """Takes ownership of the channel's socket and the mapping. Use `connect`."""
         super().__init__(channel, parts, limits)
-        self._mapping: OpenRegion | None = mapping
+        self._mapping = mapping
         self._nonce = channel.nonce
-        self._config = config
+        self._config, self._turns = config, turns
         self._bye_timer: asyncio.TimerHandle | None = None
         self._bye_sent = False
         self._pages_ready_bytes = 0
-        self._lanes = self._make_lanes(mapping, region_nbytes, source, limits, turns)
+        self._lanes = self._make_lanes(mapping, region_nbytes, source)
         self._queue = self._lanes.queue
         self._loop.add_reader(self._sock, self._read)
 
-    @classmethod
-    def _opener(cls, source: Any) -> OpenByDescriptor:
-        """What opens the receiver's region. Raises ConnectError. cuda_ipc has its own, and its own lanes."""
+    @staticmethod
+    def _open_region(source: Any, fd: int, nbytes: int, address: str) -> Any:
+        """The receiver's region, open, with a `close`. The descriptor stays the caller's. cuda_ipc has its own way, and
+        its own lanes. Raises ConnectError, OSError."""
         del source
-        return map_region
+        return map_region(fd, nbytes, address)
 
-    def _make_lanes(
-        self,
-        mapping: Any,
-        region_nbytes: int,
-        source: Any,
-        limits: ShmLinkLimits,
-        turns: AbstractContextManager[object],
-    ) -> CopyingLanes:
+    def _make_lanes(self, mapping: Any, region_nbytes: int, source: Any) -> CopyingLanes:
         """What copies from `source` into the opened region."""
-        assert isinstance(mapping, mmap.mmap)
-        return CopyLanes(
-            dst_U8=np.frombuffer(mapping, dtype=np.uint8, count=region_nbytes),
-            src_U8=source,
+        parts = CopyParts(
+            dst=np.frombuffer(mapping, dtype=np.uint8, count=region_nbytes),
+            src=source,
+            dst_nbytes=region_nbytes,
+            src_nbytes=len(source),
             loop=self._loop,
             completed=self._events.writes_completed,
             drained=self._drained,
-            threads=self._config.copy_threads,
-            limits=limits,
-            turns=turns,
             name=f"shm-copy-{self._pair.receiver:x}",
+        )
+        return CopyLanes(
+            parts,
+            threads=self._config.copy_threads,
+            limits=self._limits,
+            turns=self._turns,
             idle_work=self._enter_pages(mapping),
         )
 
@@ -606,46 +596,45 @@ class ShmWriterLink(ChannelLink):
         Raises:
             ConnectError: refused, unreachable, not done within `connect_ms_max`, or the region cannot be opened here.
         """
-        config, open_region = config or ShmConfig(), cls._opener(source)
+        config = config or ShmConfig()
+        parts = LinkParts(endpoint=endpoint, pair=pair, events=events, loop=loop)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         channel = ShmChannel(sock, loop, cls.codec, address=endpoint.address)
         with connect_errors(endpoint.address, limits.connect_ms_max):
             try:
                 async with asyncio.timeout(limits.connect_ms_max / 1000):
                     await connect_socket(sock, endpoint)
-                    mapping, region_nbytes = await channel.connect(endpoint, pair, open_region)
+                    welcome = await channel.shake_hands(endpoint.secret, wire.Hello(pair=pair, epoch=endpoint.epoch))
+                region_nbytes = ShmWelcome.decode(welcome.payload).region_nbytes
+                if channel.fd is None:
+                    raise ConnectError(f"{endpoint.address}: the receiver sent no file descriptor")
+                mapping = cls._open_region(source, channel.fd, region_nbytes, endpoint.address)
             except BaseException:
                 give_up(channel, endpoint)
                 raise
+            finally:
+                channel.close_fd()
+        link = cls(
+            channel,
+            parts,
+            limits,
+            mapping=mapping,
+            region_nbytes=region_nbytes,
+            source=source,
+            config=config,
+            turns=turns or copy_turns(config),
+        )
         try:
-            return cls(
-                channel,
-                mapping,
-                region_nbytes,
-                source,
-                LinkParts(endpoint=endpoint, pair=pair, events=events, loop=loop),
-                config=config,
-                limits=limits,
-                turns=turns or copy_turns(config),
-            )
-        except BaseException as error:
-            # No thread could be started. Only the frames that the error came through still see the region.
-            traceback.clear_frames(error.__traceback__)
-            try:
-                mapping.close()
-            except BaseException:
-                sock.close()  # it is still mapped, so no BYE
-                raise
-            give_up(channel, endpoint)
-            if isinstance(error, RuntimeError):
-                raise ConnectError(f"{endpoint.address}: no thread to copy with: {error}") from error
-            raise
+            link._lanes.start()
+        except RuntimeError as error:
+            await link.close()
+            raise ConnectError(f"{endpoint.address}: no thread to copy with: {error}") from error
+        return link
 
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""
         return {
             **super().describe(),
-            "copies_by": copies_by(),
             "copy_threads": self._config.copy_threads,
             "pages_ready_bytes": self._pages_ready_bytes,
             "bye_sent": self._bye_sent,
@@ -675,7 +664,6 @@ class ShmWriterLink(ChannelLink):
         """No thread will copy any more: unmap, and only then acknowledge."""
         self._end("a copy thread failed")
         self._lanes.join()
-        assert self._mapping is not None
         try:
             self._mapping.close()
         except BaseException:
@@ -683,7 +671,6 @@ class ShmWriterLink(ChannelLink):
             # the receiver keeps waiting.
             self._finish()
             raise
-        self._mapping = None
         self._bye_timer = self._loop.call_later(self._limits.bye_ms_max / 1000, self._finish)
         self._send_message(wire.Bye(epoch=self._epoch))
 

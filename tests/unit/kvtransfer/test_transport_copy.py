@@ -24,7 +24,7 @@ from kvtransfer.native import copy as native_copies
 from kvtransfer.native.copy import LEVELS, NativeCopy, copies_by, copy_by_numpy, copy_records, native_copy
 from kvtransfer.transport import WriteOps, WriteOutOfBounds
 from kvtransfer.transports import shm
-from kvtransfer.transports.shm import CopyLanes, ShmLinkLimits, cut_chunks
+from kvtransfer.transports.shm import CopyLanes, CopyParts, ShmLinkLimits, cut_chunks
 from tests.support.shm_harness import DEADLINE_S, grant_of, ops_of
 
 SRC_NBYTES, DST_NBYTES = 300, 200
@@ -177,17 +177,19 @@ def test_threads_of_all_pools_take_turns() -> None:
                 all_done.set_result(None)
 
         def pool_of(i: int) -> CopyLanes:
-            return CopyLanes(
-                dst_U8=np.zeros(64, np.uint8),
-                src_U8=src_U8,
+            parts = CopyParts(
+                dst=np.zeros(64, np.uint8),
+                src=src_U8,
+                dst_nbytes=64,
+                src_nbytes=64,
                 loop=loop,
                 completed=completed,
                 drained=lambda: drained[i].set_result(None),
-                threads=2,
-                limits=limits,
-                turns=turns,
                 name=f"pool-{i}",
             )
+            pool = CopyLanes(parts, threads=2, limits=limits, turns=turns)
+            pool.start()
+            return pool
 
         pools = [pool_of(0), pool_of(1)]
         places = list(range(0, 64, 8))
@@ -197,8 +199,7 @@ def test_threads_of_all_pools_take_turns() -> None:
         async with asyncio.timeout(DEADLINE_S):
             await all_done
             for pool, future in zip(pools, drained, strict=True):
-                assert pool._dst_U8 is not None
-                assert np.array_equal(pool._dst_U8, src_U8)
+                assert np.array_equal(pool._dst, src_U8)
                 pool.queue.stop()
                 await future
                 pool.join()
@@ -210,7 +211,7 @@ def test_threads_of_all_pools_take_turns() -> None:
 
 
 def test_a_pool_whose_second_thread_cannot_start_leaves_none() -> None:
-    """The machine has no more threads: the first one of the pool has ended when the error is raised."""
+    """The machine has no more threads: the first one of the pool ends too, and the pool is drained."""
     before = set(threading.enumerate())
     start = threading.Thread.start
 
@@ -219,22 +220,30 @@ def test_a_pool_whose_second_thread_cannot_start_leaves_none() -> None:
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    loop = asyncio.new_event_loop()
+    async def scenario() -> None:
+        drained = asyncio.Event()
+        parts = CopyParts(
+            dst=np.zeros(8, np.uint8),
+            src=np.zeros(8, np.uint8),
+            dst_nbytes=8,
+            src_nbytes=8,
+            loop=asyncio.get_running_loop(),
+            completed=lambda *_: None,
+            drained=drained.set,
+            name="copies",
+        )
+        pool = CopyLanes(
+            parts, threads=2, limits=ShmLinkLimits(copy_chunk_ops_max=8), turns=threading.BoundedSemaphore(2)
+        )
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            pool.start()
+        async with asyncio.timeout(DEADLINE_S):
+            await drained.wait()
+        pool.join()
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            CopyLanes(
-                dst_U8=np.zeros(8, np.uint8),
-                src_U8=np.zeros(8, np.uint8),
-                loop=loop,
-                completed=lambda *_: None,
-                drained=lambda: None,
-                threads=2,
-                limits=ShmLinkLimits(copy_chunk_ops_max=8),
-                turns=threading.BoundedSemaphore(2),
-                name="copies",
-            )
-    loop.close()
+        asyncio.run(scenario())
     assert set(threading.enumerate()) == before
 
 
