@@ -180,7 +180,7 @@ class WriterHoldings:
             elif isinstance(instruction, protocol.StopGrantTimers) and instruction.grant in self._taken_back:
                 self._back(instruction.grant, event)
         if isinstance(event, protocol.SealLanded) and event.pair in self._places:
-            self._landed.setdefault(event.pair, MovedSums()).add(Moved(nbytes=event.bytes_written), self._now_s())
+            self._landed.setdefault(event.pair, MovedSums()).add(Moved(nbytes=event.seal.bytes_written), self._now_s())
 
     def forget(self, pair: Pair) -> None:
         """The writer is not known any more."""
@@ -201,12 +201,13 @@ class WriterHoldings:
                 bytes_landed=landed.in_all.nbytes,
                 landed_per_s=landed.per_s(now_s),
             )
-        for pair, state, blocks in self._grants.owned():
-            found[pair].grants += 1
-            if state is protocol.GrantState.QUARANTINED:
-                found[pair].blocks_quarantined += blocks
-            else:
-                found[pair].blocks_granted += blocks
+        for grant in self._grants.entries.values():
+            if grant.state in protocol.UNCOMMITTED:
+                found[grant.pair].grants += 1
+                if grant.state is protocol.GrantState.QUARANTINED:
+                    found[grant.pair].blocks_quarantined += len(grant.blocks)
+                else:
+                    found[grant.pair].blocks_granted += len(grant.blocks)
         for taken in reversed(self._taken_back.values()):  # they are in the order in which they began
             found[taken.pair].taken_back_ms, found[taken.pair].why = _age_ms(taken.since_s, now_s), taken.why
         return list(found.values())
@@ -219,12 +220,10 @@ class WriterHoldings:
     def _going_back(self, grant: GrantId, event: protocol.ReceiverEvent) -> None:
         taken = self._taken_back.get(grant)
         if taken is None:
-            owner = self._grants.owner(grant)
-            assert owner is not None, grant
-            pair, blocks = owner
+            entry = self._grants.entries[grant]
             lapsed = isinstance(event, protocol.GrantTimerFired) and event.kind is protocol.TimerKind.LEASE
             why = LEASE_RAN_OUT if lapsed else _TAKEN_BACK_BY[type(event)]
-            taken = _TakenBack(pair=pair, blocks=blocks, since_s=self._now_s(), why=why)
+            taken = _TakenBack(pair=entry.pair, blocks=len(entry.blocks), since_s=self._now_s(), why=why)
             self._taken_back[grant] = taken
         if self._grants.state_of(grant) is protocol.GrantState.QUARANTINED:
             self._quarantined(grant, taken)

@@ -123,7 +123,7 @@ class Handoff:
     """What goes along with the Commit; None where nothing is sampled."""
 
     def may_post(self) -> bool:
-        return self.peer.machine.may_post(self.number)
+        return self.peer.machine.state_of(self.number) is WriterState.WRITING
 
     def plan_step(self, src_blocks_B: Int64Array, dst_blocks_B: Int64Array, layers: range) -> StepWrites:
         """What it writes in one engine step. From here on the writes are outstanding; `StepWrites.finish` completes
@@ -174,23 +174,21 @@ class StepWrites:
 
     def layer_done(self, layer: int) -> None:
         """Post one layer's records, unless the step was finished meanwhile. On the engine thread; returns at once."""
-        with self._posting:
-            if not self._closed:
-                self._post(layer)
-
-    def _post(self, layer: int) -> None:
         peer = self.handoff.peer
-        ops = self.plan.of_layer(layer)
         nbytes = len(self.dst_blocks_B) * peer.layout.record_bytes
-        peer.link.posting(nbytes)
-        try:
-            self.link.post(self.handoff.grant, ops)
-        except BaseException:
-            peer.link.not_posted(nbytes)
-            raise
-        self.posted += 1  # at once: the transport has them, whatever goes wrong from here on
-        if self.handoff.sample is not None:
-            self.handoff.sample.take(layer, self.dst_blocks_B, ops)
+        with self._posting:
+            if self._closed:
+                return
+            ops = self.plan.of_layer(layer)
+            peer.link.posting(nbytes)
+            try:
+                self.link.post(self.handoff.grant, ops)
+            except BaseException:
+                peer.link.not_posted(nbytes)
+                raise
+            self.posted += 1  # at once: the transport has them, whatever goes wrong from here on
+            if self.handoff.sample is not None:
+                self.handoff.sample.take(layer, self.dst_blocks_B, ops)
 
     def finish(self) -> None:
         """On the control thread, after the step, or within it when the handoff was given up: no layer is posted from
@@ -453,12 +451,7 @@ class WriterPeer:
 
     def _send_seal(self, instruction: protocol.SendSeal) -> None:
         handoff = self._handoffs[instruction.number]
-        handoff.seal = Seal(
-            grant=instruction.grant,
-            epoch=instruction.epoch,
-            writes=instruction.writes,
-            bytes_written=instruction.bytes_written,
-        )
+        handoff.seal = instruction.seal
         if self.machine.outstanding_of(handoff.number) == 0:
             self._seal_now(handoff)
 
@@ -591,9 +584,9 @@ class WriterPeer:
             return  # given up before it was sent
         request = transfer_pb2.CommitRequest(
             header=self._header,
-            grant=instruction.grant,
-            writes=instruction.writes,
-            bytes_written=instruction.bytes_written,
+            grant=instruction.seal.grant,
+            writes=instruction.seal.writes,
+            bytes_written=instruction.seal.bytes_written,
             first_token=handoff.first_token,
             first_logprobs=handoff.first_logprobs,
         )
