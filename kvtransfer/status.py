@@ -1,6 +1,6 @@
-"""What a node reports of its handoffs: how fast a pair moves bytes, what each writer holds of a receiver's region.
+"""What a node reports of its handoffs: how many bytes have moved, what each writer holds of a receiver's region.
 
-Pure: the caller passes the time in, in seconds of a clock that never goes back, and holds the locks.
+Pure: the caller passes the time in, in seconds of a clock that never goes back.
 """
 
 from __future__ import annotations
@@ -79,48 +79,6 @@ class MovedSums:
     def per_s(self, now_s: float) -> float:
         """Bytes in each of the last RECENT_S seconds, pauses included: for who sees no single write."""
         return self.recent(now_s).nbytes / (RECENT_S - 1 + now_s % 1) if self.in_all.nbytes else 0.0
-
-
-class PairSpeed:
-    """Bytes that were copied, over the time with a posted batch outstanding: what the path does while it has work.
-
-    A batch counts with its completion, and with it the time since the last event: both are of the same batches.
-    """
-
-    def __init__(self) -> None:
-        self._outstanding_bytes = 0
-        self._counted_to_s = 0.0
-        """Of the time with something outstanding; without meaning while there is nothing."""
-        self._sums = MovedSums()
-
-    def posted(self, nbytes: int, now_s: float) -> None:
-        """They are about to be posted: a completion may come at once."""
-        if self._outstanding_bytes == 0:
-            self._counted_to_s = now_s
-        self._outstanding_bytes += nbytes
-
-    def completed(self, nbytes: int, now_s: float, *, copied: bool) -> None:
-        """So many of the posted bytes are outstanding no more; not `copied`: they have not moved."""
-        self._sums.add(Moved(nbytes=nbytes if copied else 0) + self._uncounted(now_s), now_s)
-        # A surplus completion must not end the node over a statistic.
-        self._outstanding_bytes = max(0, self._outstanding_bytes - nbytes)
-        self._counted_to_s = now_s
-
-    def restart(self, now_s: float) -> None:
-        """From here on another path is measured. What is outstanding completes all the same."""
-        self._counted_to_s = now_s
-        self._sums = MovedSums()
-
-    def in_all(self, now_s: float) -> Moved:
-        """Since the path was last changed."""
-        return self._sums.in_all + self._uncounted(now_s)
-
-    def recent(self, now_s: float) -> Moved:
-        """Of the last RECENT_S seconds, and the whole time that what is outstanding has taken so far."""
-        return self._sums.recent(now_s) + self._uncounted(now_s)
-
-    def _uncounted(self, now_s: float) -> Moved:
-        return Moved(moving_s=now_s - self._counted_to_s if self._outstanding_bytes else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

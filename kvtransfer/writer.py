@@ -180,11 +180,11 @@ class StepWrites:
             if self._closed:
                 return
             ops = self.plan.of_layer(layer)
-            peer.link.posting(nbytes)
+            peer.link.speed.posted(nbytes, peer.loop.time())
             try:
                 self.link.post(self.handoff.grant, ops)
             except BaseException:
-                peer.link.not_posted(nbytes)
+                peer.link.speed.completed(nbytes, peer.loop.time(), copied=False)
                 raise
             self.posted += 1  # at once: the transport has them, whatever goes wrong from here on
             if self.handoff.sample is not None:
@@ -283,7 +283,6 @@ class WriterPeer:
     def status(self) -> node_pb2.PairStatus:
         """What the node reports of this pair: its path, whether that is open, how fast it is, what it does not use."""
         link, now_s = self.link, self.loop.time()
-        in_all, recent = link.moved()
         given_up = link.offers.given_up
         return node_pb2.PairStatus(
             peer=self.address.name,
@@ -292,13 +291,13 @@ class WriterPeer:
             transport=link.transport.value if link.transport is not None else "",
             bytes_moved=self.bytes_moved,
             transports_given_up=[transport.value for transport in given_up],
-            given_up_left_ms=[round(link.offers.cooldown_left_s(transport, now_s) * 1e3) for transport in given_up],
+            given_up_left_ms=[max(0, round((retry_s - now_s) * 1e3)) for retry_s in given_up.values()],
             link_failures=link.failures,
             handoffs_corrupt=self.handoffs_corrupt,
             records_checksummed=self.records_checksummed,
             link_open=link.now is not None,
-            moved=_moved(in_all),
-            moved_recently=_moved(recent),
+            moved=_moved(link.speed.in_all(now_s)),
+            moved_recently=_moved(link.speed.recent(now_s)),
             rejected_transports=link.rejected_transports,
         )
 

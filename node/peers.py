@@ -23,7 +23,6 @@ from kvtransfer.link import (
     Offers,
     PeerAddress,
     check_some_work,
-    host_identity,
     host_parts,
 )
 from kvtransfer.protocol.writer import WriterMachine
@@ -63,7 +62,7 @@ class Peers:
         self._config = config
         self._copy_turns = copy_turns(config.shm)
         self._pool = pool
-        self._host, self._host_parts = host_identity(), host_parts()
+        self._host_parts = host_parts()
         self._loop = asyncio.get_running_loop()
         self._closes_rdma = lent is None
         serving = offered(config.transports, pool.region)
@@ -112,7 +111,6 @@ class Peers:
                 writer_name=runtime.name,
                 writer_endpoint=runtime.endpoint,
                 model=model_to_proto(self._pool.model),
-                host=self._host,
                 host_name=socket.gethostname(),
                 host_parts=self._host_parts,
             ),
