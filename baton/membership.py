@@ -20,7 +20,7 @@ from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.ids import NodeName
 from baton.log import get_log
 from baton.retry_time import backoff_s
-from baton.tasks import end_task, log_failure
+from baton.tasks import Tasks
 from baton.wire import NodeRecord, Role
 
 log = get_log("membership")
@@ -109,7 +109,7 @@ class Membership:
         self._registered = False
         self._push_trouble: Reason | None = None
         self._announced = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = Tasks(asyncio.get_running_loop(), log, broken="heartbeat or watch ended by a bug")
 
     @property
     def stale(self) -> bool:
@@ -150,15 +150,12 @@ class Membership:
         assert not self._tasks, "started twice"
         if self._own_record is not None:
             await self._register()
-        for work, name in ((self._beat_forever(), "heartbeat"), (self._watch_forever(), "watch")):
-            task = asyncio.create_task(work, name=f"membership-{name}")
-            task.add_done_callback(log_failure)
-            self._tasks.append(task)
+        self._tasks.spawn(self._beat_forever())
+        self._tasks.spawn(self._watch_forever())
 
     async def stop(self) -> None:
         """Stop both, then remove the own record; if the directory is gone, only log that. Idempotent."""
-        while self._tasks:
-            await end_task(self._tasks.pop())
+        await self._tasks.cancel()
         if self._registered and self._own_record is not None:
             self._registered = False
             record = self._own_record()

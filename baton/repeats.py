@@ -141,5 +141,5 @@ class RepeatLog:
             lasted_s = round(now_s - problem.began_s, 1)
             self._log.info(f"{what}: no more", **line, lasted_s=lasted_s, because=problem.ended)
         else:
-            line |= problem.fields
-            self._log.log(problem.level, f"{what}: repeated", **line)
+            # A field named as one of the sum's own gives way to it, in its place.
+            self._log.log(problem.level, f"{what}: repeated", **{**line, **problem.fields, **line})

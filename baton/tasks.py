@@ -75,7 +75,7 @@ async def end_task(task: asyncio.Task[None] | None) -> None:
         await asyncio.wait([task])
 
 
-def call_loop(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *args: object) -> None:
+def call_loop(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object) -> None:
     """Call on the loop's thread, in the order of these calls. From any thread; dropped if the loop has been closed."""
     try:
         loop.call_soon_threadsafe(callback, *args)

@@ -10,6 +10,7 @@ from benchmarks.gpu_receiver import make_driver
 from engine.runner import TorchRunner
 from engine.types import Batch, NullSink
 from kvtransfer.device.region import DeviceRegion
+from tests.support.every_row import score
 
 NUM_BLOCKS = 64
 CONTEXT_MAX = 512
@@ -61,9 +62,9 @@ def measure(bench: Bench, figures: Figures) -> None:
         ]
 
     (whole,) = parts(len(tokens))
-    wanted = reference.score(whole, NullSink())
+    wanted = score(reference, whole)
     steps = parts(PROMPT_TOKENS, *range(PROMPT_TOKENS + 1, len(tokens) + 1))
-    found = torch.cat([half.score(step, NullSink()).cpu().float() for step in steps])
+    found = torch.cat([score(half, step).cpu().float() for step in steps])
     error = (found - wanted).abs() / wanted.abs().max()
     figures.add(
         bfloat16_prefill_error_of_largest=float(error[:PROMPT_TOKENS].max()),

@@ -24,7 +24,7 @@ from engine.models.decoder import rotary_angles, rotate
 from engine.types import Batch
 from kvtransfer.device.cuda_streams import copy_records
 from kvtransfer.transport import WriteOps
-from tests.support.kernel_cases import SHAPES, Shape, fill, poisoned_pool, random_batch, random_queries
+from tests.support.kernel_cases import SHAPES, Shape, fill, poisoned_pool, random_batch, random_queries, store
 
 Compared = tuple[str, str, torch.Tensor, torch.Tensor, float]
 """What was run, on which type; found, wanted, and by how much of the largest wanted value they may differ."""
@@ -119,7 +119,7 @@ def _stores(bench: Bench, shape: Shape, batch: Batch, generator: torch.Generator
     found = pool.kv_LN2KSD.cpu()[0][where.blocks_T, :, :, where.slots_T]
     yield "turned keys", dtype, found[:, 0], rotate(kv[0].float(), *wide), allowed
     yield "stored values", dtype, _bits(found[:, 1]), _bits(kv[1]), 0.0
-    kernels.rotate_and_store(pool, 1, None, kv[0].to(device), kv[1].to(device), None, *at)
+    store(pool, 1, kv[0].to(device), kv[1].to(device), *at)
     for half in range(2):
         kept.kv_LN2KSD[1][where.blocks_T, half, :, where.slots_T] = kv[half]
     yield "store", dtype, _bits(pool.kv_LN2KSD[1]), _bits(kept.kv_LN2KSD[1]), 0.0

@@ -12,6 +12,7 @@ import torch
 from engine.gpu.linears import INT4_GROUP, PACKS, Int4Matmul
 from engine.model_config import ModelConfig, Quantisation, UnsupportedModelError
 from engine.types import Batch, NullSink
+from tests.support.every_row import score
 
 if TYPE_CHECKING:
     from benchmarks.gpu_bench import Bench
@@ -64,7 +65,7 @@ def measure(
         except UnsupportedModelError as refused:
             figures.add(**{name: {"refused": str(refused)}})
             continue
-        found = runner.score(prompt, NullSink()).cpu().float()
+        found = score(runner, prompt).cpu().float()
         found_here: dict[str, Any] = {
             "error_in_deviations": float((found - exact).square().mean().sqrt() / exact.std()),
             "best_token_agrees": float((found.argmax(dim=-1) == exact.argmax(dim=-1)).float().mean()),
@@ -88,7 +89,7 @@ def _blocks(batch: Batch) -> int:
 
 def _scores(bench: Bench, config: ModelConfig, tensors: Mapping[str, torch.Tensor], prompt: Batch) -> torch.Tensor:
     runner = bench.runner(config, tensors, _blocks(prompt) + 1, 0, 1)
-    found = runner.score(prompt, NullSink()).cpu()
+    found = score(runner, prompt).cpu()
     del runner
     bench.free()
     return found

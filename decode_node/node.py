@@ -24,7 +24,7 @@ from decode_node.job import Job, check_first_token
 from decode_node.reserving import Reserving
 from decode_node.streams import RequestOutput, TokenStreams
 from engine.core import TokenEvent
-from engine.scheduler import Sequence, SequenceMode
+from engine.scheduler import Sequence
 from engine.types import (
     FINISH_TO_PROTO,
     NOT_FINITE_MESSAGE,
@@ -32,9 +32,7 @@ from engine.types import (
     FinishReason,
     KvSink,
     NullSink,
-    key_from_proto,
     logprobs_to_proto,
-    params_from_proto,
 )
 from kvtransfer.checksums import checksums_from_proto
 from kvtransfer.protocol.receiver import AnswerGranted, CommitAsked, GrantState
@@ -140,21 +138,9 @@ class DecodeNode:
         if isinstance(reserved, transfer_pb2.ReserveReply):
             return reserved
         answer = reserved.answer
-        if answer.grant not in self._jobs:
-            seq = Sequence(
-                key=key_from_proto(request.key),
-                params=params_from_proto(request.sampling),
-                tokens=reserved.tokens,
-                prompt_len=len(request.prompt),
-                computed=0,
-                block_table=[],
-                promise_key=answer.grant,
-                mode=SequenceMode.COMPLETE,
-                cache_salt=request.cache_salt,
-                cached_tokens=len(answer.prefix) * self._blocks.block_size,
-            )
+        if reserved.seq is not None:
             deadline_s = self._loop.time() + request.deadline_left_ms / 1000
-            self._start(seq, answer, Incarnation(request.router), deadline_s, footprint=reserved.footprint)
+            self._start(reserved.seq, answer, Incarnation(request.router), deadline_s, footprint=reserved.footprint)
         return transfer_pb2.ReserveReply(
             granted=transfer_pb2.Grant(
                 grant=answer.grant,

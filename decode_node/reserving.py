@@ -21,7 +21,8 @@ from baton.ids import Attempt, GrantId, Pair, RequestId, RequestKey, ReserveNumb
 from baton.retry_time import LeaveRate, retry_after_ms, spread_of, wait_s
 from decode_node.config import DecodeConfig
 from decode_node.job import Job, why_never
-from engine.types import key_from_proto
+from engine.scheduler import Sequence, SequenceMode
+from engine.types import key_from_proto, params_from_proto
 from kvtransfer.protocol.receiver import AnswerGranted, AnswerRefused, Refusal, ReserveAsked
 from kvtransfer.receiver import Receiver
 from node.pool import DevicePool
@@ -94,11 +95,10 @@ NO_BLOCKS = "its blocks are set aside for other requests"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Granted:
-    """By this Reserve, or by an earlier one of which it is a repeat."""
-
     answer: AnswerGranted
-    tokens: list[int]
-    """Prompt, and what the client has of the answer."""
+    seq: Sequence | None
+    """Not in the engine yet, without blocks. None: the grant was given to an earlier Reserve, of which this is a
+    repeat."""
     footprint: int
     """Blocks that the request may come to hold in all."""
 
@@ -127,7 +127,8 @@ class Reserving:
     def ask(
         self, request: transfer_pb2.ReserveRequest, pair: Pair, receiver: Receiver
     ) -> Granted | transfer_pb2.ReserveReply:
-        """Have `receiver` grant blocks and set the growth aside. A reply says why it does not."""
+        """Have `receiver` grant blocks and set the growth aside. A reply says why it does not. Whatever raises, raises
+        before the grant is given: nobody but its lease would take it back."""
         key, number = key_from_proto(request.key), ReserveNumber(request.number)
         tokens, prompt_len = [*request.prompt, *request.output], len(request.prompt)
         repeated = receiver.grants.has_answered(pair, number)
@@ -146,7 +147,21 @@ class Reserving:
             elif self.yields(resumed=bool(request.output)):
                 why_not = "answers that have lost their node go first"
             room = why_not is None and self.has_room(prefix=len(prefix), new=new, footprint=footprint)
+            grant = GrantId(secrets.token_bytes(16))
+            seq = None
             if room and not repeated:
+                seq = Sequence(
+                    key=key,
+                    params=params_from_proto(request.sampling),
+                    tokens=tokens,
+                    prompt_len=prompt_len,
+                    computed=0,
+                    block_table=[],
+                    promise_key=grant,
+                    mode=SequenceMode.COMPLETE,
+                    cache_salt=request.cache_salt,
+                    cached_tokens=len(prefix) * self._blocks.block_size,
+                )
                 self._blocks.prefix_cache.evict_until(new)
             answer = receiver.reserve(
                 ReserveAsked(
@@ -154,7 +169,7 @@ class Reserving:
                     number=number,
                     lowest_live=ReserveNumber(request.lowest_live),
                     key=key,
-                    grant=GrantId(secrets.token_bytes(16)),
+                    grant=grant,
                     blocks_new=new,
                     prefix=tuple(prefix),
                     promise=footprint - known_blocks,
@@ -173,7 +188,7 @@ class Reserving:
                 return self._busy(key, answer.refusal.value, blocks_lacking=0)
             return transfer_pb2.ReserveReply(reject=transfer_pb2.Reject(reason=answer.refusal.value))
         self.waits_no_more(key)
-        return Granted(answer=answer, tokens=tokens, footprint=footprint)
+        return Granted(answer=answer, seq=seq, footprint=footprint)
 
     @property
     def has_place(self) -> bool:

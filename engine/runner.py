@@ -35,10 +35,10 @@ from engine.types import Batch, KvSink, KvSpec, NullSink, SequenceSlice, StepRes
 class Forward(Protocol):
     """One model over one pool. Called from one thread at a time, inside `torch.inference_mode`."""
 
-    def forward(self, batch: Batch, sink: KvSink, *, every_row: bool = False) -> torch.Tensor:
-        """The last layer's output for `Batch.drawing_rows` -> [W, E]; with `every_row` for each new token -> [T, E].
+    def forward(self, batch: Batch, sink: KvSink) -> torch.Tensor:
+        """The last layer's output for `Batch.drawing_rows` -> [W, E]. K and V of all new tokens are stored.
 
-        K and V of every token are kept in any case. See `Runner.run` for the calls of the sink.
+        `sink` is called for a layer before the last attention of that layer: the bytes travel meanwhile.
         """
         ...
 
@@ -66,12 +66,12 @@ class TorchForward:
         self.pool = pool
         self.attention = attention or TorchAttention(pool)
 
-    def forward(self, batch: Batch, sink: KvSink, *, every_row: bool = False) -> torch.Tensor:
-        """`sink` hears of a layer before the attention of the same layer: its bytes travel meanwhile."""
+    def forward(self, batch: Batch, sink: KvSink) -> torch.Tensor:
+        """See `Forward.forward`."""
         attention = self.attention
         slots, plan = self.pool.map_slots(batch), attention.prepare(batch.slices)
         x_TE = self.decoder.embed(self.token_ids(batch))
-        ends = None if every_row else ends_of(batch, self.pool.device)
+        ends = ends_of(batch, self.pool.device)
         last = self.decoder.config.num_layers - 1
 
         def attend(layer: int, q_THD: torch.Tensor) -> torch.Tensor:
@@ -90,18 +90,27 @@ class TorchForward:
         rows_W: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """All layers; `attend` gets each layer's number and queries, once K and V are stored. With `rows_W` the last
-        layer answers for these rows alone."""
-        decoder = self.decoder
-        angles, last = decoder.angles(slots.positions_T), decoder.config.num_layers - 1
+        layer is computed to its end for these rows only."""
+        angles, last = self.decoder.angles(slots.positions_T), self.decoder.config.num_layers - 1
         for layer in range(last + 1):
-
-            def attend_stored(
-                q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int = layer
-            ) -> torch.Tensor:
-                return attend(layer, self.rotate_and_store(layer, q_THD, k_TKD, v_TKD, angles, slots))
-
-            x_TE = decoder.run_layer(layer, x_TE, attend_stored, rows_W if layer == last else None)
+            x_TE = self.run_layer(layer, x_TE, slots, angles, attend, rows_W if layer == last else None)
         return x_TE
+
+    def run_layer(
+        self,
+        layer: int,
+        x_TE: torch.Tensor,
+        slots: SlotMapping,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        attend: Callable[[int, torch.Tensor], torch.Tensor],
+        rows_W: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One layer; parameters as for `run_layers`."""
+
+        def attend_stored(q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+            return attend(layer, self.rotate_and_store(layer, q_THD, k_TKD, v_TKD, angles, slots))
+
+        return self.decoder.run_layer(layer, x_TE, attend_stored, rows_W)
 
     def logits(self, x_BE: torch.Tensor) -> torch.Tensor:
         return self.decoder.logits(x_BE)
@@ -124,21 +133,32 @@ class TorchForward:
 
 
 class DeterministicForward(TorchForward):
-    """Every operation is given one token at a time, in order; many times slower.
+    """Each operation of a layer gets one token at a time, in order; many times slower.
 
     The kernels then see the same shapes whatever else is in the step: they choose blocking and order of summation by
     shape, which is where the difference in rounding between two batches comes from.
     """
 
-    def forward(self, batch: Batch, sink: KvSink, *, every_row: bool = False) -> torch.Tensor:
-        """`sink` hears of the layers at the end."""
-        forward, nobody = super().forward, NullSink()
-        singles = [replace(s, start=at, stop=at + 1) for s in batch.slices for at in range(s.start, s.stop)]
-        rows = [forward(Batch(slices=(single,)), nobody, every_row=True) for single in singles]
+    def forward(self, batch: Batch, sink: KvSink) -> torch.Tensor:
+        """See `Forward.forward`."""
+        tokens = [replace(s, start=at, stop=at + 1) for s in batch.slices for at in range(s.start, s.stop)]
+        singles = [Batch(slices=(token,)) for token in tokens]
+        slots = [self.pool.map_slots(single) for single in singles]
+        angles = [self.decoder.angles(each.positions_T) for each in slots]
+        plans = [self.attention.prepare(single.slices) for single in singles]
+        rows = [self.decoder.embed(self.token_ids(single)) for single in singles]
+        at = 0  # the row that is being computed
+
+        def attend(layer: int, q_1HD: torch.Tensor) -> torch.Tensor:
+            if at == len(rows) - 1:
+                sink.layer_done(layer)
+            return self.attention.attend(layer, q_1HD, plans[at])
+
         for layer in range(self.decoder.config.num_layers):
-            sink.layer_done(layer)
-        wanted = rows if every_row else [rows[row] for row in batch.drawing_rows]
-        return torch.cat(wanted) if wanted else rows[0][:0]
+            for at in range(len(rows)):
+                rows[at] = self.run_layer(layer, rows[at], slots[at], angles[at], attend)
+        drawing = [rows[row] for row in batch.drawing_rows]
+        return torch.cat(drawing) if drawing else rows[0][:0]
 
     def logits(self, x_BE: torch.Tensor) -> torch.Tensor:
         return torch.cat([self.decoder.logits(x_BE[row : row + 1].clone()) for row in range(len(x_BE))])
@@ -151,12 +171,12 @@ class NativeForward:
         self._decoder = decoder
         self._pool = pool
 
-    def forward(self, batch: Batch, sink: KvSink, *, every_row: bool = False) -> torch.Tensor:
-        """`sink` hears of a layer before the attention of the same layer: its bytes travel meanwhile."""
+    def forward(self, batch: Batch, sink: KvSink) -> torch.Tensor:
+        """See `Forward.forward`."""
         plan, positions_T = plan_attention(batch, self._pool)
         ends = None
-        drawing = [sequence for sequence, s in enumerate(batch.slices) if s.sample]
-        if not every_row and len(drawing) < len(positions_T):
+        if len(batch.drawing_rows) < batch.num_tokens:
+            drawing = [sequence for sequence, s in enumerate(batch.slices) if s.sample]
             ends = plan.ends(np.array(drawing, dtype=np.int64))
         x_TE = self._decoder.embed(token_ids(batch, self._decoder.config.vocab_size))
         layer_done = None if isinstance(sink, NullSink) else sink.layer_done
@@ -317,12 +337,6 @@ class ModelRunner:
             blind=blind,
         )
         return tokens_B, ScoredRows.of(logits_BV, tokens_B, params, blind=blind)
-
-    @torch.inference_mode()
-    def score(self, batch: Batch, sink: KvSink) -> torch.Tensor:
-        """As `run`, but returns the scores of every token of the batch instead of drawing -> [T, V]. For evaluation."""
-        forward, sink = self._begin(batch, sink)
-        return forward.logits(forward.forward(batch, sink, every_row=True)).clone()
 
     def _begin(self, batch: Batch, sink: KvSink) -> tuple[Forward, KvSink]:
         assert batch.slices, "an empty batch has nothing to run"

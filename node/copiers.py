@@ -119,7 +119,8 @@ class BlockCopier:
         """Returns at once. The queue is bounded by the blocks of the tier: each is in one copy at most.
 
         `done` is called later, on the control thread, with None or what went wrong: a DeviceError when the device has
-        failed, or refuses a copy. Every later copy's `done` gets the same error.
+        failed, or refuses a copy. Every other copy's `done` that has not been called gets the same error: a device that
+        fails at one copy is not trusted with another, and the node ends (`Spill.before_step`).
         """
         loop = asyncio.get_running_loop()
 
@@ -166,10 +167,11 @@ class BlockCopier:
                 self._flying.append((ended, asked))
         except Exception as error:
             log.exception("blocks cannot be copied to host memory or back any more")
-            try:
-                self._settle()
-            finally:
-                self._fail(error)
+            with contextlib.suppress(
+                Exception
+            ):  # others may be on the device still; one that has failed writes no more
+                self._wait_for(self._side.record())
+            self._fail(error)
 
     def _next(self) -> _Asked | None:
         """What is to be queued on the device now, if there is anything; it stays in `_waiting`. Waits for work.
@@ -203,11 +205,6 @@ class BlockCopier:
         self._streams.copy(self._side, dst, src, ops)
         return self._side.record()
 
-    def _settle(self) -> None:
-        """Something went wrong with one copy: others may be on the device still. One that has failed writes no more."""
-        with contextlib.suppress(DeviceError):
-            self._wait_for(self._side.record())
-
     def _wait_for(self, event: DeviceEvent) -> None:
         while not event.done():
             time.sleep(self._poll_interval_s)
@@ -217,8 +214,8 @@ class BlockCopier:
         clear_frames_of(error)
         with self._wake:
             self._broken = error
-            untold = [*(asked for _, asked in self._flying), *self._waiting]
+            unreported = [*(asked for _, asked in self._flying), *self._waiting]
             self._flying.clear()
             self._waiting.clear()
-        for asked in untold:
+        for asked in unreported:
             asked.report(error)

@@ -156,7 +156,8 @@ class Spill:
     # What the engine calls (Overcommit).
 
     def before_step(self, runners: Several[Sequence]) -> None:
-        """See `Overcommit.before_step`. Raises what a copy broke off with: the engine cannot go on."""
+        """See `Overcommit.before_step`. Raises what a copy failed with: promises behind host memory cannot be kept
+        without it, so the engine loop ends, and with it the node. Its requests go on at other nodes."""
         if self._broken is not None:
             raise self._broken
         self._runners = {seq.key: seq for seq in runners}

@@ -47,12 +47,10 @@ def rotate_store_kernel(
     HEAD_DIM: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     TILE_T: tl.constexpr,
-    ROTATE: tl.constexpr,
 ) -> None:
     """Turn queries and keys by their rotary angles, and store keys and values in their slots, in one pass.
 
-    Grid (tiles of tokens, H + K) with ROTATE, else (tiles of tokens, K): then queries are left alone. Angles are
-    applied in float32 whatever the type of the tensors.
+    Grid (tiles of tokens, H + K). Angles are applied in float32 whatever the type of the tensors.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     head = tl.program_id(1)
@@ -60,21 +58,18 @@ def rotate_store_kernel(
     d_D = tl.arange(0, HALF_PADDED)
     in_T = t_T < num_tokens
     in_TD = in_T[:, None] & (d_D < HALF)[None, :]
-    if ROTATE:
-        angle_TD = t_T[:, None] * HALF + d_D[None, :]
-        cos_TD = tl.load(cos + angle_TD, mask=in_TD, other=0.0).to(tl.float32)
-        sin_TD = tl.load(sin + angle_TD, mask=in_TD, other=0.0).to(tl.float32)
-        if head < NUM_HEADS:
-            from_TD = t_T[:, None] * q_stride + head * HEAD_DIM + d_D[None, :]
-            first_TD = tl.load(q + from_TD, mask=in_TD, other=0.0).to(tl.float32)
-            second_TD = tl.load(q + from_TD + HALF, mask=in_TD, other=0.0).to(tl.float32)
-            to_TD = (t_T[:, None] * NUM_HEADS + head) * HEAD_DIM + d_D[None, :]
-            tl.store(q_out + to_TD, (first_TD * cos_TD - second_TD * sin_TD).to(q_out.dtype.element_ty), mask=in_TD)
-            tl.store(
-                q_out + to_TD + HALF, (second_TD * cos_TD + first_TD * sin_TD).to(q_out.dtype.element_ty), mask=in_TD
-            )
-            return
-        head -= NUM_HEADS
+    angle_TD = t_T[:, None] * HALF + d_D[None, :]
+    cos_TD = tl.load(cos + angle_TD, mask=in_TD, other=0.0).to(tl.float32)
+    sin_TD = tl.load(sin + angle_TD, mask=in_TD, other=0.0).to(tl.float32)
+    if head < NUM_HEADS:
+        from_TD = t_T[:, None] * q_stride + head * HEAD_DIM + d_D[None, :]
+        first_TD = tl.load(q + from_TD, mask=in_TD, other=0.0).to(tl.float32)
+        second_TD = tl.load(q + from_TD + HALF, mask=in_TD, other=0.0).to(tl.float32)
+        to_TD = (t_T[:, None] * NUM_HEADS + head) * HEAD_DIM + d_D[None, :]
+        tl.store(q_out + to_TD, (first_TD * cos_TD - second_TD * sin_TD).to(q_out.dtype.element_ty), mask=in_TD)
+        tl.store(q_out + to_TD + HALF, (second_TD * cos_TD + first_TD * sin_TD).to(q_out.dtype.element_ty), mask=in_TD)
+        return
+    head -= NUM_HEADS
 
     block_T = tl.load(blocks + t_T, mask=in_T, other=-1)
     slot_T = tl.load(slots + t_T, mask=in_T, other=0)
@@ -85,11 +80,10 @@ def rotate_store_kernel(
     from_TD = t_T[:, None] * k_stride + head * HEAD_DIM + d_D[None, :]
     first_TD = tl.load(k + from_TD, mask=in_TD, other=0.0)
     second_TD = tl.load(k + from_TD + HALF, mask=in_TD, other=0.0)
-    if ROTATE:
-        x_TD = first_TD.to(tl.float32)
-        y_TD = second_TD.to(tl.float32)
-        first_TD = (x_TD * cos_TD - y_TD * sin_TD).to(layer.dtype.element_ty)
-        second_TD = (y_TD * cos_TD + x_TD * sin_TD).to(layer.dtype.element_ty)
+    x_TD = first_TD.to(tl.float32)
+    y_TD = second_TD.to(tl.float32)
+    first_TD = (x_TD * cos_TD - y_TD * sin_TD).to(layer.dtype.element_ty)
+    second_TD = (y_TD * cos_TD + x_TD * sin_TD).to(layer.dtype.element_ty)
     tl.store(layer + to_TD, first_TD, mask=in_TD)
     tl.store(layer + to_TD + HALF, second_TD, mask=in_TD)
 
@@ -149,12 +143,12 @@ def decode_split_kernel(
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     TILE_C: tl.constexpr,
-    WIDEN: tl.constexpr,
+    FACTOR_TYPE: tl.constexpr,
 ) -> None:
     """One query token of each sequence over one part of its context: flash-decoding (Dao et al. 2023). Grid (B, K, P).
 
     The query heads of a group are one matrix, so that each K and V is read once. Scores and sums are float32, softmax
-    is online (Milakov & Gimelshein 2018). With WIDEN products are of float32 operands as well.
+    is online (Milakov & Gimelshein 2018). The factors of products are of FACTOR_TYPE.
     """
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -174,9 +168,7 @@ def decode_split_kernel(
         tl.store(sum_part + part_G, tl.zeros([GROUP_PADDED], tl.float32), mask=in_G)
         return
 
-    q_GD = tl.load(q + head_G[:, None] * HEAD_DIM + d_D[None, :], mask=in_GD, other=0.0)
-    if WIDEN:
-        q_GD = q_GD.to(tl.float32)
+    q_GD = tl.load(q + head_G[:, None] * HEAD_DIM + d_D[None, :], mask=in_GD, other=0.0).to(FACTOR_TYPE)
     max_G = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
     sum_G = tl.zeros([GROUP_PADDED], tl.float32)
     out_GD = tl.zeros([GROUP_PADDED, DIM_PADDED], tl.float32)
@@ -187,18 +179,16 @@ def decode_split_kernel(
         from_C = block_C * (2 * NUM_KV_HEADS * BLOCK_SIZE) + kv_head * BLOCK_SIZE + c_C % BLOCK_SIZE
         from_CD = from_C[:, None] * HEAD_DIM + d_D[None, :]
         in_CD = in_C[:, None] & (d_D < HEAD_DIM)[None, :]
-        k_CD = tl.load(layer + from_CD, mask=in_CD, other=0.0)
-        v_CD = tl.load(layer + from_CD + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, mask=in_CD, other=0.0)
-        if WIDEN:
-            k_CD = k_CD.to(tl.float32)
-            v_CD = v_CD.to(tl.float32)
+        k_CD = tl.load(layer + from_CD, mask=in_CD, other=0.0).to(FACTOR_TYPE)
+        from_CD += NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+        v_CD = tl.load(layer + from_CD, mask=in_CD, other=0.0).to(FACTOR_TYPE)
         score_GC = tl.dot(q_GD, tl.trans(k_CD), input_precision="ieee") * scale_log2
         score_GC = tl.where(in_C[None, :], score_GC, float("-inf"))
         new_max_G = tl.maximum(max_G, tl.max(score_GC, axis=1))
         weight_GC = tl.exp2(score_GC - new_max_G[:, None])
         shrink_G = tl.exp2(max_G - new_max_G)
         sum_G = sum_G * shrink_G + tl.sum(weight_GC, axis=1)
-        out_GD = out_GD * shrink_G[:, None] + tl.dot(weight_GC.to(v_CD.dtype), v_CD, input_precision="ieee")
+        out_GD = out_GD * shrink_G[:, None] + tl.dot(weight_GC.to(FACTOR_TYPE), v_CD, input_precision="ieee")
         max_G = new_max_G
     tl.store(max_part + part_G, max_G, mask=in_G)
     tl.store(sum_part + part_G, sum_G, mask=in_G)
@@ -278,12 +268,12 @@ def int4_rows_kernel(
     GROUP: tl.constexpr,
     TILE_Y: tl.constexpr,
     TILE_T: tl.constexpr,
-    WIDEN: tl.constexpr,
+    FACTOR_TYPE: tl.constexpr,
 ) -> None:
     """Rows by a matrix in 4-bit tiles, which is read once for every TILE_T rows. Grid (tiles of outputs, of rows).
 
     An output has 16 words for 128 inputs; the same nibble of each is a product of 16 inputs. The weights are the left
-    operand, so that they go from registers to the tensor cores. Sums are float32; with WIDEN operands are as well.
+    operand, so that they go from registers to the tensor cores. Sums are float32, the factors of FACTOR_TYPE.
     """
     COLUMNS: tl.constexpr = INPUTS // 128
     y_Y = tl.program_id(0) * TILE_Y + tl.arange(0, TILE_Y)
@@ -303,9 +293,7 @@ def int4_rows_kernel(
             weight_YW = ((words_YW >> (4 * place)) & 15).to(tl.float32) - 8.0
             weight_YW = weight_YW * scale_YW + zero_YW
             x_WT = tl.load(x + t_T[None, :] * INPUTS + column * 128 + place * 16 + w_W[:, None], mask=in_1T, other=0.0)
-            if WIDEN:
-                x_WT = x_WT.to(tl.float32)
-            sum_YT += tl.dot(weight_YW.to(x_WT.dtype), x_WT, input_precision="ieee")
+            sum_YT += tl.dot(weight_YW.to(FACTOR_TYPE), x_WT.to(FACTOR_TYPE), input_precision="ieee")
     to_YT = t_T[None, :] * OUTPUTS + y_Y[:, None]
     tl.store(out + to_YT, sum_YT.to(out.dtype.element_ty), mask=in_Y1 & in_1T)
 
@@ -324,35 +312,34 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+def factor_type(dtype: torch.dtype) -> tl.dtype:
+    """What kernels multiply numbers of this type as. The interpreter would take the bits of bfloat16 for integers."""
+    return tl.float32 if interpreted() else getattr(tl, str(dtype).removeprefix("torch."))
+
+
 def rotate_and_store(
     pool: KvPool,
     layer: int,
-    q_THD: torch.Tensor | None,
+    q_THD: torch.Tensor,
     k_TKD: torch.Tensor,
     v_TKD: torch.Tensor,
-    angles: tuple[torch.Tensor, torch.Tensor] | None,
+    angles: tuple[torch.Tensor, torch.Tensor],
     blocks_T: torch.Tensor,
     slots_T: torch.Tensor,
 ) -> torch.Tensor:
     """Rotary embedding of queries and keys, keys and values into the pool -> the queries turned, [T, H, D].
 
-    `angles` are the cosines and sines of `rotary_angles`; without queries and angles keys and values are stored as they
-    are, and the result is the keys. Tokens whose block is negative are not stored. Reads its inputs only; the last two
-    dimensions of each must be contiguous.
+    `angles` are the cosines and sines of `rotary_angles`. Tokens whose block is negative are not stored. Inputs are
+    only read; the last two dimensions of each must be contiguous.
     """
     spec = pool.spec
-    num_tokens = k_TKD.shape[0]
+    num_tokens, num_heads = q_THD.shape[:2]
     assert k_TKD.shape == v_TKD.shape == (num_tokens, spec.num_kv_heads, spec.head_dim), (k_TKD.shape, v_TKD.shape)
     assert k_TKD.dtype == v_TKD.dtype == pool.dtype, (k_TKD.dtype, v_TKD.dtype, pool.dtype)
     assert blocks_T.dtype == slots_T.dtype == torch.int64, (blocks_T.dtype, slots_T.dtype)
     assert spec.head_dim % 2 == 0, spec.head_dim
-    num_heads = 0
-    if q_THD is not None and angles is not None:
-        num_heads = q_THD.shape[1]
-        cos, sin = (angle.reshape(num_tokens, spec.head_dim // 2).contiguous() for angle in angles)
-        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-    else:
-        q_THD = out_THD = cos = sin = k_TKD
+    cos, sin = (angle.reshape(num_tokens, spec.head_dim // 2).contiguous() for angle in angles)
+    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     for tensor in (q_THD, k_TKD, v_TKD):
         assert tensor.stride()[1:] == (spec.head_dim, 1), (tensor.shape, tensor.stride())
     if num_tokens == 0:
@@ -378,7 +365,6 @@ def rotate_and_store(
         HEAD_DIM=spec.head_dim,
         HALF_PADDED=triton.next_power_of_2(spec.head_dim // 2),
         TILE_T=STORE_TILE_TOKENS,
-        ROTATE=num_heads > 0,
     )
     return out_THD
 
@@ -490,8 +476,7 @@ def decode(
         HEAD_DIM=head_dim,
         DIM_PADDED=max(_DOT_ROWS_MIN, dim_padded),
         TILE_C=DECODE_TILE_TOKENS,
-        # The interpreter multiplies the bits of bfloat16 as if they were integers.
-        WIDEN=pool.dtype == torch.float32 or interpreted(),
+        FACTOR_TYPE=factor_type(pool.dtype),
     )
     out_BHD = torch.empty_like(q_BHD)
     decode_combine_kernel[(rows * num_heads,)](

@@ -197,8 +197,7 @@ class Int4Matmul:
             GROUP=INT4_GROUP,
             TILE_Y=tile_outputs,
             TILE_T=tile_rows,
-            # The interpreter multiplies the bits of bfloat16 as if they were integers.
-            WIDEN=kernels.interpreted(),
+            FACTOR_TYPE=kernels.factor_type(x_TX.dtype),
         )
         return _cut(out_TY, self.outputs)
 

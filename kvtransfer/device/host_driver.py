@@ -62,10 +62,12 @@ class HostStream:
         self.launch(event.reach)
 
     def run_to(self, number: int) -> None:
-        """Run the first `number` pieces of work, as far as they have not run."""
+        """Run the first `number` pieces of work, as far as they have not run. One that raises stays the next one:
+        nothing behind it runs, and who looks again gets its error again."""
         with self._lock:
             while self._run < number:
-                self._work.popleft()()
+                self._work[0]()
+                self._work.popleft()
                 self._run += 1
 
 

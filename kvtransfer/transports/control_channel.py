@@ -126,26 +126,41 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """Unless a message says otherwise its body is its fields in order. With `HAS_PAYLOAD` the last is bytes of any
-    length, behind `LAYOUT`."""
+class Packed:
+    """Fields in order, as bytes: the body of a message, or what a HELLO or WELCOME carries for its transport.
 
-    KIND: ClassVar[Kind]
+    With `HAS_PAYLOAD` the last is bytes of any length, behind `LAYOUT`.
+    """
+
     LAYOUT: ClassVar[struct.Struct]
     HAS_PAYLOAD: ClassVar[bool] = False
 
-    def body(self) -> bytes:
+    def encode(self) -> bytes:
         values = [getattr(self, each.name) for each in fields(self)]
         payload = values.pop() if self.HAS_PAYLOAD else b""
-        body = self.LAYOUT.pack(*values)
-        assert list(self.LAYOUT.unpack(body)) == values, self
-        return body + payload
+        packed = self.LAYOUT.pack(*values)
+        assert list(self.LAYOUT.unpack(packed)) == values, self
+        return packed + payload
+
+    @classmethod
+    def decode(cls, packed: bytes | bytearray | memoryview) -> Self:
+        """From exactly these bytes. Raises MalformedMessage."""
+        nbytes = cls.LAYOUT.size
+        if len(packed) < nbytes or (len(packed) > nbytes and not cls.HAS_PAYLOAD):
+            raise MalformedMessage(f"{cls.__name__} of {len(packed)} bytes instead of {nbytes}")
+        values = cls.LAYOUT.unpack_from(packed)
+        return cls.of((*values, bytes(packed[nbytes:])) if cls.HAS_PAYLOAD else values)
 
     @classmethod
     def of(cls, values: tuple[Any, ...]) -> Self:
         """From what `LAYOUT` unpacks, and the payload if there is one. Raises MalformedMessage."""
         names = (each.name for each in fields(cls))
         return cls(**dict(zip(names, values, strict=True)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message(Packed):
+    KIND: ClassVar[Kind]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +175,7 @@ class Hello(Message):
     link: int = 0
     payload: bytes = b""
 
-    def body(self) -> bytes:
+    def encode(self) -> bytes:
         return self.LAYOUT.pack(self.pair.receiver, self.pair.writer, self.epoch, self.link) + self.payload
 
     @classmethod
@@ -220,7 +235,7 @@ class SealSent(Message):
     seal: Seal
     ways_mask: int = 1
 
-    def body(self) -> bytes:
+    def encode(self) -> bytes:
         seal = self.seal
         assert len(seal.grant) == GRANT_BYTES, len(seal.grant)
         return self.LAYOUT.pack(self.number, seal.epoch, seal.grant, seal.writes, seal.bytes_written, self.ways_mask)
@@ -314,7 +329,7 @@ class Codec:
         self._zeros = bytes(message_bytes or 0)
 
     def encode(self, message: Message) -> bytes:
-        body = message.body()
+        body = message.encode()
         packet = _HEAD.pack(_MAGIC, PROTOCOL_VERSION, message.KIND, len(body)) + body
         if self.message_bytes is not None:
             assert len(packet) <= self.message_bytes, (message, len(packet))
@@ -333,11 +348,7 @@ class Codec:
                 raise MalformedMessage(f"{message.__name__} of {len(packet)} bytes instead of {end}")
         elif packet[end:] != self._zeros[end:]:
             raise MalformedMessage(f"{message.__name__} with bytes after its end")
-        layout = message.LAYOUT
-        values = layout.unpack_from(packet, HEAD_BYTES)
-        if message.HAS_PAYLOAD:
-            values = (*values, bytes(packet[HEAD_BYTES + layout.size : end]))
-        return message.of(values)
+        return message.decode(packet[HEAD_BYTES:end])
 
     def whole_bytes(self, received: bytearray) -> int | None:
         """Size of the message that `received` begins with; None: the rest of it is still to come. Raises
@@ -524,14 +535,8 @@ class Prepared:
     probes: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refuse:
-    """The port refuses what has come."""
-
-    reason: RefusalReason
-
-
-Event = Message | Prepared | Refuse | Signal
+Event = Message | Prepared | Refusal | Signal
+"""A `Refusal`: the port refuses what has come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -575,7 +580,7 @@ Instructions = list[Instruction]
 class ReceiverChannel:
     """The receiver's end of one writer's channel, from HELLO to BYE. It has no I/O.
 
-    Instructions are carried out in order. If one refuses, the event `Refuse` follows in place of the rest.
+    Instructions are carried out in order. If one refuses, its `Refusal` follows as an event in place of the rest.
     """
 
     def __init__(self, codec: Codec, *, secret_of: Callable[[Pair, Epoch], bytes], surplus: bool = False) -> None:
@@ -596,12 +601,12 @@ class ReceiverChannel:
         return self.state in _MAY_WRITE
 
     def handle(self, event: Event) -> Instructions:
-        """Raises Refusal: no secret holds for the pair any more. `Refuse` follows."""
+        """Raises Refusal: no secret holds for the pair any more. It follows as an event."""
         match self.state, event:
             case ChannelState.ENDED, _:
                 return []
-            case _, Refuse(reason=reason):
-                return self._reject(reason)
+            case _, Refusal() as refusal:
+                return self._reject(refusal.reason)
             case _, Signal.EOF:
                 return self._close(Do.LOSE) if self.may_write else self._end()
             case ChannelState.PROBING, Signal.DEADLINE:

@@ -27,10 +27,6 @@ ABANDONED_GRANTS_MAX = 1 << 20
 """Abandoned grants that one link remembers."""
 
 
-class TooManyAbandonedGrants(Exception):
-    """`ABANDONED_GRANTS_MAX` is reached: the link has to end, for it must not forget one that may still be posted."""
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Part:
     """A part of a batch; each transport's `cut` adds its own fields."""
@@ -134,7 +130,7 @@ class PostQueue(Generic[PartT, LoanT]):
         self._completed = completed
         self._in_doubt = in_doubt
         self._after: Callable[[Callable[[bool], None]], None] | None = None
-        self._uncomputed: Callable[[GrantId], None] = self.abandon
+        self._uncomputed: Callable[[GrantId], object] = self.abandon
         self._waiting: deque[Batch[PartT]] = deque()
         self._out: dict[int, Taken[PartT]] = {}
         self._next_number = 0
@@ -143,7 +139,7 @@ class PostQueue(Generic[PartT, LoanT]):
         self._lanes_used: dict[GrantId, int] = {}
 
     def post_behind(
-        self, after: Callable[[Callable[[bool], None]], None], uncomputed: Callable[[GrantId], None]
+        self, after: Callable[[Callable[[bool], None]], None], uncomputed: Callable[[GrantId], object]
     ) -> None:
         """From now on batches wait for the device that computes their sources. Before the first post.
 
@@ -268,19 +264,19 @@ class PostQueue(Generic[PartT, LoanT]):
         with self.lock:
             return self._lanes_used.pop(grant, 0) or 1
 
-    def abandon(self, grant: GrantId) -> None:
+    def abandon(self, grant: GrantId) -> bool:
         """Take nothing more of this grant. Remembered until `forget`.
 
-        Raises:
-            TooManyAbandonedGrants: all has been stopped instead, which abandons everything.
+        False: `ABANDONED_GRANTS_MAX` is reached, and all has been stopped instead. The link has to end, for it must not
+        forget one that may still be posted.
         """
         with self.lock:
             self._abandoned.add(grant)
             self._drop(lambda batch: batch.grant == grant)
             if len(self._abandoned) <= ABANDONED_GRANTS_MAX:
-                return
+                return True
         self.stop()
-        raise TooManyAbandonedGrants(f"{ABANDONED_GRANTS_MAX} abandoned grants remembered, none may be forgotten")
+        return False
 
     def forget(self, grant: GrantId) -> None:
         """Nothing will be posted for this grant any more: it need not be remembered as abandoned."""

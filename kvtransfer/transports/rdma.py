@@ -39,7 +39,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Final, NamedTuple, Unpack
+from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 
@@ -935,7 +935,7 @@ class RdmaReceiverPort(ListeningPort[RdmaConnection]):
             try:
                 self._flush("a grant is over, and the device's memory cannot be flushed", connection)
             except Refusal as refusal:
-                self._handle(connection, wire.Refuse(reason=refusal.reason))
+                self._handle(connection, refusal)
                 flushed = False
         if not flushed and pair is not None:
             self._unsealed[grant] = pair
@@ -1067,7 +1067,7 @@ class RdmaReceiverPort(ListeningPort[RdmaConnection]):
         except QueuePairFailed as error:
             self._fail(connection, str(error))
         except Refusal as refusal:
-            self._handle(connection, wire.Refuse(reason=refusal.reason))
+            self._handle(connection, refusal)
 
     def _probe_came(self, connection: RdmaConnection, ends: LinkEnds, qp: int, number: int) -> None:
         """The first immediate on a queue pair is its index. The last of them makes the link."""
@@ -1263,30 +1263,30 @@ class RdmaWriterLink(ChainLink):
     def __init__(
         self,
         channel: WriterChannel,
+        parts: LinkParts,
+        limits: RdmaLinkLimits,
         *,
         qps: QueuePairs,
         hold: Hold,
         region: RegionAddress,
         welcome: RdmaWelcome,
-        limits: RdmaLinkLimits,
-        **parts: Unpack[LinkParts],
     ) -> None:
         """Takes over what is connected, and the hold. Use `connect`."""
         self._qps, self._hold, self._spin_us_max = qps, hold, limits.spin_us_max
         self._poster: Poster = qps.poster(dst_base=region.base, rkey=region.rkey)
         self._waker = Waker()
         self._tries_left: int | None = None
-        self._repeats = RepeatLog(log, parts["loop"].time)
+        self._repeats = RepeatLog(log, parts.loop.time)
         try:
             super().__init__(
                 channel,
+                parts,
+                replace(limits, chain_wrs_max=min(limits.chain_wrs_max, self._poster.chain_wrs_max)),
                 src_nbytes=hold.device.nbytes,
                 dst_nbytes=welcome.region_nbytes,
-                limits=replace(limits, chain_wrs_max=min(limits.chain_wrs_max, self._poster.chain_wrs_max)),
                 qps=len(qps.ends.qps),
                 send_wrs_max=hold.device.send_wrs_max,
                 seals_max=min(qps.ends.seals_max, welcome.ends.seals_max),
-                **parts,
             )
         except ConnectError:
             self._waker.close()
@@ -1331,7 +1331,7 @@ class RdmaWriterLink(ChainLink):
                     qps.connect(welcome.ends)
                     acknowledged = loop.create_future()
                     await _prove(channel, qps, welcome, loop, acknowledged)
-                link = cls(channel, qps=qps, hold=hold, region=region, welcome=welcome, limits=limits, **parts)
+                link = cls(channel, parts, limits, qps=qps, hold=hold, region=region, welcome=welcome)
             except BaseException as error:
                 give_up(endpoint, hold, qps, channel)
                 if acknowledged is None or _all_came(acknowledged) or not _concerns_the_way(error):

@@ -86,8 +86,8 @@ class PairFence:
         self._fenced_epoch = -1
         self._open: dict[int, Epoch] = {}
         self._waiting: set[Epoch] = set()
-        self._closed: Counter[tuple[Epoch, Evidence, int]] = Counter()
-        """By epoch, evidence, and the process id of those that are dead."""
+        self._closed: Counter[tuple[Epoch, str]] = Counter()
+        """By epoch and evidence."""
 
     @property
     def is_idle(self) -> bool:
@@ -129,7 +129,8 @@ class PairFence:
 
     def closed(self, connection: int, evidence: Evidence, pid: int = 0) -> None:
         """There is evidence that this connection can no longer write."""
-        self._closed[self._open.pop(connection), evidence, pid if evidence is Evidence.DEAD else 0] += 1
+        found = f"{evidence.value} (pid {pid})" if evidence is Evidence.DEAD else evidence.value
+        self._closed[self._open.pop(connection), found] += 1
 
     def fence(self, epoch: Epoch) -> list[int]:
         """Open no connection of `epoch` or older any more; returns those still open. `settled` will name the epoch."""
@@ -150,15 +151,10 @@ class PairFence:
         return epoch, self._evidence(epoch)
 
     def _evidence(self, epoch: Epoch) -> str:
-        keys = [key for key in self._closed if key[0] <= epoch]
-        counts: Counter[Evidence] = Counter()
-        for key in keys:
+        counts: Counter[str] = Counter()
+        for key in [key for key in self._closed if key[0] <= epoch]:
             counts[key[1]] += self._closed.pop(key)
-        pids = sorted({pid for _, _, pid in keys if pid})
-        parts = [f"{counts[evidence]} {evidence.value}" for evidence in Evidence if counts[evidence]]
-        if pids:
-            parts[-1] += f" (pid {', '.join(map(str, pids))})"
-        return ", ".join(parts) or "no connection that could write"
+        return ", ".join(f"{n} {found}" for found, n in sorted(counts.items())) or "no connection that could write"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -390,7 +386,7 @@ class BasePort(ABC, Generic[ConnectionT]):
                 if connection.sock is None:
                     return
         except wire.MalformedMessage as error:
-            self._handle(connection, wire.Refuse(reason=error.reason))
+            self._handle(connection, error)
 
     def _handle(self, connection: ConnectionT, event: wire.Event) -> None:
         """Carry out what follows from an event. One that refuses ends its instructions."""
@@ -398,7 +394,7 @@ class BasePort(ABC, Generic[ConnectionT]):
             for instruction in connection.channel.handle(event):
                 self._carry_out(connection, instruction)
         except Refusal as refusal:
-            self._handle(connection, wire.Refuse(reason=refusal.reason))
+            self._handle(connection, refusal)
 
     def _carry_out(self, connection: ConnectionT, instruction: wire.Instruction) -> None:
         match instruction:
@@ -561,7 +557,7 @@ class ListeningPort(BasePort[ConnectionT]):
         handshaking = sum(not c.channel.opened for c in self._connections.values())
         connection = self._connect(sock)
         if handshaking >= self._limits.handshakes_max:
-            self._handle(connection, wire.Refuse(reason=RefusalReason.HANDSHAKES_MAX))
+            self._handle(connection, Refusal(RefusalReason.HANDSHAKES_MAX))
             return
         try:
             wire.tune(sock)

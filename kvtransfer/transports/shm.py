@@ -54,7 +54,7 @@ from kvtransfer.transports.control_channel import Codec, Refusal, RefusalReason,
 from kvtransfer.transports.post_queue import Batch, Completed, OpsPart, PostQueue
 from kvtransfer.transports.receiver_port import BasePort, Connection, Evidence, PortLimits
 from kvtransfer.transports.settings import ShmConfig
-from kvtransfer.transports.writer_link import ChannelLink, LinkLimits
+from kvtransfer.transports.writer_link import ChannelLink, LinkLimits, LinkParts
 
 MESSAGE_BYTES_MAX: Final = 64
 # struct sockaddr_un has 108 bytes for the name; the abstract name's leading NUL is one of them.
@@ -63,30 +63,22 @@ ADDRESS_PREFIX: Final = "@baton-shm-"
 CONNECT_RETRY_MS: Final = 20
 """Pause while the receiver's backlog is full."""
 _UCRED: Final = struct.Struct("iII")
-_WELCOME: Final = struct.Struct("<Q")
 # A child of a later fork must not inherit the right to write; the mmap module of Python 3.11 may lack the name.
 _MADV_DONTFORK: Final = getattr(mmap, "MADV_DONTFORK", 10)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShmWelcome(wire.Packed):
+    LAYOUT = struct.Struct("<Q")
+    region_nbytes: int
+
+
 def codec_of(transport: TransportName) -> Codec:
     """cuda_ipc has the same messages."""
-    return Codec(transport, wire.LateBye, payload_bytes_max=_WELCOME.size, packets=True)
+    return Codec(transport, wire.LateBye, payload_bytes_max=ShmWelcome.LAYOUT.size, packets=True)
 
 
 CODEC: Final = codec_of(TransportName.SHM)
-
-
-def encode_welcome(region_nbytes: int) -> bytes:
-    """The WELCOME's payload."""
-    return _WELCOME.pack(region_nbytes)
-
-
-def decode_welcome(payload: bytes) -> int:
-    """`region_nbytes`. Raises MalformedMessage."""
-    if len(payload) != _WELCOME.size:
-        raise wire.MalformedMessage(f"a payload of {len(payload)} bytes in a WELCOME")
-    region_nbytes: int = _WELCOME.unpack(payload)[0]
-    return region_nbytes
 
 
 def socket_address(address: str) -> str:
@@ -166,7 +158,7 @@ class ShmChannel(WriterChannel):
         """
         try:
             hello = wire.Hello(pair=pair, epoch=endpoint.epoch)
-            region_nbytes = decode_welcome((await self.shake_hands(endpoint.secret, hello)).payload)
+            region_nbytes = ShmWelcome.decode((await self.shake_hands(endpoint.secret, hello)).payload).region_nbytes
             if self._fd is None:
                 raise ConnectError(f"{endpoint.address}: the receiver sent no file descriptor")
             return open_region(self._fd, region_nbytes, endpoint.address), region_nbytes
@@ -297,9 +289,9 @@ class ShmReceiverPort(BasePort[ShmConnection]):
         connection = self._connect(sock, surplus=surplus >= 0)
         connection.pid, connection.region_fd = pid, self._region.fd
         if uid != os.geteuid():
-            self._handle(connection, wire.Refuse(reason=RefusalReason.USER))
+            self._handle(connection, Refusal(RefusalReason.USER))
         elif surplus >= LATE_BYES_MAX:
-            self._handle(connection, wire.Refuse(reason=RefusalReason.CONNECTIONS_MAX))
+            self._handle(connection, Refusal(RefusalReason.CONNECTIONS_MAX))
 
     def _read(self, connection: ShmConnection) -> None:
         for _ in range(MESSAGES_PER_WAKE_MAX):
@@ -321,7 +313,7 @@ class ShmReceiverPort(BasePort[ShmConnection]):
         except OSError:
             packet, flags = b"", 0
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            self._handle(connection, wire.Refuse(reason=RefusalReason.MALFORMED))
+            self._handle(connection, Refusal(RefusalReason.MALFORMED))
             return True
         self._take_in(connection, packet)
         return bool(packet)
@@ -339,7 +331,7 @@ class ShmReceiverPort(BasePort[ShmConnection]):
             raise Refusal(RefusalReason.NO_PIDFD)
 
     def _prepare(self, connection: ShmConnection) -> None:
-        self._handle(connection, wire.Prepared(payload=encode_welcome(self._region.nbytes)))
+        self._handle(connection, wire.Prepared(payload=ShmWelcome(region_nbytes=self._region.nbytes).encode()))
 
     def _opened(self, connection: ShmConnection) -> None:
         """Before the descriptor leaves: whatever sending reports, the writer may have it from here on."""
@@ -628,17 +620,14 @@ class ShmWriterLink(ChannelLink):
         mapping: OpenRegion,
         region_nbytes: int,
         source: Any,
+        parts: LinkParts,
         *,
-        endpoint: DataEndpoint,
-        pair: Pair,
-        events: WriterEvents,
-        loop: asyncio.AbstractEventLoop,
         config: ShmConfig,
         limits: ShmLinkLimits,
         turns: AbstractContextManager[object],
     ) -> None:
         """Takes ownership of the channel's socket and the mapping. Use `connect`."""
-        super().__init__(channel, endpoint=endpoint, pair=pair, events=events, loop=loop, limits=limits)
+        super().__init__(channel, parts, limits)
         self._mapping: OpenRegion | None = mapping
         self._nonce = channel.nonce
         self._config = config
@@ -647,7 +636,7 @@ class ShmWriterLink(ChannelLink):
         self._pages_ready_bytes = 0
         self._lanes = self._make_lanes(mapping, region_nbytes, source, limits, turns)
         self._queue = self._lanes.queue
-        loop.add_reader(self._sock, self._read)
+        self._loop.add_reader(self._sock, self._read)
 
     @classmethod
     def _opener(cls, source: Any) -> OpenByDescriptor:
@@ -715,10 +704,7 @@ class ShmWriterLink(ChannelLink):
                 mapping,
                 region_nbytes,
                 source,
-                endpoint=endpoint,
-                pair=pair,
-                events=events,
-                loop=loop,
+                LinkParts(endpoint=endpoint, pair=pair, events=events, loop=loop),
                 config=config,
                 limits=limits,
                 turns=turns or copy_turns(config),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,10 +25,10 @@ from baton.tasks import call_loop
 from kvtransfer.device.driver import POLL_INTERVAL_S, DeviceEvent
 from kvtransfer.device.staging import StagedRegion, StagingFull, StagingShare, places
 from kvtransfer.transport import ConnectError, DataEndpoint, DeviceError, Seal, WriteOps, WriterEvents
-from kvtransfer.transports.post_queue import Batch, Completed, Part, PostQueue, Taken, TooManyAbandonedGrants
+from kvtransfer.transports.post_queue import Batch, Completed, Part, PostQueue, Taken
 from kvtransfer.transports.settings import TcpConfig
-from kvtransfer.transports.tcp import Frame, TcpWriterLink, connect_streams, cut_frames, leave_stream
-from kvtransfer.transports.writer_link import LINK_LIMITS, LinkLimits
+from kvtransfer.transports.tcp import Frame, TcpWelcome, TcpWriterLink, connect_streams, cut_frames, leave_streams
+from kvtransfer.transports.writer_link import LINK_LIMITS, LinkLimits, LinkParts
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -195,15 +196,24 @@ class StagedTcpLink(TcpWriterLink):
     device the link is lost: nobody knows what was copied.
     """
 
-    def __init__(self, *, source: StagedRegion, share: StagingShare[Any], **link: Any) -> None:
-        """`link`: as for `TcpWriterLink`. Raises RuntimeError: as `Stager`; share and sockets are the caller's then."""
-        super().__init__(source_region_U8=source.host_U8, **link)
+    def __init__(
+        self,
+        parts: LinkParts,
+        limits: LinkLimits,
+        *,
+        socks: list[socket.socket],
+        welcome: TcpWelcome,
+        source: StagedRegion,
+        share: StagingShare[Any],
+    ) -> None:
+        """As `TcpWriterLink`. Raises RuntimeError: as `Stager`; share and sockets are the caller's then."""
+        super().__init__(parts, limits, socks=socks, welcome=welcome, source_region_U8=source.host_U8)
         self._staging = True
         """The stager's thread has not reported its end."""
         self._stager = Stager(
             source=source,
             share=share,
-            dst_nbytes=link["welcome"].region_nbytes,
+            dst_nbytes=welcome.region_nbytes,
             loop=self._loop,
             completed=self._events.writes_completed,
             post=super().post,
@@ -231,14 +241,13 @@ class StagedTcpLink(TcpWriterLink):
             share = source.share(source.limits.link_chunks)
         except StagingFull as error:
             raise ConnectError(f"{endpoint.address}: {error}") from error
-        own = {"endpoint": endpoint, "pair": pair, "events": events, "loop": loop, "limits": limits}
+        parts = LinkParts(endpoint=endpoint, pair=pair, events=events, loop=loop)
         try:
-            socks, welcome = await connect_streams(endpoint, pair, loop, config or TcpConfig(), limits)
+            socks, welcome = await connect_streams(parts, config or TcpConfig(), limits)
             try:
-                made = cls(source=source, share=share, socks=socks, welcome=welcome, **own)
+                made = cls(parts, limits, socks=socks, welcome=welcome, source=source, share=share)
             except RuntimeError as error:
-                for sock in socks:
-                    leave_stream(sock, endpoint.epoch)
+                leave_streams(socks, endpoint.epoch)
                 raise ConnectError(f"{endpoint.address}: no thread to copy with: {error}") from error
         except BaseException:
             share.give_back()
@@ -263,8 +272,7 @@ class StagedTcpLink(TcpWriterLink):
 
     def abandon(self, grant: GrantId) -> None:
         """See `WriterLink.abandon`. What is being copied into pinned memory completes when that is over."""
-        with contextlib.suppress(TooManyAbandonedGrants):  # it ends the link, whose own queue counts the same grants
-            self._stager.queue.abandon(grant)
+        self._stager.queue.abandon(grant)  # too many end the link: its own queue counts the same grants
         super().abandon(grant)
 
     def forget(self, grant: GrantId) -> None:

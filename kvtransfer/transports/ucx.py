@@ -36,7 +36,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Unpack
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -62,12 +62,8 @@ from kvtransfer.transports.writer_link import ChainLimits, ChainLink, LinkParts,
 
 log = get_log("ucx")
 
-HOST_BYTES: Final = 16
 METADATA_BYTES_MAX: Final = 1 << 16
 _TRIAL_BYTES: Final = 1 << 12
-_HELLO: Final = struct.Struct(f"<{HOST_BYTES}sI")
-_WELCOME: Final = struct.Struct("<QQ")
-CODEC: Final = wire.Codec(TransportName.UCX, payload_bytes_max=_WELCOME.size + METADATA_BYTES_MAX)
 MODULES = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
 """NIXL's wheels. They differ in the GPUs they know, which host memory does not need."""
 MOVED_BY_THE_RECEIVER = frozenset({"tcp", "self"})
@@ -86,45 +82,30 @@ PROGRESS_US = 5_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UcxHello:
-    """`host` is `link.host_identity`, 32 hexadecimal digits; `pid` is of use only where it is the same."""
+class UcxHello(wire.Packed):
+    """`host` is the bytes of `link.host_identity`; `pid` is of use only where it is the same."""
 
-    host: str
+    LAYOUT = struct.Struct("<16sI")
+    host: bytes
     pid: int
-
-    def encode(self) -> bytes:
-        raw = bytes.fromhex(self.host)
-        assert len(raw) == HOST_BYTES, self.host
-        return _HELLO.pack(raw, self.pid)
-
-    @classmethod
-    def decode(cls, payload: bytes) -> UcxHello:
-        """Raises MalformedMessage."""
-        if len(payload) != _HELLO.size:
-            raise wire.MalformedMessage(f"a payload of {len(payload)} bytes in a HELLO")
-        host, pid = _HELLO.unpack(payload)
-        return cls(host=host.hex(), pid=pid)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UcxWelcome:
+class UcxWelcome(wire.Packed):
     """Where the receiver's region is, and the metadata of its agent, which a writer needs to write into it."""
 
+    LAYOUT = struct.Struct("<QQ")
+    HAS_PAYLOAD = True
     region_base: int
     region_nbytes: int
     metadata: bytes
 
-    def encode(self) -> bytes:
-        assert 0 < len(self.metadata) <= METADATA_BYTES_MAX, len(self.metadata)
-        return _WELCOME.pack(self.region_base, self.region_nbytes) + self.metadata
+    def __post_init__(self) -> None:
+        if not self.metadata:
+            raise wire.MalformedMessage("a WELCOME without metadata")
 
-    @classmethod
-    def decode(cls, payload: bytes) -> UcxWelcome:
-        """Raises MalformedMessage."""
-        if len(payload) <= _WELCOME.size:
-            raise wire.MalformedMessage(f"a payload of {len(payload)} bytes in a WELCOME")
-        base, nbytes = _WELCOME.unpack_from(payload)
-        return cls(region_base=base, region_nbytes=nbytes, metadata=payload[_WELCOME.size :])
+
+CODEC: Final = wire.Codec(TransportName.UCX, payload_bytes_max=UcxWelcome.LAYOUT.size + METADATA_BYTES_MAX)
 
 
 class UcxUnavailable(Exception):
@@ -404,7 +385,7 @@ class UcxReceiverPort(ListeningPort[UcxConnection]):
 
         Raises OSError also where the host's identity cannot be read.
         """
-        self._host = host_identity()
+        self._host = bytes.fromhex(host_identity())
         self._config = config or UcxConfig()
         self._region = region
         self._ucx_transports = ucx_transports(self._config.tls)
@@ -453,7 +434,7 @@ class UcxReceiverPort(ListeningPort[UcxConnection]):
             if connection.sock is None:
                 self._drop(connection)
             else:
-                self._handle(connection, wire.Refuse(reason=RefusalReason.UCX))
+                self._handle(connection, Refusal(RefusalReason.UCX))
             return
         connection.agent, connection.work = agent, None
         if connection.sock is None or self._closed:
@@ -510,10 +491,10 @@ class UcxReceiverPort(ListeningPort[UcxConnection]):
             for number in connection.agent.notified():
                 self._report(connection, connection.seals.number_came(number))
         except Refusal as refusal:
-            self._handle(connection, wire.Refuse(reason=refusal.reason))
+            self._handle(connection, refusal)
         except UcxFailed as error:
             log.warning("ucx link ended", reason=str(error))
-            self._handle(connection, wire.Refuse(reason=RefusalReason.UCX))
+            self._handle(connection, Refusal(RefusalReason.UCX))
         wanted = connection.seals.waiting and connection.sock is not None
         if wanted and connection.evidence is None and connection.poll_timer is None:
             connection.poll_timer = self._loop.call_later(SEAL_POLL_US / 1e6, self._take_notifications, connection)
@@ -619,13 +600,7 @@ class UcxWriterLink(ChainLink):
     failed = UcxFailed
 
     def __init__(
-        self,
-        channel: WriterChannel,
-        agent: UcxAgent,
-        *,
-        config: UcxConfig,
-        limits: ChainLimits,
-        **parts: Unpack[LinkParts],
+        self, channel: WriterChannel, parts: LinkParts, limits: ChainLimits, *, agent: UcxAgent, config: UcxConfig
     ) -> None:
         """Takes over what is connected. Use `connect`."""
         self._agent, self._config = agent, config
@@ -633,13 +608,13 @@ class UcxWriterLink(ChainLink):
         self._awake = threading.Event()
         super().__init__(
             channel,
+            parts,
+            limits,
             src_nbytes=agent.nbytes,
             dst_nbytes=agent.peer_nbytes,
-            limits=limits,
             qps=1,
             send_wrs_max=SEND_WRS_MAX,
             seals_max=SEALS_MAX,
-            **parts,
         )
 
     @classmethod
@@ -661,7 +636,7 @@ class UcxWriterLink(ChainLink):
         config = config or UcxConfig()
         parts = LinkParts(endpoint=endpoint, pair=pair, events=events, loop=loop)
         link = int.from_bytes(os.urandom(8))
-        own = UcxHello(host=host_identity(), pid=os.getpid())
+        own = UcxHello(host=bytes.fromhex(host_identity()), pid=os.getpid())
         hello = wire.Hello(pair=pair, epoch=endpoint.epoch, link=link, payload=own.encode())
         making = loop.run_in_executor(None, UcxAgent, source_region_U8, f"writer-{link:x}", config.tls)
         channel: WriterChannel | None = None
@@ -676,7 +651,7 @@ class UcxWriterLink(ChainLink):
                 if cancelled := await _until_over(loading):
                     raise cancelled
                 loading.result()
-                return cls(channel, agent, config=config, limits=limits, **parts)
+                return cls(channel, parts, limits, agent=agent, config=config)
             except BaseException as error:
                 cancelled = await _until_over(making)
                 if making.exception() is None:

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, TypedDict, Unpack
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from kvtransfer.native.copy import contiguous
 from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName, WriteOps, WriterEvents
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import Message, Sealed, SealSent, WriterChannel, close_politely
-from kvtransfer.transports.post_queue import Batch, Completed, OpsPart, PostQueue, Taken, TooManyAbandonedGrants
+from kvtransfer.transports.post_queue import Batch, Completed, OpsPart, PostQueue, Taken
 
 Mark = object
 """Of how far a link has come: an equal one means that nothing has moved since."""
@@ -49,6 +49,16 @@ class LinkLimits:
 LINK_LIMITS: Final = LinkLimits()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkParts:
+    """What every link is made of."""
+
+    endpoint: DataEndpoint
+    pair: Pair
+    events: WriterEvents
+    loop: asyncio.AbstractEventLoop
+
+
 class BaseWriterLink(ABC):
     """One writer's link to one receiver in one epoch (see `kvtransfer.transport.WriterLink`).
 
@@ -62,18 +72,9 @@ class BaseWriterLink(ABC):
     """After a FENCE or REFUSED what is on its way may arrive."""
     _queue: PostQueue[Any, Any]
 
-    def __init__(
-        self,
-        *,
-        endpoint: DataEndpoint,
-        pair: Pair,
-        events: WriterEvents,
-        loop: asyncio.AbstractEventLoop,
-        limits: LinkLimits,
-    ) -> None:
-        self._address, self._epoch = endpoint.address, endpoint.epoch
-        self._pair, self._events = pair, events
-        self._loop = loop
+    def __init__(self, parts: LinkParts, limits: LinkLimits) -> None:
+        self._address, self._epoch = parts.endpoint.address, parts.endpoint.epoch
+        self._pair, self._events, self._loop = parts.pair, parts.events, parts.loop
         self._limits = limits
         self._drain_timers: dict[GrantId, asyncio.TimerHandle] = {}
         """Of abandoned grants of which writes are still on their way."""
@@ -85,7 +86,7 @@ class BaseWriterLink(ABC):
         """Nothing is waited for any more."""
         self._closed_by_caller = False
         self._closing_timer: asyncio.TimerHandle | None = None
-        self._over = loop.create_future()
+        self._over = self._loop.create_future()
 
     @property
     def epoch(self) -> Epoch:
@@ -128,10 +129,8 @@ class BaseWriterLink(ABC):
     def abandon(self, grant: GrantId) -> None:
         """See `WriterLink.abandon`. Remembered until `forget(grant)` or the end of the link. What is on its way may
         arrive; where nothing moves for `drain_ms_max` the link ends."""
-        try:
-            self._queue.abandon(grant)
-        except TooManyAbandonedGrants as error:
-            self._end(str(error))
+        if not self._queue.abandon(grant):
+            self._end("too many abandoned grants are remembered, none may be forgotten")
             return
         if not self._ending and grant not in self._drain_timers:
             self._look_later(grant, self._mark(grant))
@@ -254,18 +253,9 @@ class ChannelLink(BaseWriterLink):
 
     codec: ClassVar[wire.Codec]
 
-    def __init__(
-        self,
-        channel: wire.WriterChannel,
-        *,
-        endpoint: DataEndpoint,
-        pair: Pair,
-        events: WriterEvents,
-        loop: asyncio.AbstractEventLoop,
-        limits: LinkLimits,
-    ) -> None:
+    def __init__(self, channel: wire.WriterChannel, parts: LinkParts, limits: LinkLimits) -> None:
         """Takes the welcomed connection over. The subclass has the loop call `_read`, once all of it is there."""
-        super().__init__(endpoint=endpoint, pair=pair, events=events, loop=loop, limits=limits)
+        super().__init__(parts, limits)
         self._sock, self._inbox = channel.sock, wire.Inbox(self.codec)
         self._outbox: deque[bytes] = deque()
         """Messages that wait for the socket to take them."""
@@ -345,15 +335,6 @@ class ChainLimits(LinkLimits):
     """Bytes of one write; longer ones are cut."""
     on_the_way_bytes_max: int = 32 << 20
     """Once this many bytes are posted and not completed, no more are posted."""
-
-
-class LinkParts(TypedDict):
-    """What every link is made of; see `BaseWriterLink`."""
-
-    endpoint: DataEndpoint
-    pair: Pair
-    events: WriterEvents
-    loop: asyncio.AbstractEventLoop
 
 
 class ChainLanes:
@@ -526,17 +507,17 @@ class ChainLink(ChannelLink):
     def __init__(
         self,
         channel: WriterChannel,
+        parts: LinkParts,
+        limits: ChainLimits,
         *,
         src_nbytes: int,
         dst_nbytes: int,
-        limits: ChainLimits,
         qps: int,
         send_wrs_max: int,
         seals_max: int,
-        **parts: Unpack[LinkParts],
     ) -> None:
         """At most `seals_max` seals are on their way. Starts the thread. Raises ConnectError: there can be no more."""
-        super().__init__(channel, limits=limits, **parts)
+        super().__init__(channel, parts, limits)
         self.region_nbytes = dst_nbytes
         """Of the receiver's region."""
         self._seals_max = seals_max

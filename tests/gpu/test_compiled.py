@@ -47,9 +47,10 @@ def test_every_kernel_compiles_as_it_is_launched(capability: int, tmp_path: Path
     compiled = [json.loads(line) for line in result.stdout.splitlines()]
     of_older = kernels_in_the_sources() - {"scale_rows_kernel"}  # there are no 8-bit floats before 8.9
     assert {each["kernel"] for each in compiled} == (kernels_in_the_sources() if capability >= 89 else of_older)
-    # One of each shape and type, whatever the numbers of tokens and splits; with rotation and without; 1 and 32 splits.
+    # One of each shape and type, whatever the numbers of tokens and splits; 1 and 32 splits.
     variants = Counter(each["kernel"] for each in compiled)
-    assert variants["rotate_store_kernel"] == variants["decode_combine_kernel"] == 2 * 2
-    assert variants["decode_split_kernel"] == variants["gather_kernel"] == variants["copy_kernel"] == 2
+    assert variants["decode_combine_kernel"] == 2 * 2
+    once = ("rotate_store_kernel", "decode_split_kernel", "gather_kernel", "copy_kernel")
+    assert [variants[name] for name in once] == [2] * 4
     assert min(each["cubin_bytes"] for each in compiled) > 0
     assert max(each["shared"] for each in compiled) <= SHARED_BYTES_MAX[capability]

@@ -9,7 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.gpu_cases import SHAPES, Shape, assert_close, fill, poisoned_pool, random_batch, random_queries
+from tests.support.gpu_cases import (
+    SHAPES,
+    Shape,
+    assert_close,
+    fill,
+    poisoned_pool,
+    random_batch,
+    random_queries,
+    store,
+)
 
 # isort: split
 from engine.attention import TorchAttention
@@ -48,7 +57,7 @@ def test_store_writes_its_slots_and_no_other_byte(shape: Shape, seed: int) -> No
     # Slices of one projection, as a model's fused QKV would give: rows are not next to each other.
     kv = torch.randn(batch.num_tokens, 3, shape.kv_heads, shape.head_dim, generator=generator).to(pool.dtype)
     blocks_T, slots_T, stored_T = slots_of(pool, batch, chance)
-    kernels.rotate_and_store(pool, 1, None, kv[:, 0], kv[:, 2], None, blocks_T, slots_T)
+    store(pool, 1, kv[:, 0], kv[:, 2], blocks_T, slots_T)
     at = (blocks_T[stored_T], slots_T[stored_T])
     expected.kv_LN2KSD[1][at[0], 0, :, at[1]] = kv[stored_T, 0]
     expected.kv_LN2KSD[1][at[0], 1, :, at[1]] = kv[stored_T, 2]
@@ -140,7 +149,7 @@ def test_slots_are_counted_in_64_bits() -> None:
     last, generator = num_blocks - 1, torch.Generator().manual_seed(1)
     kv = torch.randn(2, 3, 1, 64, generator=generator).to(torch.bfloat16)
     q_BHD = torch.randn(1, 1, 64, generator=generator).to(torch.bfloat16)
-    kernels.rotate_and_store(pool, 0, None, kv[0], kv[1], None, torch.full((3,), last), torch.arange(3))
+    store(pool, 0, kv[0], kv[1], torch.full((3,), last), torch.arange(3))
     assert torch.equal(pool.kv_LN2KSD[0, last, :, 0, :3], kv[:, :, 0])
     out = kernels.decode(
         pool, 0, q_BHD, torch.tensor([[last]], dtype=torch.int32), torch.tensor([3], dtype=torch.int32), 1

@@ -34,6 +34,7 @@ from engine.gpu.runner import GpuRunner
 from engine.models import decoder
 from engine.runner import TorchRunner
 from engine.types import Batch, NullSink, Runner, SamplingParams, SequenceSlice, StepResult
+from tests.support.every_row import score
 
 CONFIG = tiny_config()
 TENSORS = random_tensors(CONFIG, 1)
@@ -268,7 +269,7 @@ def test_scores_are_those_of_the_torch_runner() -> None:
         parts = []
         for count in (3, 1, None):
             s = seq.slice(count)
-            parts.append(each.score(Batch(slices=(s,)), NullSink()))
+            parts.append(score(each, Batch(slices=(s,))))
             seq.computed = s.stop
         scores.append(torch.cat(parts))
     assert (scores[0] - scores[1]).abs().max() < 1e-4 * scores[1].abs().max()

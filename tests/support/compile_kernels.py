@@ -81,7 +81,6 @@ def attention(pool: KvPool, group: int) -> None:
         angles = (torch.zeros(tokens, spec.head_dim // 2, dtype=pool.dtype),) * 2
         where_T = torch.zeros(tokens, dtype=torch.int64)
         kernels.rotate_and_store(pool, 1, q_THD, k_TKD, v_TKD, angles, where_T, where_T)
-        kernels.rotate_and_store(pool, 1, None, k_TKD, v_TKD, None, where_T, where_T)
         q_BHD = torch.zeros(tokens, heads, spec.head_dim, dtype=pool.dtype)
         tables_BM = torch.zeros(tokens, tokens, dtype=torch.int32)
         for num_splits in (1, kernels.SPLITS_MAX):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
+from engine.gpu import kernels
 from engine.kv_pool import KvPool
 from engine.types import Batch, KvSpec, SamplingParams, SequenceSlice
 
@@ -103,6 +104,14 @@ def fill(pool: KvPool, batch: Batch, generator: torch.Generator) -> None:
 
 def random_queries(pool: KvPool, shape: Shape, batch: Batch, generator: torch.Generator) -> torch.Tensor:
     return torch.randn(batch.num_tokens, shape.heads, shape.head_dim, generator=generator).to(pool.dtype)
+
+
+def store(
+    pool: KvPool, layer: int, k_TKD: torch.Tensor, v_TKD: torch.Tensor, blocks_T: torch.Tensor, slots_T: torch.Tensor
+) -> None:
+    """K and V to their slots as they are: by the kernel that rotates, with angles of zero."""
+    cos = torch.ones(len(k_TKD), pool.spec.head_dim // 2, dtype=pool.dtype, device=pool.device)
+    kernels.rotate_and_store(pool, layer, k_TKD, k_TKD, v_TKD, (cos, torch.zeros_like(cos)), blocks_T, slots_T)
 
 
 def assert_close(found: torch.Tensor, wanted: torch.Tensor, dtype: str) -> None:

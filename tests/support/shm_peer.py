@@ -27,8 +27,8 @@ from kvtransfer.transports.shm import (
     MESSAGE_BYTES_MAX,
     ShmLinkLimits,
     ShmReceiverPort,
+    ShmWelcome,
     ShmWriterLink,
-    decode_welcome,
     socket_address,
 )
 
@@ -78,7 +78,7 @@ class RawWriter:
         packet, fds, _, _ = socket.recv_fds(self.sock, MESSAGE_BYTES_MAX, 1)
         welcome = CODEC.decode(packet)
         assert isinstance(welcome, wire.Welcome)
-        self.mapping = mmap.mmap(fds[0], decode_welcome(welcome.payload))
+        self.mapping = mmap.mmap(fds[0], ShmWelcome.decode(welcome.payload).region_nbytes)
         os.close(fds[0])
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
 
 from baton.clock import Clock
-from baton.directory_client import EmbeddedDirectory
+from baton.directory_client import EmbeddedDirectory, Snapshot
 from baton.directory_service import DirectoryConfig, DirectoryService
 from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import Incarnation
@@ -88,6 +88,41 @@ def test_nodes_are_known_by_role_without_a_call() -> None:
         await membership.wait_until(lambda: membership.nodes() == ())
         await membership.stop()
         assert directory.removals == []
+
+    run(scene())
+
+
+def test_a_watch_that_ends_slowly_does_not_keep_the_heartbeat_going() -> None:
+    """Both end together at the stop: no push comes while a directory takes its time to end the watch."""
+
+    class Slow(ScriptedDirectory):
+        ending = asyncio.Event()
+
+        async def watch(self) -> AsyncGenerator[Snapshot, None]:
+            try:
+                async for snapshot in super().watch():
+                    yield snapshot
+            finally:
+                await self.ending.wait()
+
+    async def scene() -> None:
+        directory, clock = Slow(), ManualClock()
+        directory.ending = asyncio.Event()
+        membership = make(directory, clock, own=record("a"), heartbeat_ms=500)
+        await membership.start()
+        directory.pushes.get_nowait()
+        directory.show(record("a"))
+        await membership.wait_until(lambda: len(membership.nodes()) == 1)
+        await clock.asleep(1)
+        stopping = asyncio.create_task(membership.stop())
+        await asyncio.sleep(0)
+        clock.advance(0.5)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert directory.pushes.empty() and not stopping.done()
+        directory.ending.set()
+        await stopping
+        assert directory.removals == [("a", record("a").incarnation)]
 
     run(scene())
 

@@ -142,6 +142,16 @@ def test_one_kind_may_be_over_alone() -> None:
     assert repeats.over("a", "gone") == repeats.over("nobody", "gone") == []
 
 
+def test_a_field_named_as_the_sums_own_gives_way_to_it() -> None:
+    """The single line has what its caller counted; the sum says how often the line came, and for how long."""
+    repeats = Repeats(LIMITS)
+    assert repeats.seen("no room", "decode-0", times=77, over_s=99, blocks=5)
+    for _ in range(2):
+        repeats.time.now_s += 5
+        assert not repeats.seen("no room", "decode-0", times=77, over_s=99, blocks=6)
+    assert repeats.due() == [{"text": "no room: repeated", "peer": "decode-0", "times": 2, "over_s": 10.0, "blocks": 6}]
+
+
 def test_more_problems_than_are_kept_are_counted_together() -> None:
     """Peers that nobody has heard of take one place between them, and those that are known keep theirs."""
     repeats = Repeats(LIMITS)

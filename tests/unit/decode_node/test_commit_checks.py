@@ -100,6 +100,32 @@ def test_a_reserve_with_bad_sampling_is_rejected() -> None:
     asyncio.run(scenario())
 
 
+def test_a_reserve_that_breaks_the_node_gets_no_grant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value that no check knows raises where the sequence is made: the error is the writer's answer, and no block is
+    set aside. The same Reserve is granted once the sequence can be made, and a repeat gets the same grant."""
+
+    def broken(spec: common_pb2.SamplingSpec) -> None:
+        raise ValueError(f"top_k is {spec.top_k}")
+
+    async def scenario() -> None:
+        async with inprocess(mock_spec()) as cluster:
+            decode = cluster.decode["decode-0"]
+            asker = Asker(decode)
+            with monkeypatch.context() as patched:
+                patched.setattr("decode_node.reserving.params_from_proto", broken)
+                with pytest.raises(ValueError, match="top_k is"):
+                    asker.ask(1, id_of(1), blocks=4)
+            assert (decode.requests, decode.receiver.grants.unreleased) == (0, 0)
+            await assert_conserved(cluster)
+            granted = asker.ask(1, id_of(1), blocks=4).granted
+            assert asker.ask(1, id_of(1), blocks=4).granted == granted
+            await decode.receiver.release(asker.pair, ReserveNumber(1), ReserveNumber(2))
+            await until(cluster, "the request to be forgotten", lambda: not decode.requests)
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
+
+
 BAD_COMMITS: dict[str, tuple[dict[str, Any], Reason]] = {
     "first token": ({"first_token": VOCAB}, Reason.TOKEN_OUT_OF_RANGE),
     "alternative": (

@@ -14,7 +14,8 @@ from baton.ids import Attempt, BlockId, RequestId, RequestKey
 from engine.demo_model import DemoModelParams, write_demo_model
 from engine.model_config import ModelFamily
 from engine.runner import TorchRunner
-from engine.types import Batch, NullSink, SamplingParams, SequenceSlice
+from engine.types import Batch, SamplingParams, SequenceSlice
+from tests.support.every_row import score
 
 BLOCK_SIZE = 8
 NUM_BLOCKS = 96
@@ -54,7 +55,7 @@ def bound(folder: Path, *, deterministic: bool) -> TorchRunner:
 
 
 def scores_in_one_chunk(runner: TorchRunner, tokens: Sequence[int]) -> torch.Tensor:
-    return runner.score(Batch(slices=(piece(0, tokens, 0, len(tokens)),)), NullSink())
+    return score(runner, Batch(slices=(piece(0, tokens, 0, len(tokens)),)))
 
 
 def scores_among_others(runner: TorchRunner, tokens: Sequence[int], rng: random.Random) -> torch.Tensor:
@@ -72,7 +73,7 @@ def scores_among_others(runner: TorchRunner, tokens: Sequence[int], rng: random.
                 first_row += end - computed[number]
                 computed[number] = end
         slices.append(piece(0, tokens, start, stop))
-        scores = runner.score(Batch(slices=tuple(slices)), NullSink())
+        scores = score(runner, Batch(slices=tuple(slices)))
         rows.append(scores[first_row : first_row + stop - start])
         start = stop
     return torch.cat(rows)
@@ -96,3 +97,23 @@ def test_it_is_the_same_model(folder: Path) -> None:
     torch.testing.assert_close(scores_in_one_chunk(slow, tokens), scores_in_one_chunk(fast, tokens), rtol=0, atol=1e-3)
     slow.unbind()
     fast.unbind()
+
+
+def test_each_layer_is_reported_before_the_next_one_is_computed(folder: Path) -> None:
+    """When the sink is called for a layer, that layer holds K and V of all new tokens, and later layers hold none."""
+    runner = TorchRunner.load(folder, block_size=BLOCK_SIZE, deterministic=True)
+    spec = runner.kv_spec
+    shape = (spec.num_layers, NUM_BLOCKS, 2, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim)
+    kv_LN2KSD = np.full(shape, np.nan, np.float32)
+    runner.bind(kv_LN2KSD.view(np.uint8).reshape(-1), NUM_BLOCKS)
+    counts: list[tuple[int, list[int]]] = []
+
+    class Sink:
+        def layer_done(self, layer: int) -> None:
+            counts.append((layer, np.isfinite(kv_LN2KSD[:, :, 0, 0, :, 0]).sum(axis=(1, 2)).tolist()))
+
+    rng = random.Random(7)
+    pieces = [piece(number, rng.choices(range(3, 90), k=20), 0, stop) for number, stop in ((0, 20), (1, 9))]
+    runner.run(Batch(slices=tuple(pieces)), Sink())
+    assert counts == [(0, [29, 0]), (1, [29, 29])]
+    runner.unbind()

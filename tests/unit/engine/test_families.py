@@ -21,8 +21,9 @@ from engine.demo_model import DemoModelParams, write_demo_model
 from engine.model_config import ComputeDtype, ModelFamily, parse_model_config
 from engine.models.decoder import attention_factor, rotary_frequencies
 from engine.runner import TorchRunner
-from engine.types import Batch, NullSink, SamplingParams, SequenceSlice
+from engine.types import Batch, SamplingParams, SequenceSlice
 from node.pool import layout_of
+from tests.support.every_row import score
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 24
@@ -129,7 +130,7 @@ def scores(runner: TorchRunner, tokens: Sequence[int], stops: Sequence[int]) -> 
             output_index=0,
             params=SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0, max_tokens=1),
         )
-        parts.append(runner.score(Batch(slices=(piece,)), NullSink()))
+        parts.append(score(runner, Batch(slices=(piece,))))
     return torch.cat(parts)
 
 

@@ -24,7 +24,8 @@ from engine.model_config import (
 )
 from engine.native.kernels import PANEL, SCALED, Epilogue, Workspace, native_kernels, pack, quantise
 from engine.runner import TorchRunner
-from engine.types import Batch, NullSink
+from engine.types import Batch
+from tests.support.every_row import score
 from tests.unit.engine.test_native import piece
 
 needs_kernels = pytest.mark.skipif(native_kernels() is None, reason="no compiler, or a CPU without AVX512-BF16")
@@ -86,7 +87,7 @@ def scores_of(runner: TorchRunner) -> torch.Tensor:
     record = 2 * spec.num_kv_heads * spec.block_size * spec.head_dim * 4
     runner.bind(np.full(spec.num_layers * 96 * record, 0xFF, dtype=np.uint8), 96)
     tokens = random.Random(3).choices(range(2, runner.vocab_size), k=480)
-    found = runner.score(Batch(slices=(piece(0, tokens, 0, 480),)), NullSink()).float()
+    found = score(runner, Batch(slices=(piece(0, tokens, 0, 480),))).float()
     runner.unbind()
     return found
 

@@ -18,6 +18,7 @@ from engine.demo_model import DemoModelParams, write_demo_model
 from engine.models import decoder
 from engine.runner import TorchRunner
 from engine.types import Batch, NullSink, Runner, SamplingParams, SequenceSlice
+from tests.support.every_row import EveryRow, score
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
@@ -139,7 +140,7 @@ class Engine:
         parts = []
         for count in counts:
             s = seq.slice(count)
-            parts.append(self.runner.score(Batch(slices=(s,)), NullSink()))
+            parts.append(score(self.runner, Batch(slices=(s,))))
             seq.computed = s.stop
         return torch.cat(parts)
 
@@ -382,7 +383,7 @@ def test_rows_that_draw_are_those_of_a_whole_last_layer(
             rows_seen.clear()
             every_row = engine is engines[1]
             with torch.inference_mode():
-                x_WE = runner._forward.forward(batch, NullSink(), every_row=every_row)
+                x_WE = runner._forward.forward(EveryRow(slices=batch.slices) if every_row else batch, NullSink())
             found.append(x_WE[batch.drawing_rows] if every_row else x_WE)
             for (seq, _), s in zip(step, batch.slices, strict=True):
                 seq.computed = s.stop

@@ -26,7 +26,6 @@ from kvtransfer.transports.control_channel import (
     ReceiverChannel,
     Refusal,
     RefusalReason,
-    Refuse,
     Signal,
 )
 
@@ -202,7 +201,7 @@ class Receiver:
         try:
             return self.channel.handle(event)
         except Refusal as refusal:
-            return self.handle(Refuse(reason=refusal.reason))
+            return self.handle(refusal)
 
     def answer(self, secret: bytes = SECRET) -> wire.Answer:
         return wire.Answer(proof=rdma.CODEC.writer_proof(secret, HELLO, self.channel.nonce))
@@ -313,7 +312,7 @@ def test_what_the_port_refuses_ends_the_link_as_far_as_it_may(state: ChannelStat
     }
     r = receiver_in(state)
     may_write = r.channel.may_write
-    assert r.handle(Refuse(reason=reason)) == wanted.get(state, [])
+    assert r.handle(Refusal(reason)) == wanted.get(state, [])
     assert r.channel.state is (ChannelState.BROKEN if may_write else ChannelState.ENDED)
 
 

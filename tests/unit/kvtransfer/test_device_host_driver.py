@@ -50,6 +50,28 @@ def test_a_stream_runs_in_order_and_behind_what_it_waits_for() -> None:
     assert [early.done(), early.done()] == [False, True]
 
 
+def test_a_stream_stands_still_at_work_that_fails() -> None:
+    """Each look behind it raises the same error, also after later work was queued; what was before it has passed."""
+    ran: list[str] = []
+
+    def broken() -> None:
+        raise ValueError("a copy failed")
+
+    stream = HostStream()
+    stream.launch(lambda: ran.append("first"))
+    early = stream.record()
+    stream.launch(broken)
+    stream.launch(lambda: ran.append("third"))
+    assert [early.done(), early.done()] == [False, True]
+    for _ in range(2):
+        behind = stream.record()
+        assert not behind.done()
+        for _ in range(2):
+            with pytest.raises(ValueError, match="a copy failed"):
+                behind.done()
+    assert ran == ["first"]
+
+
 def test_another_process_opens_the_region_by_its_handle() -> None:
     """What a child writes is here; the handle of a process that has closed its region opens nothing."""
     region = DeviceRegion(HostDriver(), NBYTES, "region")

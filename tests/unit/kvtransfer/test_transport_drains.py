@@ -12,7 +12,7 @@ from unittest.mock import Mock
 from baton.ids import GrantId
 from kvtransfer.transport import DataEndpoint, Seal, TransportName
 from kvtransfer.transports.tcp import acknowledged_bytes
-from kvtransfer.transports.writer_link import LINK_LIMITS, BaseWriterLink
+from kvtransfer.transports.writer_link import LINK_LIMITS, BaseWriterLink, LinkParts
 from tests.support.shm_harness import DEADLINE_S, LINK_EPOCH, LINK_PAIR, Recorder, grant_of
 
 GRANT, OTHER = grant_of(7), grant_of(8)
@@ -61,7 +61,7 @@ class Scene(BaseWriterLink):
         self.clock = Clock()
         loop: Any = self.clock
         endpoint = DataEndpoint(transport=self.transport, address="", secret=b"", epoch=LINK_EPOCH)
-        super().__init__(endpoint=endpoint, pair=LINK_PAIR, events=Recorder(), loop=loop, limits=LINK_LIMITS)
+        super().__init__(LinkParts(endpoint=endpoint, pair=LINK_PAIR, events=Recorder(), loop=loop), LINK_LIMITS)
         self._queue = Mock()
         self.marks: dict[GrantId, int] = {}
 

@@ -22,8 +22,6 @@ from kvtransfer.transports.rdma import (
     LinkEnds,
     ProbePlace,
     QpAddress,
-    RdmaLimits,
-    RdmaLinkLimits,
     RdmaWelcome,
     RegionAddress,
 )
@@ -104,15 +102,6 @@ def test_settings_out_of_range(wrong: dict[str, int]) -> None:
         RdmaConfig(**wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"send_wrs_max": 1}, {"seals_max": 0}, {"seals_max": 1 << 16}, {"device_check_ms": 0}]
-)
-def test_limits_out_of_range(wrong: dict[str, int]) -> None:
-    """Each is refused by its name. A queue pair of one write has no place that is kept for a seal."""
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        RdmaLimits(**wrong)
-
-
 def test_a_write_that_nobody_acknowledges_fails_in_time() -> None:
     """Timeout and repeats together have a limit: half a second by default, hours are refused."""
     assert 500 < RdmaConfig().unanswered_ms < 600
@@ -122,13 +111,6 @@ def test_a_write_that_nobody_acknowledges_fails_in_time() -> None:
             ValueError, match=f"^ack_timeout_code is {code}, with retries_max {retries}: .* at most 30,000"
         ):
             RdmaConfig(ack_timeout_code=code, retries_max=retries)
-
-
-@pytest.mark.parametrize("name", ["chain_wrs_max", "drain_ms_max", "bye_ms_max"])
-def test_a_limit_of_a_link_is_no_0(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be positive"):
-        RdmaLinkLimits(**{name: 0})
-    assert RdmaLinkLimits(spin_us_max=0).spin_us_max == 0
 
 
 V2, V1 = "RoCE v2", "IB/RoCE v1"

@@ -21,7 +21,7 @@ from kvtransfer.transports import shm
 from kvtransfer.transports.control_channel import RefusalReason
 from kvtransfer.transports.receiver_port import PortLimits
 from kvtransfer.transports.settings import ShmConfig
-from kvtransfer.transports.shm import CODEC, ShmWriterLink, decode_welcome, socket_address
+from kvtransfer.transports.shm import CODEC, ShmWelcome, ShmWriterLink, socket_address
 from tests.support.shm_harness import (
     DEADLINE_S,
     REGION_NBYTES,
@@ -69,7 +69,7 @@ class RawPeer:
         self.say(answer_to(challenge, endpoint))
         welcome = await self.hear()
         assert isinstance(welcome, wire.Welcome)
-        assert decode_welcome(welcome.payload) == REGION_NBYTES
+        assert ShmWelcome.decode(welcome.payload).region_nbytes == REGION_NBYTES
         assert welcome.proof == CODEC.receiver_proof(
             endpoint.secret, hello_of(endpoint), challenge.nonce, welcome.payload
         )

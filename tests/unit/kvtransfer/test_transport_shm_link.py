@@ -82,7 +82,7 @@ def test_too_many_abandoned_grants_end_the_link(monkeypatch: pytest.MonkeyPatch)
                 assert link.describe()["state"] == "open"
                 link.abandon(grant_of(i))
             await events.until(lambda e: bool(e.lost))
-            assert events.lost == [(PAIR, "2 abandoned grants remembered, none may be forgotten")]
+            assert events.lost == [(PAIR, "too many abandoned grants are remembered, none may be forgotten")]
             link.post(grant_of(9), ops_of([0], [0], [1]))
             await events.until(lambda e: len(e.completed) == 1)
             assert not r.region.array_U8.any()

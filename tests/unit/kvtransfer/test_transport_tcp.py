@@ -16,7 +16,7 @@ from kvtransfer.transport import Seal
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports import tcp
 from kvtransfer.transports.settings import TcpConfig
-from kvtransfer.transports.tcp import CODEC, FRAME_BYTES_MAX, Ack, TcpWriterLink, hello_payload
+from kvtransfer.transports.tcp import CODEC, FRAME_BYTES_MAX, Ack, TcpHello, TcpWriterLink
 from tests.conformance.transport_kits import Everything
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, ops_of, pair_of, run
 from tests.support.tcp_harness import (
@@ -40,7 +40,7 @@ BAD_FRAMES = {
     "padding used": (CODEC.encode(wire.Bye(sequence=0, epoch=EPOCH))[:-1] + b"x", "MALFORMED"),
     "receiver's own message": (CODEC.encode(Ack(sequence=0, landed=True)), "OUT_OF_ORDER"),
     "a second hello": (
-        CODEC.encode(wire.Hello(pair=PAIR, epoch=EPOCH, link=1, payload=hello_payload(0))),
+        CODEC.encode(wire.Hello(pair=PAIR, epoch=EPOCH, link=1, payload=TcpHello(stream=0).encode())),
         "OUT_OF_ORDER",
     ),
     "another epoch": (head(epoch=Epoch(EPOCH + 1)) + GOOD[64:], "EPOCH"),

@@ -14,7 +14,7 @@ from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import open_connection
 from kvtransfer.transports.receiver_port import PortLimits
 from kvtransfer.transports.settings import TcpConfig
-from kvtransfer.transports.tcp import CODEC, TcpWelcome, TcpWriterLink, connect_stream, hello_payload
+from kvtransfer.transports.tcp import CODEC, TcpHello, TcpWelcome, TcpWriterLink
 from tests.support.shm_harness import REGION_NBYTES, Recorder, pair_of, run
 from tests.support.tcp_harness import (
     EPOCH,
@@ -28,11 +28,11 @@ HANDSHAKES = {
     "garbage": (b"\x16\x03\x01" + bytes(61), {"MALFORMED": 1}),
     "an answer first": (CODEC.encode(wire.Answer(proof=bytes(32))), {"OUT_OF_ORDER": 1}),
     "an unknown pair": (
-        CODEC.encode(wire.Hello(pair=pair_of(99), epoch=EPOCH, link=1, payload=hello_payload(0))),
+        CODEC.encode(wire.Hello(pair=pair_of(99), epoch=EPOCH, link=1, payload=TcpHello(stream=0).encode())),
         {"NOT_EXPECTED": 1},
     ),
     "an older epoch": (
-        CODEC.encode(wire.Hello(pair=PAIR, epoch=Epoch(1), link=1, payload=hello_payload(0))),
+        CODEC.encode(wire.Hello(pair=PAIR, epoch=Epoch(1), link=1, payload=TcpHello(stream=0).encode())),
         {"EPOCH": 1},
     ),
 }
@@ -60,7 +60,7 @@ def test_a_bad_handshake_is_refused(name: str) -> None:
 
 def test_a_recorded_answer_is_of_no_use_a_second_time() -> None:
     """The proof of one handshake, shown in another: its nonce is a new one."""
-    hello = wire.Hello(pair=PAIR, epoch=EPOCH, link=1, payload=hello_payload(0))
+    hello = wire.Hello(pair=PAIR, epoch=EPOCH, link=1, payload=TcpHello(stream=0).encode())
 
     async def test() -> None:
         async with receiving() as r:
@@ -164,15 +164,15 @@ def test_a_writer_trusts_nobody_who_does_not_know_the_secret() -> None:
             server = await asyncio.start_server(impostor, "127.0.0.1", 0)
             async with server:
                 port = server.sockets[0].getsockname()[1]
-                hello = wire.Hello(pair=PAIR, epoch=EPOCH, link=1, payload=hello_payload(0))
                 endpoint = type(r.endpoint)(
                     transport=r.endpoint.transport,
                     address=f"127.0.0.1:{port}",
                     secret=r.endpoint.secret,
                     epoch=EPOCH,
                 )
+                source_U8, loop = np.ones(REGION_NBYTES, np.uint8), asyncio.get_running_loop()
                 with pytest.raises(ConnectError, match="does not know the pair's secret"):
-                    await connect_stream(endpoint, hello, asyncio.get_running_loop())
+                    await TcpWriterLink.connect(endpoint, PAIR, source_U8, Recorder(), loop)
             assert len(seen) == 128
             assert endpoint.secret not in seen
 

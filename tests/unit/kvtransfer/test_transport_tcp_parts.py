@@ -29,10 +29,9 @@ from kvtransfer.transports.tcp import (
     FRAME_BYTES_MAX,
     FRAME_SEGMENTS_MAX,
     MESSAGE_BYTES,
+    TcpHello,
     TcpWelcome,
     cut_frames,
-    hello_payload,
-    stream_of,
 )
 from tests.support.shm_harness import pair_of
 
@@ -47,18 +46,17 @@ WELCOMES = st.builds(
 @given(st.integers(0, STREAMS_MAX - 1), WELCOMES)
 def test_payloads_come_out_as_they_went_in(stream: int, welcome: TcpWelcome) -> None:
     """They fit into a message of MESSAGE_BYTES; cut short, or longer, they are refused."""
-    hello = hello_payload(stream)
-    assert stream_of(hello) == stream
+    hello = TcpHello(stream=stream).encode()
+    assert TcpHello.decode(hello).stream == stream
     assert TcpWelcome.decode(welcome.encode()) == welcome
     pair = Pair(receiver=Incarnation(1), writer=Incarnation(2))
     assert len(CODEC.encode(wire.Hello(pair=pair, epoch=Epoch(1), payload=hello))) == MESSAGE_BYTES
     assert len(CODEC.encode(wire.Welcome(proof=bytes(32), payload=welcome.encode()))) == MESSAGE_BYTES
     for broken in (hello[:-1], hello + b"x", STREAMS_MAX.to_bytes(8, "little")):
         with pytest.raises(wire.MalformedMessage):
-            stream_of(broken)
-    none = TcpWelcome(region_nbytes=1, frame_bytes_max=0, frame_segments_max=1)
-    far = TcpWelcome(region_nbytes=1 << 63, frame_bytes_max=1, frame_segments_max=1)
-    for broken in (welcome.encode()[:-1], welcome.encode() + b"x", none.encode(), far.encode()):
+            TcpHello.decode(broken)
+    none, far = TcpWelcome.LAYOUT.pack(1, 0, 1), TcpWelcome.LAYOUT.pack(1 << 63, 1, 1)
+    for broken in (welcome.encode()[:-1], welcome.encode() + b"x", none, far):
         with pytest.raises(wire.MalformedMessage):
             TcpWelcome.decode(broken)
 

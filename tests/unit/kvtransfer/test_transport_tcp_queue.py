@@ -33,7 +33,7 @@ from kvtransfer.transports.tcp import (
     ToSend,
     frame_starts,
 )
-from kvtransfer.transports.writer_link import LINK_LIMITS
+from kvtransfer.transports.writer_link import LINK_LIMITS, LinkParts
 from tests.support.shm_harness import DEADLINE_S, Recorder, grant_of, ops_of
 from tests.support.tcp_harness import EPOCH, PAIR
 
@@ -50,14 +50,16 @@ class Sending:
         self.completed = self.events.completed
         self.loop = asyncio.new_event_loop()
         self.link = TcpWriterLink(
+            LinkParts(
+                endpoint=DataEndpoint(transport=TransportName.TCP, address="nowhere:1", secret=b"", epoch=EPOCH),
+                pair=PAIR,
+                events=self.events,
+                loop=self.loop,
+            ),
+            LINK_LIMITS,
             socks=[socket.socket() for _ in range(streams)],
             welcome=TcpWelcome(region_nbytes=REGION_NBYTES, frame_bytes_max=1 << 20, frame_segments_max=512),
-            endpoint=DataEndpoint(transport=TransportName.TCP, address="nowhere:1", secret=b"", epoch=EPOCH),
-            pair=PAIR,
             source_region_U8=np.zeros(REGION_NBYTES, np.uint8),
-            events=self.events,
-            loop=self.loop,
-            limits=LINK_LIMITS,
         )
         self.streams = self.link._streams
         self.queue = self.link._queue

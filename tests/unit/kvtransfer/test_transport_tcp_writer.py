@@ -23,7 +23,7 @@ from kvtransfer.transports.tcp import (
     TcpWelcome,
     TcpWriterLink,
 )
-from kvtransfer.transports.writer_link import LinkLimits
+from kvtransfer.transports.writer_link import LinkLimits, LinkParts
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, ops_of, run
 from tests.support.shm_peer import source_bytes
 from tests.support.tcp_harness import EPOCH, GRANT, PAIR
@@ -66,18 +66,20 @@ async def linked(
     ours, theirs = ends or connection()
     theirs.setblocking(False)
     link = TcpWriterLink(
+        LinkParts(
+            endpoint=DataEndpoint(transport=TransportName.TCP, address="by-hand:1", secret=b"", epoch=EPOCH),
+            pair=PAIR,
+            events=events,
+            loop=asyncio.get_running_loop(),
+        ),
+        LinkLimits(**{"bye_ms_max": 50, **limits}),
         socks=[ours],
         welcome=TcpWelcome(
             region_nbytes=REGION_NBYTES,
             frame_bytes_max=FRAME_BYTES_MAX,
             frame_segments_max=FRAME_SEGMENTS_MAX,
         ),
-        endpoint=DataEndpoint(transport=TransportName.TCP, address="by-hand:1", secret=b"", epoch=EPOCH),
-        pair=PAIR,
         source_region_U8=source_bytes(1, REGION_NBYTES),
-        events=events,
-        loop=asyncio.get_running_loop(),
-        limits=LinkLimits(**{"bye_ms_max": 50, **limits}),
     )
     await link._start()
     try:

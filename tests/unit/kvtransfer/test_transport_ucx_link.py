@@ -107,7 +107,7 @@ class ByHand:
     async def link(self, endpoint: DataEndpoint, host: str, pid: int) -> wire.Message | None:
         """The answer to the ANSWER."""
         await asyncio.get_running_loop().sock_connect(self.sock, split_endpoint(endpoint.address))
-        own = UcxHello(host=host, pid=pid)
+        own = UcxHello(host=bytes.fromhex(host), pid=pid)
         hello = wire.Hello(pair=PAIR, epoch=endpoint.epoch, link=9, payload=own.encode())
         await self.say(hello)
         challenge = await self.hear()
@@ -325,10 +325,10 @@ def test_a_writer_elsewhere_vouches_for_a_link_that_failed_with_nothing_on_its_w
     """On transports whose fence is not proved its BYE is all the evidence that there will ever be. All that was posted
     has arrived, only a look at it fails: the BYE says so, and the pair lives on. With a write on its way it cannot: its
     connection stays, in sight, and the pair is fenced by nothing but the end of the receiver."""
-    monkeypatch.setattr(ucx, "host_identity", lambda: ELSEWHERE)
 
     async def case() -> None:
         async with receiving("all") as r:
+            monkeypatch.setattr(ucx, "host_identity", lambda: ELSEWHERE)
             async with linked(r) as (it, events):
                 it.post(GRANT, ops_of([0], [0], [10]))
                 await events.until(lambda e: bool(e.completed))
@@ -395,7 +395,9 @@ def test_words_out_of_order_are_refused_and_the_word_still_heard(agents: Agents)
     async def case() -> None:
         async with receiving() as r, by_hand(r) as writer:
             await writer.say(
-                wire.Hello(pair=PAIR, epoch=EPOCH, link=1, payload=UcxHello(host=ELSEWHERE, pid=1).encode())
+                wire.Hello(
+                    pair=PAIR, epoch=EPOCH, link=1, payload=UcxHello(host=bytes.fromhex(ELSEWHERE), pid=1).encode()
+                )
             )
             assert await writer.hear() == wire.Refused(reason=RefusalReason.OUT_OF_ORDER)
             assert await writer.hear() == wire.Fence(epoch=EPOCH)

@@ -17,7 +17,7 @@ from kvtransfer.transports.control_channel import MalformedMessage
 from kvtransfer.transports.settings import UcxConfig
 from kvtransfer.transports.ucx import UcxHello, UcxWelcome, destruction_fences, ucx_transports, usable
 
-HELLOS = st.builds(UcxHello, host=st.binary(min_size=16, max_size=16).map(bytes.hex), pid=st.integers(0, (1 << 32) - 1))
+HELLOS = st.builds(UcxHello, host=st.binary(min_size=16, max_size=16), pid=st.integers(0, (1 << 32) - 1))
 U64 = st.integers(0, (1 << 64) - 1)
 WELCOMES = st.builds(UcxWelcome, region_base=U64, region_nbytes=U64, metadata=st.binary(min_size=1, max_size=900))
 

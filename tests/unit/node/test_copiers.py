@@ -18,7 +18,9 @@ from cachestore.layout import kv_layout
 from cachestore.ledger import ConservationError
 from engine.build import EngineConfig, EngineKind
 from kvtransfer.device.host_driver import HostStreams
+from kvtransfer.native.copy import copy_records
 from kvtransfer.region import Region
+from kvtransfer.transport import WriteOps
 from node.copiers import BlockCopier, BlockCopy, BlockPlaces
 from node.pool import open_device_pool
 from node.spill import SpillConfig
@@ -112,6 +114,34 @@ def test_copies_run_on_a_thread_in_order_and_end_on_the_loop() -> None:
     ]
     assert [error is None for _, _, error in told] == [True, True, False]
     assert (records(device, 5)[:, 4] == records(device, 5)[:, 2]).all()
+
+
+def test_a_copy_that_fails_fails_all_that_are_not_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of three copies within host memory raises: those behind it, and one that is asked for later, get its
+    error. The copier's thread ends by itself, and `close` waits for nothing."""
+    device, host = region(5, 1), region(7, 2)
+    done_before = copy_records
+
+    def fails(dst_U8: np.ndarray, src_U8: np.ndarray, ops: WriteOps) -> None:
+        if ops.dst[0] == 4 * LAYOUT.record_bytes:
+            raise OSError("the second copy failed")
+        done_before(dst_U8, src_U8, ops)
+
+    async def scenario() -> list[BaseException | None]:
+        ended: asyncio.Queue[BaseException | None] = asyncio.Queue()
+        monkeypatch.setattr("kvtransfer.device.host_driver.copy_records", fails)
+        thread = copier(device, host)
+        await carried_out(thread, out((2,), (3,)))
+        for place in (4, 5):
+            thread.start(out((2,), (place,)), ended.put_nowait)
+        async with asyncio.timeout(WAIT_S):
+            errors = [await ended.get(), await ended.get()]
+            thread.start(out((2,), (6,)), ended.put_nowait)
+            errors.append(await ended.get())
+        thread.close()
+        return errors
+
+    assert [str(error) for error in asyncio.run(scenario())] == ["the second copy failed"] * 3
 
 
 def test_nothing_is_told_after_close() -> None:
