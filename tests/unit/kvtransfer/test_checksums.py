@@ -33,6 +33,7 @@ from kvtransfer.checksums import (
     in_sample,
     sample_fraction,
 )
+from kvtransfer.link import PairSpeed
 from kvtransfer.protocol.receiver import AnswerCommit, RecordsChecked, ReportCorrupt
 from kvtransfer.protocol.writer import GiveUp, HandoffEnd, SendCommit, WriterEvent
 from kvtransfer.status import WriterPlace
@@ -462,8 +463,12 @@ def test_a_post_whose_sample_fails_is_still_posted() -> None:
         def take(self, *_: object) -> None:
             raise RuntimeError("can't start new thread")
 
-    link = SimpleNamespace(posting=lambda _nbytes: None)
-    peer = SimpleNamespace(link=link, layout=LAYOUT, completed=lambda _handoff, writes: dropped.append(writes))
+    peer = SimpleNamespace(
+        link=SimpleNamespace(speed=PairSpeed()),
+        loop=SimpleNamespace(time=lambda: 0.0),
+        layout=LAYOUT,
+        completed=lambda _handoff, writes: dropped.append(writes),
+    )
     handoff = SimpleNamespace(peer=peer, grant=GRANT, sample=Broken(), steps=set())
     step = StepWrites(
         handoff=cast(Any, handoff),
