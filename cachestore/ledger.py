@@ -35,6 +35,7 @@ class Ledger:
         self._writer: list[GrantId | None] = [None] * num_blocks
         self._quarantined = [False] * num_blocks
         self._cached = [False] * num_blocks
+        self._spoiled = [False] * num_blocks
         self._free: list[BlockId] = [BlockId(b) for b in range(num_blocks - 1, -1, -1)]
         self._promises: dict[Hashable, int] = {}
         self._promised = 0
@@ -150,9 +151,6 @@ class Ledger:
             assert self._writer[block] == grant, (block, self._writer[block], grant)
             self._quarantined[block] = True
 
-    def writer_of(self, block: BlockId) -> GrantId | None:
-        return self._writer[block]
-
     def is_held(self, block: BlockId) -> bool:
         return self._holds[block] > 0
 
@@ -163,6 +161,7 @@ class Ledger:
     def mark_cached(self, block: BlockId) -> None:
         """The prefix index refers to this held block; when the last holder leaves it stays, evictable."""
         assert self._holds[block] > 0 and self._writer[block] is None and not self._cached[block], block
+        assert not self._spoiled[block], block
         self._cached[block] = True
 
     def evict(self, block: BlockId) -> None:
@@ -173,6 +172,14 @@ class Ledger:
         self._cached[block] = False
         if self._holds[block] == 0:
             self._put_free(block)
+
+    def spoil(self, block: BlockId) -> None:
+        """The content of this block, which is not cached, may be broken: it is not cached before it has been free."""
+        assert not self._cached[block], block
+        self._spoiled[block] = self._holds[block] > 0
+
+    def is_spoiled(self, block: BlockId) -> bool:
+        return self._spoiled[block]
 
     def pin(self, block: BlockId) -> None:
         """Keep this cached block from eviction. An idle one leaves `available`, which must have room for that."""
@@ -291,4 +298,5 @@ class Ledger:
     def _put_free(self, block: BlockId) -> None:
         if self._on_free is not None:
             self._on_free(block)
+        self._spoiled[block] = False
         self._free.append(block)

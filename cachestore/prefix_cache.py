@@ -59,6 +59,8 @@ class Entry:
     children: dict[bytes, Entry] = field(default_factory=dict)
     in_heap: bool = False
     alive: bool = True
+    spoiled: bool = False
+    """Its content may be broken: no sequence that has it is indexed any further."""
     pinned: bool = False
 
 
@@ -139,12 +141,16 @@ class PrefixCache:
         """Enter the full blocks of `tokens[:computed]` that are not in yet. The caller holds all of `block_table`.
 
         A block whose content is indexed already under another block is left out, and the chain goes on behind the
-        other one. On a hash collision the rest of the sequence stays out.
+        other one. On a hash collision, or from a spoiled block on, the rest of the sequence stays out.
         """
+        if cursor.entry is not None and cursor.entry.spoiled:
+            return
         if cursor.entry is not None and not cursor.entry.alive:
             # A duplicate of ours that the chain went through has been evicted, and what was behind it with it.
             cursor.blocks, cursor.entry = 0, None
         for index in range(cursor.blocks, computed // self.block_size):
+            if self._ledger.is_spoiled(block_table[index]):
+                return
             packed = self._pack(tokens, index)
             digest = self._link(cursor.entry, salt, packed)
             entry = self._entries.get(digest)
@@ -243,15 +249,21 @@ class PrefixCache:
         return sum(digest in self._entries and self._entries[digest].pinned for digest in chain)
 
     def forget(self, blocks: Iterable[BlockId]) -> None:
-        """Remove these blocks and all behind them from the index: their content is not to be used again.
+        """Remove these blocks and all behind them from the index: their content may be broken, and is not used again.
 
-        Held ones stay with their holders. Pins stay, for the blocks to come.
+        Held ones stay with their holders, who do not bring them back into the index. Pins stay, for the blocks to come.
         """
-        for entry in [self._by_block[block] for block in blocks if block in self._by_block]:
+        spoiled = set(blocks)
+        for entry in [self._by_block[block] for block in spoiled if block in self._by_block]:
             if entry.alive:
-                for pinned in [e for e in _with_descendants(entry) if e.pinned]:
-                    self._unpin(pinned)
+                for each in _with_descendants(entry):
+                    if each.pinned:
+                        self._unpin(each)
+                    each.spoiled = True
+                    spoiled.add(each.block)
                 self._remove(entry)
+        for block in spoiled:
+            self._ledger.spoil(block)
 
     def _pack(self, tokens: Sequence[int], index: int) -> bytes:
         return pack_tokens(tokens[index * self.block_size : (index + 1) * self.block_size])

@@ -6,7 +6,7 @@ Everything runs on the node's control thread.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -254,11 +254,7 @@ class Receiver:
     # What the ports report (kvtransfer.transport.ReceiverEvents).
 
     def seal_landed(self, pair: Pair, seal: Seal) -> None:
-        self._handle(
-            protocol.SealLanded(
-                pair=pair, grant=seal.grant, epoch=seal.epoch, writes=seal.writes, bytes_written=seal.bytes_written
-            )
-        )
+        self._handle(protocol.SealLanded(pair=pair, seal=seal))
 
     def writer_gone(self, pair: Pair, epoch: Epoch, evidence: str) -> None:
         writer = self.holdings.name_of(pair)
@@ -364,9 +360,8 @@ class Receiver:
 
     def _fire(self, grant: GrantId, kind: TimerKind) -> None:
         del self._timers[grant, kind]
-        owner = self.grants.owner(grant)
-        if owner is not None:
-            self._repeats.warning(_OVERDUE[kind], peer=self.holdings.name_of(owner[0]), grant=grant.hex())
+        writer = self.holdings.name_of(self.grants.entries[grant].pair)
+        self._repeats.warning(_OVERDUE[kind], peer=writer, grant=grant.hex())
         self._handle(protocol.GrantTimerFired(grant=grant, kind=kind))
 
     def _stop_timers(self, instruction: protocol.StopGrantTimers) -> None:
@@ -445,7 +440,6 @@ class ReceiverPorts:
     def __init__(self, events: ReceiverEvents) -> None:
         self.events = events
         self._ports: dict[TransportName, ReceiverPort] = {}
-        self._closed_last: list[Callable[[], Awaitable[None]]] = []
         self._withdrawn: set[TransportName] = set()
         self._used: dict[Pair, set[TransportName]] = {}
         self._fences: dict[tuple[Pair, Epoch], dict[TransportName, str | None]] = {}
@@ -454,10 +448,6 @@ class ReceiverPorts:
         """Takes the port over: `close` closes it."""
         assert port.transport not in self._ports, port.transport
         self._ports[port.transport] = port
-
-    def close_last(self, close: Callable[[], Awaitable[None]]) -> None:
-        """Have this called by `close`, after the ports: it may be called twice."""
-        self._closed_last.append(close)
 
     def offer(self, transport: TransportName, works: bool) -> None:
         """Whether new links may use this transport; one whose device is lost is withdrawn until it is back."""
@@ -525,8 +515,6 @@ class ReceiverPorts:
         """Close every port. No event is delivered any more."""
         for port in self._ports.values():
             await port.close()
-        for close in self._closed_last:
-            await close()
 
 
 @dataclass(frozen=True, slots=True)

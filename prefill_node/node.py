@@ -30,6 +30,7 @@ from engine.types import (
     FinishReason,
     KvSink,
     key_from_proto,
+    logprobs_to_proto,
     params_from_proto,
 )
 from kvtransfer.protocol.writer import HandoffEnd
@@ -43,7 +44,6 @@ from prefill_node.job import (
     Job,
     LocalRunner,
     check_fits,
-    first_logprobs,
     first_token_event,
     granted_event,
     handed_off_event,
@@ -57,15 +57,6 @@ STEPS_AHEAD: Final = 2
 """The step under way, and the one whose grants are asked for meanwhile."""
 GRANT_WAIT_MS_MAX: Final = 50
 """A request that waits longer for its grant does not hold back those behind it any more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillState:
-    """What a prefill node has at this moment, for tests and debugging. The jobs are the node's own."""
-
-    queue: tuple[Job, ...]
-    admitted: tuple[Job, ...]
-    rate: PrefillRate
 
 
 class PrefillNode:
@@ -367,7 +358,7 @@ class PrefillNode:
             return
         job.computed_s = self._loop.time()
         if event.token is not None and job.handoff is not None and event.finish is None:
-            job.handoff.all_posted(event.token, first_logprobs(event))
+            job.handoff.all_posted(event.token, logprobs_to_proto(event.logprobs))
         if not job.drawn.done():
             job.drawn.set_result(event)
 
@@ -401,9 +392,6 @@ class PrefillNode:
     @property
     def requests(self) -> int:
         return len(self._queue) + len(self._admitted)
-
-    def debug_state(self) -> PrefillState:
-        return PrefillState(queue=tuple(self._queue), admitted=tuple(self._admitted.values()), rate=self._rate)
 
     def load(self) -> NodeLoad:
         return NodeLoad(

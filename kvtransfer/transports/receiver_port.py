@@ -86,8 +86,8 @@ class PairFence:
         self._fenced_epoch = -1
         self._open: dict[int, Epoch] = {}
         self._waiting: set[Epoch] = set()
-        self._closed: Counter[tuple[Epoch, Evidence, int]] = Counter()
-        """By epoch, evidence, and the process id of those that are dead."""
+        self._closed: Counter[tuple[Epoch, str]] = Counter()
+        """By epoch and evidence."""
 
     @property
     def is_idle(self) -> bool:
@@ -129,7 +129,8 @@ class PairFence:
 
     def closed(self, connection: int, evidence: Evidence, pid: int = 0) -> None:
         """There is evidence that this connection can no longer write."""
-        self._closed[self._open.pop(connection), evidence, pid if evidence is Evidence.DEAD else 0] += 1
+        found = f"{evidence.value} (pid {pid})" if evidence is Evidence.DEAD else evidence.value
+        self._closed[self._open.pop(connection), found] += 1
 
     def fence(self, epoch: Epoch) -> list[int]:
         """Open no connection of `epoch` or older any more; returns those still open. `settled` will name the epoch."""
@@ -150,15 +151,10 @@ class PairFence:
         return epoch, self._evidence(epoch)
 
     def _evidence(self, epoch: Epoch) -> str:
-        keys = [key for key in self._closed if key[0] <= epoch]
-        counts: Counter[Evidence] = Counter()
-        for key in keys:
+        counts: Counter[str] = Counter()
+        for key in [key for key in self._closed if key[0] <= epoch]:
             counts[key[1]] += self._closed.pop(key)
-        pids = sorted({pid for _, _, pid in keys if pid})
-        parts = [f"{counts[evidence]} {evidence.value}" for evidence in Evidence if counts[evidence]]
-        if pids:
-            parts[-1] += f" (pid {', '.join(map(str, pids))})"
-        return ", ".join(parts) or "no connection that could write"
+        return ", ".join(f"{n} {found}" for found, n in sorted(counts.items())) or "no connection that could write"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -52,13 +52,12 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from baton.errors import BatonError
 from baton.ids import Epoch, GrantId, Pair
 from baton.log import get_log
 from baton.repeats import RepeatLog
@@ -89,6 +88,7 @@ from kvtransfer.transports.control_channel import (
     WriterChannel,
     at_most,
     close_politely,
+    connect_errors,
 )
 from kvtransfer.transports.post_queue import Batch, Completed, Part, PostQueue, Taken
 from kvtransfer.transports.receiver_port import Connection, Evidence, ListeningPort, PortLimits
@@ -101,10 +101,8 @@ SEGMENT_BYTES: Final = 16
 FRAME_BYTES_MAX: Final = 1 << 25
 """A frame's payload, which takes several system calls: what a frame costs beside them is to be little."""
 FRAME_SEGMENTS_MAX: Final = 4096
-CALL_SEGMENTS_MAX: Final = 1024
-"""Of one system call in Python: IOV_MAX of Linux."""
 CALL_BYTES_MAX: Final = 1 << 20
-"""Of one system call in Python, as of a native one: who wants the landing lock waits for one call."""
+"""Received by one system call, in Python as in C: who wants the landing lock waits for one call."""
 _I64_MAX: Final = (1 << 63) - 1
 _TCP_INFO_BYTES: Final = 256
 _BYTES_ACKED_AT: Final = 120
@@ -188,33 +186,6 @@ CODEC: Final = wire.Codec(
 )
 
 
-async def connect_stream(
-    endpoint: DataEndpoint, hello: wire.Hello, loop: asyncio.AbstractEventLoop
-) -> tuple[socket.socket, TcpWelcome]:
-    """A welcomed connection, in blocking mode; the caller's. The caller bounds the time.
-
-    Raises:
-        ConnectError: refused, unreachable, or whoever answers does not know the secret.
-    """
-    channel: WriterChannel | None = None
-    try:
-        channel = await WriterChannel.open(endpoint.address, loop, CODEC, address=endpoint.address)
-        welcome = TcpWelcome.decode((await channel.shake_hands(endpoint.secret, hello)).payload)
-        channel.sock.setblocking(True)
-        return channel.sock, welcome
-    except BaseException as error:
-        if channel is not None:
-            leave_stream(channel.sock, endpoint.epoch)  # the receiver's WELCOME may be on its way
-        if isinstance(error, (OSError, BatonError, MalformedMessage)) and not isinstance(error, TimeoutError):
-            raise ConnectError(f"{endpoint.address}: {error}") from error
-        raise
-
-
-def leave_stream(sock: socket.socket, epoch: Epoch) -> None:
-    """A stream that is not used after all: with a BYE the receiver need not fence the pair."""
-    wire.take_leave(sock, CODEC.encode(wire.Bye(epoch=epoch)))
-
-
 def acknowledged_bytes(sock: socket.socket) -> int:
     """What the peer's kernel has acknowledged. 0 where ours does not count it (Linux before 4.1)."""
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
@@ -226,22 +197,10 @@ def moved_by() -> str:
     return "Python: no native library" if native_sockets() is None else "native"
 
 
-def of_one_call(views: list[memoryview], first: int = 0) -> list[memoryview]:
-    """The views from `first` on that one system call moves; the last of them may be the beginning of one."""
-    taken, left = [], CALL_BYTES_MAX
-    for view in views[first : first + CALL_SEGMENTS_MAX]:
-        taken.append(view[:left])
-        left -= taken[-1].nbytes
-        if not left:
-            break
-    return taken
-
-
 log = get_log("tcp")
 
 SMALL_BYTES_MAX = 1 << 16
 """A single segment of at most so many bytes takes longer to prepare for a native call than to receive in Python."""
-
 SCRATCH_BYTES = 1 << 16
 """Where dropped payload goes; each stream has its own."""
 INTERRUPTED_PAUSE_S = 50e-6
@@ -273,75 +232,44 @@ class StagedFrame:
     start: int
 
 
-class Scatter:
-    """Receives the payload of one frame into the region, in as many calls as it takes; the socket does not wait.
+def scatter(
+    sock: socket.socket,
+    region_U8: np.ndarray,
+    table_S2: np.ndarray,
+    place: np.ndarray,
+    interrupt: ctypes.c_int32,
+) -> Received:
+    """Receive the payload of one frame into the region until all has landed, nothing more has come, or somebody
+    interrupts: no system call is begun while `interrupt` is not 0. The socket does not wait.
 
-    The caller has checked the table against the region, and lets nobody else call at the same time.
+    The caller has checked the table against the region, and lets nobody else call at the same time. `place` is moved
+    on: int64 (segment, bytes done of it). Raises OSError.
     """
-
-    def __init__(
-        self, sock: socket.socket, region_U8: np.ndarray, table_S2: np.ndarray, interrupt: ctypes.c_int32
-    ) -> None:
-        """`table_S2` is not copied. No system call is begun while `interrupt` is not 0."""
-        self._sock = sock
-        self._region_U8 = region_U8
-        self._table_S2 = table_S2
-        self._interrupt = interrupt
-        self._place = np.zeros(2, np.int64)
-        self._native = native_sockets()
-
-    def receive(self) -> Received:
-        """Go on until all has landed, nothing more has come, or somebody interrupts. Raises OSError."""
-        if len(self._table_S2) == 1 and self._table_S2[0, 1] <= SMALL_BYTES_MAX:
-            return self._receive_small()
-        if self._native is not None:
-            return self._native.receive(
-                self._sock.fileno(), self._region_U8, self._table_S2, self._place, self._interrupt
-            )
-        return self._receive_by_python()
-
-    @property
-    def left_nbytes(self) -> int:
-        """What has not landed yet."""
-        segment, done = self._place.tolist()
-        return int(self._table_S2[segment:, 1].sum()) - done
-
-    def _receive_small(self) -> Received:
-        """One segment, by one system call."""
-        if self._interrupt.value:
+    native = native_sockets()
+    if native is not None and (len(table_S2) > 1 or table_S2[0, 1] > SMALL_BYTES_MAX):
+        return native.receive(sock.fileno(), region_U8, table_S2, place, interrupt)
+    segment, done = place.tolist()
+    while segment < len(table_S2):
+        if interrupt.value:
             return Received.INTERRUPTED
-        dst, nbytes = self._table_S2[0].tolist()
-        done = int(self._place[1])
+        dst, nbytes = table_S2[segment].tolist()
         try:
-            count = self._sock.recv_into(self._region_U8.data[dst + done : dst + nbytes])
+            count = sock.recv_into(region_U8.data[dst + done : dst + min(nbytes, done + CALL_BYTES_MAX)])
         except BlockingIOError:
             return Received.NOTHING_YET
         if count == 0:
             return Received.EOF
-        self._place[1] = done + count
-        return Received.ALL if done + count == nbytes else Received.NOTHING_YET
+        done += count
+        if done == nbytes:
+            segment, done = segment + 1, 0
+        place[:] = segment, done
+    return Received.ALL
 
-    def _receive_by_python(self) -> Received:
-        segment, done = self._place.tolist()
-        region = self._region_U8.data
-        while segment < len(self._table_S2):
-            if self._interrupt.value:
-                return Received.INTERRUPTED
-            ahead = self._table_S2[segment : segment + CALL_SEGMENTS_MAX].tolist()
-            views = [region[dst : dst + nbytes] for dst, nbytes in ahead]
-            views[0] = views[0][done:]
-            try:
-                count = self._sock.recvmsg_into(of_one_call(views))[0]
-            except BlockingIOError:
-                return Received.NOTHING_YET
-            if count == 0:
-                return Received.EOF
-            done += count
-            while segment < len(self._table_S2) and done >= self._table_S2[segment, 1]:
-                done -= int(self._table_S2[segment, 1])
-                segment += 1
-            self._place[:] = segment, done
-        return Received.ALL
+
+def left_nbytes(table_S2: np.ndarray, place: np.ndarray) -> int:
+    """What of a frame has not landed yet."""
+    segment, done = place.tolist()
+    return int(table_S2[segment:, 1].sum() - done)
 
 
 class StreamEnded(Exception):
@@ -651,17 +579,17 @@ class ReceiveStream:
     def _scatter(self, grant: GrantId, table_S2: np.ndarray) -> int:
         """Receive straight to its place for as long as the grant may write. Returns the bytes still to come."""
         assert self._memory_U8 is not None
-        scatter = Scatter(self._sock, self._memory_U8, table_S2, self._interrupt)
+        place = np.zeros(2, np.int64)
         while True:
             with self._landing:
                 if grant not in self._allowed:
-                    return scatter.left_nbytes
-                received = scatter.receive()
+                    return left_nbytes(table_S2, place)
+                received = scatter(self._sock, self._memory_U8, table_S2, place, self._interrupt)
             match received:
                 case Received.ALL:
                     return 0
                 case Received.NOTHING_YET:
-                    self._wait(min(scatter.left_nbytes, WAKE_BYTES_MAX))
+                    self._wait(min(left_nbytes(table_S2, place), WAKE_BYTES_MAX))
                 case Received.EOF:
                     raise self._cut_off()
                 case Received.INTERRUPTED:
@@ -1066,22 +994,18 @@ def send_frame(
     if native is not None and frame is not None:
         native.send(sock.fileno(), head, frame.table_S2, source_U8, frame.src_S, frame.nbytes_S, sent_nbytes)
         return
-    views = _views(head, frame, source_U8)
-    first, sent = 0, sent_nbytes
-    while True:
-        while first < len(views) and sent >= views[first].nbytes:
-            sent -= views[first].nbytes
-            first += 1
-        if first == len(views):
-            return
-        views[first] = views[first][sent:]
-        sent = sock.sendmsg(of_one_call(views, first))
+    for view in _views(head, frame, source_U8):
+        sock.sendall(view[sent_nbytes:])
+        sent_nbytes = max(0, sent_nbytes - view.nbytes)
 
 
 def send_at_once(sock: socket.socket, head: bytes, frame: Frame | None, source_U8: np.ndarray) -> int:
-    """Send what one call takes without waiting; how many bytes that was. An error will come again: 0 for now."""
+    """Send what one call takes without waiting; how many bytes that was. An error will come again: 0 for now.
+
+    The frame has few segments: `AT_ONCE_OPS_MAX` at most.
+    """
     try:
-        return sock.sendmsg(of_one_call(_views(head, frame, source_U8)), (), socket.MSG_DONTWAIT)
+        return sock.sendmsg(_views(head, frame, source_U8), (), socket.MSG_DONTWAIT)
     except OSError:
         return 0
 
@@ -1151,20 +1075,26 @@ async def connect_streams(
     """
     endpoint, link = parts.endpoint, int.from_bytes(os.urandom(8))
     socks: list[socket.socket] = []
-    try:
-        async with asyncio.timeout(limits.connect_ms_max / 1000):
-            for index in range(config.streams):
-                own = TcpHello(stream=index).encode()
-                hello = wire.Hello(pair=parts.pair, epoch=endpoint.epoch, link=link, payload=own)
-                sock, welcome = await connect_stream(endpoint, hello, parts.loop)
-                socks.append(sock)
-    except BaseException as error:
-        for sock in socks:
-            leave_stream(sock, endpoint.epoch)
-        if isinstance(error, TimeoutError):
-            raise ConnectError(f"{endpoint.address}: no link within {limits.connect_ms_max} ms") from error
-        raise
+    with connect_errors(endpoint.address, limits.connect_ms_max):
+        try:
+            async with asyncio.timeout(limits.connect_ms_max / 1000):
+                for index in range(config.streams):
+                    own = TcpHello(stream=index).encode()
+                    hello = wire.Hello(pair=parts.pair, epoch=endpoint.epoch, link=link, payload=own)
+                    channel = await WriterChannel.open(endpoint.address, parts.loop, CODEC, address=endpoint.address)
+                    socks.append(channel.sock)
+                    welcome = TcpWelcome.decode((await channel.shake_hands(endpoint.secret, hello)).payload)
+                    channel.sock.setblocking(True)
+        except BaseException:
+            leave_streams(socks, endpoint.epoch)
+            raise
     return socks, welcome
+
+
+def leave_streams(socks: Iterable[socket.socket], epoch: Epoch) -> None:
+    """Of streams that are not used after all: with a BYE the receiver need not fence the pair."""
+    for sock in socks:
+        wire.take_leave(sock, CODEC.encode(wire.Bye(epoch=epoch)))
 
 
 class TcpWriterLink(BaseWriterLink):
@@ -1235,8 +1165,7 @@ class TcpWriterLink(BaseWriterLink):
             try:
                 thread.start()
             except RuntimeError as error:
-                for unused in self._streams[stream.index :]:
-                    leave_stream(unused.sock, self._epoch)
+                leave_streams((unused.sock for unused in self._streams[stream.index :]), self._epoch)
                 await self.close()
                 raise ConnectError(f"{self._address}: no thread to send with: {error}") from error
             stream.thread, stream.sending, stream.reading = thread, True, True

@@ -27,7 +27,7 @@ from kvtransfer.device.staging import StagedRegion, StagingFull, StagingShare, p
 from kvtransfer.transport import ConnectError, DataEndpoint, DeviceError, Seal, WriteOps, WriterEvents
 from kvtransfer.transports.post_queue import Batch, Completed, Part, PostQueue, Taken
 from kvtransfer.transports.settings import TcpConfig
-from kvtransfer.transports.tcp import Frame, TcpWelcome, TcpWriterLink, connect_streams, cut_frames, leave_stream
+from kvtransfer.transports.tcp import Frame, TcpWelcome, TcpWriterLink, connect_streams, cut_frames, leave_streams
 from kvtransfer.transports.writer_link import LINK_LIMITS, LinkLimits, LinkParts
 
 
@@ -247,8 +247,7 @@ class StagedTcpLink(TcpWriterLink):
             try:
                 made = cls(parts, limits, socks=socks, welcome=welcome, source=source, share=share)
             except RuntimeError as error:
-                for sock in socks:
-                    leave_stream(sock, endpoint.epoch)
+                leave_streams(socks, endpoint.epoch)
                 raise ConnectError(f"{endpoint.address}: no thread to copy with: {error}") from error
         except BaseException:
             share.give_back()

@@ -23,6 +23,7 @@ import decode_node.service
 import node.engine_loop
 import node.main
 import node.peers
+import node.pool
 import node.receiver
 import prefill_node.main
 import router.main
@@ -365,12 +366,12 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         (node.main, "open_device_pool", open_pool),
         (node.peers, "ShmWriterLink", SimShmLink),
         (node.peers, "TcpWriterLink", SimTcpLink),
-        *((module, "register_if_usable", no_device) for module in (node.peers, node.receiver)),
-        (node.peers, "host_identity", lambda: current().host),
+        (node.pool, "register_if_usable", no_device),
+        (node.peers, "host_parts", lambda: [current().host] * 4),
         (decode_node.main, "DecodeNode", capture("decode", DecodeNode, watch_decode)),
         (node.receiver, "Receiver", capture("receiver", Receiver, watch_receiver)),
         (node.receiver, "_open_port", open_port),
-        (decode_node.service, "host_identity", lambda: current().host),
+        (decode_node.service, "host_parts", lambda: [current().host] * 4),
         (node.engine_loop, "ThreadPoolExecutor", _NoThread),
     ]
 

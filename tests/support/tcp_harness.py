@@ -21,7 +21,6 @@ from kvtransfer.transports.tcp import (
     Data,
     TcpHello,
     TcpReceiverPort,
-    connect_stream,
 )
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, pair_of
 
@@ -100,13 +99,11 @@ class Raw:
 @asynccontextmanager
 async def raw(r: Receiving, stream: int = 0, link: int = 1) -> AsyncIterator[Raw]:
     hello = wire.Hello(pair=PAIR, epoch=EPOCH, link=link, payload=TcpHello(stream=stream).encode())
-    loop = asyncio.get_running_loop()
-    sock, _ = await connect_stream(r.endpoint, hello, loop)
-    sock.setblocking(False)
-    try:
-        yield Raw(sock)
-    finally:
-        sock.close()
+    address, loop = r.endpoint.address, asyncio.get_running_loop()
+    channel = await wire.WriterChannel.open(address, loop, CODEC, address=address)
+    with channel.sock:
+        await channel.shake_hands(r.endpoint.secret, hello)
+        yield Raw(channel.sock)
 
 
 def table(*segments: tuple[int, int]) -> bytes:

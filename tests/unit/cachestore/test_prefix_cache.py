@@ -175,6 +175,31 @@ def test_everything_is_forgotten_and_holders_keep_theirs() -> None:
     assert ledger.check().free == 4
 
 
+def test_holders_of_forgotten_blocks_do_not_index_them_again() -> None:
+    """Two sequences share a chain that is forgotten. One goes on; one of the next two comes to the index only then, one
+    has been to host memory and is back in other blocks. None of it is found again. The blocks are as good as any once
+    they have been free."""
+    ledger, cache = make(8)
+    tokens, on, cursor = [1, 2, 3, 4, 5, 6], IndexCursor(), IndexCursor()
+    table = ledger.take(3)
+    cache.index(tokens[:4], table, 4, b"", on)
+    ledger.hold(table[:2])
+    back = ledger.take(3)
+    cache.index(tokens[:4], back, 4, b"", cursor)
+    cache.forget(table[1:2])
+    assert cache.match(tokens, b"", 9) == table[:1]
+    cache.index(tokens, table, 6, b"", on)
+    cache.index(tokens, table, 6, b"", IndexCursor())
+    cache.index(tokens, back, 6, b"", cursor)
+    assert cache.match(tokens, b"", 9) == table[:1]
+    leave(ledger, cache, [*table, *table[:2], *back])
+    assert cache.evict_until(8)
+    again = enter(ledger, cache, tokens)
+    assert cache.match(tokens, b"", 9) == again
+    leave(ledger, cache, again)
+    assert ledger.check().cached == 3
+
+
 Key = tuple[bytes, tuple[tuple[int, ...], ...]]
 
 

@@ -74,18 +74,21 @@ def test_a_first_token_that_cannot_be_drawn_ends_one_sequence_of_the_batch() -> 
     node.assert_nothing_held()
 
 
+class NoTokenForBroken(MockRunner):
+    """The scores of the request "broken" are not numbers."""
+
+    def run(self, batch: Batch, sink: KvSink) -> StepResult:
+        result = super().run(batch, sink)
+        broken = {key: NO_TOKEN if key == key_of("broken") else t for key, t in result.sampled.items()}
+        return replace(result, sampled=broken)
+
+
 @pytest.mark.parametrize("mode", list(SequenceMode))
 def test_blocks_of_a_request_without_a_token_are_not_used_again(mode: SequenceMode) -> None:
     """Its own and the prefix that it took from the cache, pinned or not, for their KV may be the reason. What another
     prompt has computed stays, and the same prompt is computed anew and pinned again."""
 
-    class Broken(MockRunner):
-        def run(self, batch: Batch, sink: KvSink) -> StepResult:
-            result = super().run(batch, sink)
-            broken = {key: NO_TOKEN if key == key_of("broken") else t for key, t in result.sampled.items()}
-            return replace(result, sampled=broken)
-
-    node = Node(runner=Broken(SMALL))
+    node = Node(runner=NoTokenForBroken(SMALL))
     prefix, other = [7] * 8, [9] * 8
     cache = node.blocks.prefix_cache
     cache.pin(cache.chain(prefix, b""))
@@ -106,6 +109,24 @@ def test_blocks_of_a_request_without_a_token_are_not_used_again(mode: SequenceMo
     assert (again.cached_tokens, cache.pinned_blocks) == (0, 2)
     assert node.tokens("again") == mock_reference([*prefix, 1], params_of(2), 2, config=SMALL)
     cache.unpin(cache.chain(prefix, b""))
+    node.assert_nothing_held()
+
+
+def test_a_running_sequence_does_not_bring_broken_blocks_back() -> None:
+    """It shares the prefix of a request that ends without a token, and fills blocks of its own afterwards."""
+
+    node = Node(runner=NoTokenForBroken(SMALL))
+    prefix = [7] * 8
+    cache = node.blocks.prefix_cache
+    running = node.submit("running", [*prefix, 1], params_of(20))
+    while len(running.tokens) < 10:
+        node.step()
+    broken = node.submit("broken", [*prefix, 2], params_of(4))
+    assert broken.cached_tokens == 8
+    node.run()
+    assert (node.finish("broken"), len(running.tokens)) == ([FinishReason.NOT_FINITE], 29)
+    assert cache.match(running.tokens, b"", 9) == []
+    assert len(cache) == 0
     node.assert_nothing_held()
 
 

@@ -13,7 +13,16 @@ import pytest
 
 from kvtransfer.native.sockets import Received, native_sockets
 from kvtransfer.transports import tcp
-from kvtransfer.transports.tcp import CALL_BYTES_MAX, Frame, Scatter, cut_frames, moved_by, send_at_once, send_frame
+from kvtransfer.transports.tcp import (
+    CALL_BYTES_MAX,
+    Frame,
+    cut_frames,
+    left_nbytes,
+    moved_by,
+    scatter,
+    send_at_once,
+    send_frame,
+)
 from tests.support.shm_harness import DEADLINE_S, ops_of
 
 REGION_NBYTES = 1 << 17
@@ -22,8 +31,7 @@ HEAD = bytes(range(64))
 
 def without_native_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     """For both directions."""
-    for module in (tcp,):
-        monkeypatch.setattr(module, "native_sockets", lambda: None)
+    monkeypatch.setattr(tcp, "native_sockets", lambda: None)
 
 
 @pytest.fixture(params=["native", "python"])
@@ -56,9 +64,27 @@ def take(sock: socket.socket, nbytes: int) -> bytes:
     return bytes(data)
 
 
-def receive_all(scatter: Scatter, sock: socket.socket) -> None:
+class Receiving:
+    """One frame that is received into a region."""
+
+    def __init__(
+        self, sock: socket.socket, region_U8: np.ndarray, table_S2: np.ndarray, interrupt: ctypes.c_int32 | None = None
+    ) -> None:
+        self.place = np.zeros(2, np.int64)
+        self.table_S2 = table_S2
+        self._args = sock, region_U8, table_S2, self.place, interrupt or ctypes.c_int32(0)
+
+    def receive(self) -> Received:
+        return scatter(*self._args)
+
+    @property
+    def left_nbytes(self) -> int:
+        return left_nbytes(self.table_S2, self.place)
+
+
+def receive_all(frame: Receiving, sock: socket.socket) -> None:
     sock.settimeout(DEADLINE_S)
-    while (received := scatter.receive()) is not Received.ALL:
+    while (received := frame.receive()) is not Received.ALL:
         assert received is Received.NOTHING_YET
         sock.recv(1, socket.MSG_PEEK)
         sock.setblocking(False)
@@ -79,14 +105,14 @@ def test_payload_arrives_where_the_table_says(sockets: tuple[socket.socket, sock
     assert take(theirs, len(HEAD)) == HEAD
     assert take(theirs, frame.table_S2.nbytes) == frame.table_S2.tobytes()
     region_U8, wanted_U8 = np.zeros(REGION_NBYTES, np.uint8), np.zeros(REGION_NBYTES, np.uint8)
-    scatter = Scatter(theirs, region_U8, frame.table_S2, ctypes.c_int32(0))
-    assert scatter.left_nbytes == nbytes.sum()
-    receive_all(scatter, theirs)
+    taking = Receiving(theirs, region_U8, frame.table_S2)
+    assert taking.left_nbytes == nbytes.sum()
+    receive_all(taking, theirs)
     sender.join()
     for s, d, n in zip(src, dst, nbytes, strict=True):
         wanted_U8[d : d + n] = source_U8[s : s + n]
     assert np.array_equal(region_U8, wanted_U8)
-    assert scatter.left_nbytes == 0
+    assert taking.left_nbytes == 0
 
 
 def test_what_has_come_so_far_is_known_and_gone_on_from(sockets: tuple[socket.socket, socket.socket]) -> None:
@@ -94,14 +120,14 @@ def test_what_has_come_so_far_is_known_and_gone_on_from(sockets: tuple[socket.so
     ours, theirs = sockets
     table_S2 = np.array([[10, 3], [0, 4], [20, 2]], "<i8")
     region_U8 = np.zeros(30, np.uint8)
-    scatter = Scatter(theirs, region_U8, table_S2, ctypes.c_int32(0))
-    assert scatter.receive() is Received.NOTHING_YET
+    taking = Receiving(theirs, region_U8, table_S2)
+    assert taking.receive() is Received.NOTHING_YET
     for part, left in ((b"\x01\x02\x03\x04\x05", 4), (b"\x06", 3)):
         ours.sendall(part)
-        assert scatter.receive() is Received.NOTHING_YET
-        assert scatter.left_nbytes == left
+        assert taking.receive() is Received.NOTHING_YET
+        assert taking.left_nbytes == left
     ours.sendall(b"\x07\x08\x09")
-    assert scatter.receive() is Received.ALL
+    assert taking.receive() is Received.ALL
     assert (region_U8[10:13].tolist(), region_U8[:4].tolist(), region_U8[20:22].tolist()) == (
         [1, 2, 3],
         [4, 5, 6, 7],
@@ -109,7 +135,7 @@ def test_what_has_come_so_far_is_known_and_gone_on_from(sockets: tuple[socket.so
     )
     assert region_U8.sum() == 45
     ours.close()
-    again = Scatter(theirs, region_U8, table_S2, ctypes.c_int32(0))
+    again = Receiving(theirs, region_U8, table_S2)
     assert again.receive() is Received.EOF
 
 
@@ -118,11 +144,11 @@ def test_an_interrupted_receive_takes_nothing(sockets: tuple[socket.socket, sock
     ours, theirs = sockets
     ours.sendall(b"abc")
     region_U8, interrupt = np.zeros(3, np.uint8), ctypes.c_int32(1)
-    scatter = Scatter(theirs, region_U8, np.array([[0, 3]], "<i8"), interrupt)
-    assert scatter.receive() is Received.INTERRUPTED
+    taking = Receiving(theirs, region_U8, np.array([[0, 3]], "<i8"), interrupt)
+    assert taking.receive() is Received.INTERRUPTED
     assert not region_U8.any()
     interrupt.value = 0
-    assert scatter.receive() is Received.ALL
+    assert taking.receive() is Received.ALL
     assert region_U8.tobytes() == b"abc"
 
 
@@ -177,22 +203,16 @@ def test_a_broken_connection_is_an_error(sockets: tuple[socket.socket, socket.so
 def test_python_moves_no_more_in_a_call_than_c_does(
     sockets: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever wants the landing lock waits for one system call: a segment of 3 MiB goes and comes in several."""
+    """Whoever wants the landing lock waits for one system call: a segment of 3 MiB comes in several."""
     ours, theirs = sockets
     nbytes = 3 * CALL_BYTES_MAX
     without_native_sockets(monkeypatch)
     called: list[int] = []
 
     class Counting(socket.socket):
-        def sendmsg(self, buffers: Any, *rest: Any) -> int:
-            buffers = list(buffers)
-            called.append(sum(memoryview(b).nbytes for b in buffers))
-            return super().sendmsg(buffers, *rest)
-
-        def recvmsg_into(self, buffers: Any, *rest: Any) -> Any:
-            buffers = list(buffers)
-            called.append(sum(memoryview(b).nbytes for b in buffers))
-            return super().recvmsg_into(buffers, *rest)
+        def recv_into(self, buffer: Any, *rest: Any) -> Any:
+            called.append(memoryview(buffer).nbytes)
+            return super().recv_into(buffer, *rest)
 
     source_U8 = np.random.default_rng(2).integers(0, 256, nbytes, dtype=np.uint8)
     region_U8 = np.zeros(nbytes, np.uint8)
@@ -202,11 +222,11 @@ def test_python_moves_no_more_in_a_call_than_c_does(
         table_S2=np.array([[0, nbytes]]),
         nbytes=nbytes,
     )
-    with Counting(fileno=ours.detach()) as sending, Counting(fileno=theirs.detach()) as receiving:
-        sender = threading.Thread(target=send_frame, args=(sending, HEAD, frame, source_U8))
+    with Counting(fileno=theirs.detach()) as receiving:
+        sender = threading.Thread(target=send_frame, args=(ours, HEAD, frame, source_U8))
         sender.start()
         take(receiving, len(HEAD) + frame.table_S2.nbytes)
-        receive_all(Scatter(receiving, region_U8, frame.table_S2, ctypes.c_int32(0)), receiving)
+        receive_all(Receiving(receiving, region_U8, frame.table_S2), receiving)
         sender.join(DEADLINE_S)
     assert np.array_equal(region_U8, source_U8)
     assert max(called) == CALL_BYTES_MAX

@@ -14,7 +14,7 @@ from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import open_connection
 from kvtransfer.transports.receiver_port import PortLimits
 from kvtransfer.transports.settings import TcpConfig
-from kvtransfer.transports.tcp import CODEC, TcpHello, TcpWelcome, TcpWriterLink, connect_stream
+from kvtransfer.transports.tcp import CODEC, TcpHello, TcpWelcome, TcpWriterLink
 from tests.support.shm_harness import REGION_NBYTES, Recorder, pair_of, run
 from tests.support.tcp_harness import (
     EPOCH,
@@ -164,15 +164,15 @@ def test_a_writer_trusts_nobody_who_does_not_know_the_secret() -> None:
             server = await asyncio.start_server(impostor, "127.0.0.1", 0)
             async with server:
                 port = server.sockets[0].getsockname()[1]
-                hello = wire.Hello(pair=PAIR, epoch=EPOCH, link=1, payload=TcpHello(stream=0).encode())
                 endpoint = type(r.endpoint)(
                     transport=r.endpoint.transport,
                     address=f"127.0.0.1:{port}",
                     secret=r.endpoint.secret,
                     epoch=EPOCH,
                 )
+                source_U8, loop = np.ones(REGION_NBYTES, np.uint8), asyncio.get_running_loop()
                 with pytest.raises(ConnectError, match="does not know the pair's secret"):
-                    await connect_stream(endpoint, hello, asyncio.get_running_loop())
+                    await TcpWriterLink.connect(endpoint, PAIR, source_U8, Recorder(), loop)
             assert len(seen) == 128
             assert endpoint.secret not in seen
 
