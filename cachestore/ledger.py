@@ -151,9 +151,6 @@ class Ledger:
             assert self._writer[block] == grant, (block, self._writer[block], grant)
             self._quarantined[block] = True
 
-    def writer_of(self, block: BlockId) -> GrantId | None:
-        return self._writer[block]
-
     def is_held(self, block: BlockId) -> bool:
         return self._holds[block] > 0
 

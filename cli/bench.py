@@ -8,8 +8,8 @@ import os
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from itertools import repeat
 from pathlib import Path
@@ -41,7 +41,7 @@ from cli.invocation import EXIT_ERROR, EXIT_INTERRUPTED
 from cli.output import JSON, output_option, print_json
 from cli.parameters import TOKEN_ID_MAX, Number, options
 from cli.signals import StopSignals
-from cli.supervisor import Cluster, ClusterSpec
+from cli.supervisor import ClusterSpec
 from cli.up import started
 from engine.build import EngineKind
 
@@ -264,7 +264,8 @@ class _Run:
         options = self._options
         slo = Slo(ttft_ms=options.slo_ttft_ms, itl_ms=options.slo_itl_ms, tpot_ms=options.slo_tpot_ms)
         with StopSignals() as signals:
-            async with open_channels() as channels, _own_cluster(self._spec, signals) as cluster:
+            own = nullcontext() if self._spec is None else started(self._spec, signals, sys.stderr)
+            async with open_channels() as channels, own as cluster:
                 if signals.received:
                     return EXIT_INTERRUPTED
                 target = _target(options, options.router if cluster is None else cluster.router, channels)
@@ -320,16 +321,6 @@ def unwritable(path: Path) -> str | None:
     if path.is_dir():
         return "it is a folder"
     return None if os.access(path if path.exists() else parent, os.W_OK) else "this user may not"
-
-
-@asynccontextmanager
-async def _own_cluster(spec: ClusterSpec | None, signals: StopSignals) -> AsyncIterator[Cluster | None]:
-    """A cluster started here, and stopped at the end. None: there is none to start, or a signal came first."""
-    if spec is None:
-        yield None
-    else:
-        async with started(spec, signals, sys.stderr) as cluster:
-            yield cluster
 
 
 def _target(options: BenchOptions, router: str, channels: Channels) -> Target:

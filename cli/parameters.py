@@ -53,23 +53,8 @@ def timeout_option(default_s: float, help_text: str) -> Callable[[_F], _F]:
     )  # fmt: skip
 
 
-class Whole(click.ParamType[int]):
-    """An unsigned whole number of at most this many bits."""
-
-    name = "n"
-
-    def __init__(self, bits: int) -> None:
-        self._max = (1 << bits) - 1
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        number = int(click.INT.convert(value, param, ctx))
-        if not 0 <= number <= self._max:
-            self.fail(f"{number} is not from 0 to {self._max}", param, ctx)
-        return number
-
-
-UINT32: Final = Whole(32)
-UINT64: Final = Whole(64)
+UINT32: Final = click.IntRange(0, TOKEN_ID_MAX)
+UINT64: Final = click.IntRange(0, (1 << 64) - 1)
 
 
 class IntegerList(click.ParamType[tuple[int, ...]]):
@@ -98,7 +83,7 @@ class IdBias(click.ParamType[tuple[int, float]]):
         token, equals, bias = str(value).partition("=")
         if not (token and equals and bias):
             self.fail(f"'{value}' is no bias of a token id; write it like 17=-2.5", param, ctx)
-        return UINT32.convert(token, param, ctx), Number().convert(bias, param, ctx)
+        return UINT32.convert(click.INT(token, param, ctx), param, ctx), Number().convert(bias, param, ctx)
 
 
 def check_utf8(text: str, what: str) -> None:

@@ -11,10 +11,13 @@ from cli.parameters import UINT32, UINT64, IdBias, Number, check_utf8, options
 from router.request import LOGPROBS_MAX
 
 sampling_options: Final = options(
-    click.option("--max-tokens", type=UINT32, help="Longest answer, in tokens.  [default: the router's]"),
-    click.option("--min-tokens", type=UINT32, help="Shortest answer, in tokens.  [default: 0]"),
+    click.option("--max-tokens", type=UINT32, metavar="N", help="Longest answer, in tokens.  [default: the router's]"),
+    click.option("--min-tokens", type=UINT32, metavar="N", help="Shortest answer, in tokens.  [default: 0]"),
     click.option("--temperature", type=Number(), help="0 always takes the best token.  [default: the model's, or 1]"),
-    click.option("--top-k", type=UINT32, help="Draw from the N best tokens; 0 is off.  [default: the model's, or 0]"),
+    click.option(
+        "--top-k", type=UINT32, metavar="N",
+        help="Draw from the N best tokens; 0 is off.  [default: the model's, or 0]",
+    ),
     click.option(
         "--top-p", type=Number(),
         help="Draw from the best tokens that together have this probability.  [default: the model's, or 1]",
@@ -37,10 +40,11 @@ sampling_options: Final = options(
         help="Subtract this from a token's score for each time that the answer has it.  [default: 0]",
     ),
     click.option("--logit-bias", type=IdBias(), multiple=True, help="Add VALUE to the score of token ID; repeatable."),
-    click.option("--seed", type=UINT64, help="The same seed gives the same answer.  [default: random]"),
+    click.option("--seed", type=UINT64, metavar="N", help="The same seed gives the same answer.  [default: random]"),
     click.option("--stop", multiple=True, metavar="TEXT", help="End the answer before this text; repeatable."),
     click.option(
-        "--stop-token-id", "stop_token_ids", type=UINT32, multiple=True, help="End at this token; repeatable.",
+        "--stop-token-id", "stop_token_ids", type=UINT32, multiple=True, metavar="N",
+        help="End at this token; repeatable.",
     ),
     click.option("--include-stop", is_flag=True, help="Keep the text of --stop in the answer."),
     click.option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-sequence token."),

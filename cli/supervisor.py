@@ -282,10 +282,6 @@ class Cluster:
         assert self._log_dir is not None, "log_dir before start"
         return self._log_dir
 
-    def log_text(self, name: str) -> str:
-        """All that the process has logged so far."""
-        return self._children[name].log_path.read_text(encoding="utf-8", errors="replace")
-
     async def start(self) -> None:
         """Start all processes and return when all are ready: the directory first, then the others at once.
 
@@ -334,14 +330,6 @@ class Cluster:
     def send_signal(self, name: str, signum: signal.Signals) -> None:
         """Send a signal to one process. Does nothing to one that has ended."""
         self._children[name].send_signal(signum)
-
-    async def wait_exit(self, name: str) -> int:
-        """Wait for one process to end; its exit status, negative for a signal."""
-        return await asyncio.shield(self._children[name].exited)
-
-    async def stop_process(self, name: str) -> None:
-        """Stop one process, by force after `stop_grace_ms`. Idempotent."""
-        await stop_children([self._children[name]], grace_ms=self.spec.stop_grace_ms)
 
     async def watch(self) -> ClusterError:
         """Wait until a process ends by itself, and say which one, how, and what it logged last."""

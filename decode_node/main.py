@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Unpack
 
@@ -15,10 +14,8 @@ from decode_node.config import DecodeConfig
 from decode_node.node import DecodeNode
 from decode_node.service import DecodeService, ReceiverService
 from kvtransfer.receiver import LivenessStreams
-from kvtransfer.transport import TransportName
-from kvtransfer.transports.rdma import LentRegistration
 from node.main import Serving, serve_node
-from node.pool import DevicePool
+from node.pool import DevicePool, RegionTransports
 from node.receiver import add_status, make_receiver, open_ports
 
 
@@ -35,16 +32,16 @@ class DecodeHalf:
         config: DecodeConfig,
         runtime: NodeRuntime,
         pool: DevicePool,
+        transports: RegionTransports,
         opened: AsyncExitStack,
         *,
         channels: Channels | None = None,
-        lent: LentRegistration | None = None,
     ) -> None:
-        """`channels` lead to writers (None: the node's own); see `open_ports` for `lent`."""
+        """`channels` lead to writers (None: the node's own)."""
         self._config = config
         self._runtime = runtime
         self._pool = pool
-        self._lent = lent
+        self._transports = transports
         self.node = DecodeNode(config=config, pool=pool)
         self.receiver = self.node.receiver = make_receiver(
             config, pool, host=self.node, own=runtime.incarnation, channels=channels or runtime.channels
@@ -53,14 +50,10 @@ class DecodeHalf:
         opened.push_async_callback(self.receiver.close)
         self.liveness_streams = LivenessStreams(lost=self.receiver.writer_lost, liveness=config.liveness)
 
-    @property
-    def transports(self) -> Sequence[TransportName]:
-        return self.receiver.ports.transports
-
     def open(self, transfer: ReceiverService | None = None) -> None:
         """`transfer` serves baton.v1.Transfer; None: the receiver's half of it is served."""
         server = self._runtime.server
-        open_ports(self._config, self._pool, self.receiver.ports, self._lent)
+        open_ports(self._config, self._pool, self._transports, self.receiver.ports)
         transfer = transfer or ReceiverService(self.node, self.liveness_streams, self._runtime)
         server.add("baton.v1.Transfer", transfer_pb2_grpc.add_TransferServicer_to_server, transfer)
         decode = DecodeService(self.node, self._runtime.incarnation)

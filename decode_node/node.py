@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from batonpb import transfer_pb2
 
@@ -40,20 +39,6 @@ from kvtransfer.receiver import Receiver
 from node.pool import DevicePool
 
 log = get_log("decode")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeState:
-    """What a decode node has at this moment, for tests and debugging. The jobs are the node's own."""
-
-    jobs: tuple[Job, ...]
-    """Granted or kept, and not over."""
-    known: dict[RequestKey, Job]
-    """Those, and answers that their router has not acknowledged."""
-    lives: int
-    """Tasks of requests."""
-    outputs: int
-    """Answers in streams to routers."""
 
 
 class DecodeNode:
@@ -316,14 +301,6 @@ class DecodeNode:
     def answers_unacknowledged(self) -> int:
         """Requests that are over here and whose router has not said that it has the whole answer."""
         return len(self._lives) - len(self._jobs)
-
-    def debug_state(self) -> DecodeState:
-        return DecodeState(
-            jobs=tuple(self._jobs.values()),
-            known=dict(self._by_key),
-            lives=len(self._lives),
-            outputs=self.streams.outputs,
-        )
 
     def load(self) -> NodeLoad:
         host = None if self._spill is None else self._spill.host

@@ -126,10 +126,6 @@ class TokenStreams:
         return [o for router in away for o in self._outputs.get(router, {}).values() if not o.ended.is_set()]
 
     @property
-    def outputs(self) -> int:
-        return sum(map(len, self._outputs.values()))
-
-    @property
     def finished(self) -> list[RequestOutput]:
         """Ended outputs that their router has not acknowledged, oldest first."""
         return [o for of_router in self._outputs.values() for o in of_router.values() if o.ended.is_set()]

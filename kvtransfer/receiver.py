@@ -6,7 +6,7 @@ Everything runs on the node's control thread.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -445,7 +445,6 @@ class ReceiverPorts:
     def __init__(self, events: ReceiverEvents) -> None:
         self.events = events
         self._ports: dict[TransportName, ReceiverPort] = {}
-        self._closed_last: list[Callable[[], Awaitable[None]]] = []
         self._withdrawn: set[TransportName] = set()
         self._used: dict[Pair, set[TransportName]] = {}
         self._fences: dict[tuple[Pair, Epoch], dict[TransportName, str | None]] = {}
@@ -454,10 +453,6 @@ class ReceiverPorts:
         """Takes the port over: `close` closes it."""
         assert port.transport not in self._ports, port.transport
         self._ports[port.transport] = port
-
-    def close_last(self, close: Callable[[], Awaitable[None]]) -> None:
-        """Have this called by `close`, after the ports: it may be called twice."""
-        self._closed_last.append(close)
 
     def offer(self, transport: TransportName, works: bool) -> None:
         """Whether new links may use this transport; one whose device is lost is withdrawn until it is back."""
@@ -525,8 +520,6 @@ class ReceiverPorts:
         """Close every port. No event is delivered any more."""
         for port in self._ports.values():
             await port.close()
-        for close in self._closed_last:
-            await close()
 
 
 @dataclass(frozen=True, slots=True)

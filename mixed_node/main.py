@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Unpack
 
@@ -12,13 +11,10 @@ from baton.runtime import NodeRuntime
 from baton.wire import Role
 from decode_node.main import DecodeHalf
 from decode_node.service import ReceiverService
-from kvtransfer.transport import TransportName
-from kvtransfer.transports.rdma import LentRegistration, register_if_usable
 from mixed_node.config import MixedConfig
 from mixed_node.node import MixedNode
 from node.main import Serving, serve_node
-from node.pool import DevicePool
-from node.regions import offered, rdma_region
+from node.pool import DevicePool, RegionTransports
 from node.service import WriterService
 from prefill_node.main import PrefillHalf
 
@@ -40,26 +36,23 @@ class TransferService(ReceiverService):
 class MixedHalves:
     """Both halves of a node. Implements node.main.Half."""
 
-    def __init__(self, config: MixedConfig, runtime: NodeRuntime, pool: DevicePool, opened: AsyncExitStack) -> None:
-        """The region is registered for rdma once, for both halves. Raises InvalidField."""
+    def __init__(
+        self,
+        config: MixedConfig,
+        runtime: NodeRuntime,
+        pool: DevicePool,
+        transports: RegionTransports,
+        opened: AsyncExitStack,
+    ) -> None:
         self._runtime = runtime
-        serving = offered(config.transports, pool.region)
-        memory = register_if_usable(serving, rdma_region(pool.region), config.rdma, remote_writes=True)
-        if memory is not None:
-            opened.push_async_callback(memory.close)
-        lent = LentRegistration(memory=memory)
         # Of the receiver alone: each half drops the channels of peers that are gone for it, whatever they are to the
         # other.
         channels = runtime.make_channels()
         opened.push_async_callback(channels.close)
-        self._decode = DecodeHalf(config, runtime, pool, opened, channels=channels, lent=lent)
+        self._decode = DecodeHalf(config, runtime, pool, transports, opened, channels=channels)
         self.node = MixedNode(policy=config.policy(), decode=self._decode.node, pool=pool)
-        self._prefill = PrefillHalf(config.prefill_half(), runtime, pool, opened, lent=lent, local=self.node)
+        self._prefill = PrefillHalf(config.prefill_half(), runtime, pool, transports, opened, local=self.node)
         self.node.prefill = self._prefill.node
-
-    @property
-    def transports(self) -> Sequence[TransportName]:
-        return self._decode.transports
 
     def open(self) -> None:
         service = TransferService(self._decode.node, self._decode.liveness_streams, self._runtime)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from random import Random
 from typing import NotRequired, Protocol, TypedDict, Unpack
@@ -20,10 +20,9 @@ from baton.log import get_log
 from baton.runtime import NodeRuntime, Progress
 from baton.wire import NodeLoad, Role
 from cachestore.ledger import ConservationError, Ledger
-from kvtransfer.transport import TransportName
 from node.config import NodeConfig
 from node.engine_loop import EngineLoop, StepHost, done_or_broken
-from node.pool import DevicePool, open_device_pool, transport_facts
+from node.pool import DevicePool, RegionTransports, open_device_pool, open_transports, transport_facts
 from node.service import PinService
 from node.spill import SpillConfig
 
@@ -76,11 +75,6 @@ class Half(Protocol):
     @property
     def node(self) -> ServingNode: ...
 
-    @property
-    def transports(self) -> Sequence[TransportName]:
-        """Offered to other nodes. Complete once `open` has returned."""
-        ...
-
     def open(self) -> None:
         """Listen for data connections, and add services to the node's server. Raises BatonError, InvalidField."""
         ...
@@ -114,7 +108,7 @@ class Serving(TypedDict):
 async def serve_node(
     config: NodeConfig,
     role: Role,
-    make: Callable[[NodeRuntime, DevicePool, AsyncExitStack], Half],
+    make: Callable[[NodeRuntime, DevicePool, RegionTransports, AsyncExitStack], Half],
     *,
     spill: SpillConfig | None = None,
     decodes: bool = True,
@@ -123,7 +117,7 @@ async def serve_node(
     """Run until `stop`, or until `drain` has emptied it. Raises BatonError when the node cannot start.
 
     What `make` puts on the exit stack is closed behind the engine loop, also where `make` fails. `spill` and `decodes`
-    are those of `open_device_pool`.
+    are those of `open_device_pool`; others write to a node that decodes.
     """
     runtime = NodeRuntime(
         config,
@@ -146,12 +140,13 @@ async def serve_node(
         )
         opened.callback(pool.close)
         opened.push_async_callback(runtime.close)
-        half = make(runtime, pool, opened)
+        transports = open_transports(config, pool.region, opened, remote_writes=decodes)
+        half = make(runtime, pool, transports, opened)
         engine_loop = EngineLoop(pool.engine, half.node, name=config.name)
         stepping = asyncio.create_task(engine_loop.run(), name="engine-loop")
         try:
             half.open()
-            _report(runtime, half, pool)
+            _report(runtime, half, pool, transports)
             serving["on_ready"](await runtime.open())
             await done_or_broken(runtime.serve_until(serving["stop"], serving.get("drain")), stepping)
         finally:
@@ -161,12 +156,12 @@ async def serve_node(
             await engine_loop.stop(stepping)
 
 
-def _report(runtime: NodeRuntime, half: Half, pool: DevicePool) -> None:
+def _report(runtime: NodeRuntime, half: Half, pool: DevicePool, transports: RegionTransports) -> None:
     """Status, load and upkeep of the node."""
     spill = None if pool.host is None else pool.host.spill
     watch = ConservationWatch(pool.ledger, runtime.clock, beside=None if spill is None else spill.check)
     pins = PinService(pool, runtime.incarnation, runtime.clock)
-    runtime.transports = tuple(transport.value for transport in half.transports)
+    runtime.transports = tuple(transport.value for transport in transports.offered)
     facts = transport_facts(pool.transports, pool.region.kind, runtime.transports)
 
     def upkeep() -> None:

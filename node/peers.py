@@ -22,22 +22,21 @@ from kvtransfer.link import (
     LivenessStream,
     Offers,
     PeerAddress,
-    check_some_work,
     host_identity,
     host_parts,
 )
 from kvtransfer.protocol.writer import WriterMachine
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName, WriterEvents, WriterLink
 from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
-from kvtransfer.transports.rdma import LentRegistration, RdmaUnproved, RdmaWriterLink, register_if_usable
+from kvtransfer.transports.rdma import RdmaUnproved, RdmaWriterLink
 from kvtransfer.transports.shm import ShmWriterLink, copy_turns
 from kvtransfer.transports.tcp import TcpWriterLink
 from kvtransfer.transports.tcp_staged import StagedTcpLink
-from kvtransfer.transports.ucx import UcxWriterLink, usable
+from kvtransfer.transports.ucx import UcxWriterLink
 from kvtransfer.writer import WriterPeer
 from node.config import WriterNodeConfig
-from node.pool import DevicePool, add_fact
-from node.regions import checksum_thread, offered, rdma_region
+from node.pool import DevicePool, RegionTransports, add_fact
+from node.regions import checksum_thread
 
 log = get_log("prefill")
 
@@ -56,26 +55,15 @@ class Peers:
         runtime: NodeRuntime,
         config: WriterNodeConfig,
         pool: DevicePool,
-        lent: LentRegistration | None = None,
+        transports: RegionTransports,
     ) -> None:
-        """Registers the region for rdma itself, unless that is `lent`. Raises InvalidField."""
         self.runtime = runtime
         self._config = config
         self._copy_turns = copy_turns(config.shm)
         self._pool = pool
         self._host, self._host_parts = host_identity(), host_parts()
         self._loop = asyncio.get_running_loop()
-        self._closes_rdma = lent is None
-        serving = offered(config.transports, pool.region)
-        if lent is not None:
-            self._rdma = lent.memory
-        else:
-            self._rdma = register_if_usable(serving, rdma_region(pool.region), config.rdma, remote_writes=False)
-        ucx_works = usable(serving, config.ucx.tls)
-        works = {TransportName.RDMA: self._rdma is not None, TransportName.UCX: ucx_works}
-        self.transports = tuple(t for t in serving if works.get(t, True))
-        """Offered to decode nodes, best first."""
-        check_some_work(self.transports)  # none: nothing has been registered either
+        self._transports, self._rdma = transports.offered, transports.rdma
         self._peers: dict[Incarnation, WriterPeer] = {}
         self.liveness: dict[Incarnation, LivenessStream] = {}
         self._closing_peers: set[Incarnation] = set()
@@ -121,7 +109,7 @@ class Peers:
             machine=self._machines.pop(record.incarnation, WriterMachine()),
             channels=runtime.channels,
             make_link=self._make_link,
-            offers=Offers(self.transports),
+            offers=Offers(self._transports),
             loop=self._loop,
             config=self._config.writer,
             checksums=self._checksums,
@@ -232,8 +220,6 @@ class Peers:
         await asyncio.gather(*(peer.close() for peer in self._peers.values()), self._closing.drain())
         if self._poster is not None:
             self._poster.close()
-        if self._rdma is not None and self._closes_rdma:
-            await self._rdma.close()
         if self._checksums is not None:
             self._checksums.close()
 

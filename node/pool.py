@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -24,13 +24,24 @@ from engine.build import BuiltEngine, ComputeDevice, EngineConfig, build_runner
 from engine.core import Engine
 from engine.types import KvSpec, Runner, sampling_problem
 from kvtransfer.device.staging import StagedRegion, StagingConfig
-from kvtransfer.link import DEFAULT_TRANSPORTS, PROTOCOL_MAX, PROTOCOL_MIN, serving
+from kvtransfer.link import DEFAULT_TRANSPORTS, PROTOCOL_MAX, PROTOCOL_MIN, check_some_work, serving
 from kvtransfer.native.copy import copies_by
 from kvtransfer.region import Region
 from kvtransfer.transport import RegionKind, TransportName
+from kvtransfer.transports.rdma import RdmaMemory, register_if_usable
 from kvtransfer.transports.rdma_verbs import posts_by
 from kvtransfer.transports.tcp import moved_by
-from node.regions import PoolRegion, clear_frames_of, on_thread, open_pool_region, pin_staging
+from kvtransfer.transports.ucx import usable
+from node.config import NodeConfig
+from node.regions import (
+    PoolRegion,
+    clear_frames_of,
+    offered,
+    on_thread,
+    open_pool_region,
+    pin_staging,
+    rdma_region,
+)
 from node.spill import HostMemory, SpillConfig, open_host_memory
 
 if TYPE_CHECKING:
@@ -289,6 +300,30 @@ def _model_info(built: BuiltEngine, layout: Layout, config: EngineConfig) -> Mod
         quantisation=built.quantisation,
         quantisation_must_agree=config.quantisation_must_agree,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionTransports:
+    """Transports that serve a node's region and work here, best first, and the region as rdma has registered it."""
+
+    offered: tuple[TransportName, ...]
+    rdma: RdmaMemory | None = None
+    """Where rdma is offered. Both halves of a node use it; the queue pairs of the writing one take no remote writes."""
+
+
+def open_transports(
+    config: NodeConfig, region: PoolRegion, opened: AsyncExitStack, *, remote_writes: bool
+) -> RegionTransports:
+    """Find out which of the configured transports work; NIXL is loaded for ucx. `opened` ends the registration, which
+    lets others write where `remote_writes` says so. Raises InvalidField: none works."""
+    serving = offered(config.transports, region)
+    rdma = register_if_usable(serving, rdma_region(region), config.rdma, remote_writes=remote_writes)
+    if rdma is not None:
+        opened.push_async_callback(rdma.close)
+    works = {TransportName.RDMA: rdma is not None, TransportName.UCX: usable(serving, config.ucx.tls)}
+    found = tuple(transport for transport in serving if works.get(transport, True))
+    check_some_work(found)
+    return RegionTransports(offered=found, rdma=rdma)
 
 
 def transport_facts(configured: Sequence[TransportName], region: RegionKind, offered: Sequence[str]) -> dict[str, str]:

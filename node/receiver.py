@@ -12,19 +12,18 @@ from baton.errors import BatonError, Reason
 from baton.ids import Incarnation
 from baton.rpc import Channels
 from kvtransfer.checksums import RecordChecks
-from kvtransfer.link import check_some_work
 from kvtransfer.protocol.receiver import ReceiverMachine
 from kvtransfer.receiver import Receiver, ReceiverHost, ReceiverPorts
 from kvtransfer.transport import ReceiverPort, TransportName
 from kvtransfer.transports.cuda_ipc import CudaIpcReceiverPort
-from kvtransfer.transports.rdma import LentRegistration, RdmaMemory, RdmaReceiverPort, register_if_usable
+from kvtransfer.transports.rdma import RdmaMemory, RdmaReceiverPort
 from kvtransfer.transports.receiver_port import PORT_LIMITS, PortLimits
 from kvtransfer.transports.shm import SHM_PORT_LIMITS, ShmReceiverPort
 from kvtransfer.transports.tcp import TCP_PORT_LIMITS, TcpReceiverPort
-from kvtransfer.transports.ucx import UCX_PORT_LIMITS, UcxReceiverPort, usable
+from kvtransfer.transports.ucx import UCX_PORT_LIMITS, UcxReceiverPort
 from node.config import ReceiverNodeConfig
-from node.pool import DevicePool, add_fact
-from node.regions import checksum_thread, offered, rdma_region
+from node.pool import DevicePool, RegionTransports, add_fact
+from node.regions import checksum_thread
 
 
 def make_receiver(
@@ -51,24 +50,12 @@ def make_receiver(
 
 
 def open_ports(
-    config: ReceiverNodeConfig, pool: DevicePool, ports: ReceiverPorts, lent: LentRegistration | None = None
+    config: ReceiverNodeConfig, pool: DevicePool, transports: RegionTransports, ports: ReceiverPorts
 ) -> None:
-    """Listen for data connections on each transport that works here; `ports.close` ends it, after a failure too. The
-    region is registered for rdma here, unless that is `lent`.
-
-    Raises BatonError PORT_IN_USE or BAD_ENDPOINT, InvalidField.
-    """
-    serving = offered(config.transports, pool.region)
-    if lent is None:
-        memory = register_if_usable(serving, rdma_region(pool.region), config.rdma, remote_writes=True)
-        if memory is not None:
-            ports.close_last(memory.close)
-        lent = LentRegistration(memory=memory)
-    works = {TransportName.RDMA: lent.memory is not None, TransportName.UCX: usable(serving, config.ucx.tls)}
-    for transport in serving:
-        if works.get(transport, True):
-            ports.add(_open_port(transport, config, pool, ports, lent.memory))
-    check_some_work(ports.transports)
+    """Listen for data connections on each transport; `ports.close` ends it, after a failure too. Raises BatonError
+    PORT_IN_USE or BAD_ENDPOINT."""
+    for transport in transports.offered:
+        ports.add(_open_port(transport, config, pool, ports, transports.rdma))
 
 
 def add_status(receiver: Receiver, message: node_pb2.NodeStatus) -> None:

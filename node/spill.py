@@ -150,9 +150,6 @@ class Spill:
         seqs = [seq for seq in self._runners.values() if seq.key not in self._swapped_out]
         return sum(min(self.config.headroom_blocks, self._promise_left(seq)) for seq in seqs)
 
-    def state_of(self, key: RequestKey) -> SpillState | None:
-        return self._policy.state_of(key)
-
     # What the engine calls (Overcommit).
 
     def before_step(self, runners: Several[Sequence]) -> None:

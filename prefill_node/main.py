@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing
 from typing import Any, Unpack
 
@@ -13,11 +13,9 @@ from baton.drain import node_draining
 from baton.runtime import NodeRuntime
 from baton.tracing import forward_metadata
 from baton.wire import Role, check_header
-from kvtransfer.transport import TransportName
-from kvtransfer.transports.rdma import LentRegistration
 from node.main import Serving, serve_node
 from node.peers import Peers
-from node.pool import DevicePool
+from node.pool import DevicePool, RegionTransports
 from node.service import WriterService
 from prefill_node.config import PrefillConfig
 from prefill_node.job import LocalRunner
@@ -61,20 +59,16 @@ class PrefillHalf:
         config: PrefillConfig,
         runtime: NodeRuntime,
         pool: DevicePool,
+        transports: RegionTransports,
         opened: AsyncExitStack,
         *,
-        lent: LentRegistration | None = None,
         local: LocalRunner | None = None,
     ) -> None:
-        """See `Peers` for `lent`, `PrefillNode` for `local`. Raises InvalidField."""
+        """See `PrefillNode` for `local`."""
         self._runtime = runtime
-        self.peers = Peers(runtime=runtime, config=config, pool=pool, lent=lent)
+        self.peers = Peers(runtime=runtime, config=config, pool=pool, transports=transports)
         opened.push_async_callback(self.peers.close)
         self.node = PrefillNode(config=config, pool=pool, peers=self.peers, local=local)
-
-    @property
-    def transports(self) -> Sequence[TransportName]:
-        return self.peers.transports
 
     def open(self) -> None:
         self.add_prefill_service()

@@ -59,15 +59,6 @@ GRANT_WAIT_MS_MAX: Final = 50
 """A request that waits longer for its grant does not hold back those behind it any more."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillState:
-    """What a prefill node has at this moment, for tests and debugging. The jobs are the node's own."""
-
-    queue: tuple[Job, ...]
-    admitted: tuple[Job, ...]
-    rate: PrefillRate
-
-
 class PrefillNode:
     """State of one prefill node; control thread only. Implements node.engine_loop.StepHost."""
 
@@ -401,9 +392,6 @@ class PrefillNode:
     @property
     def requests(self) -> int:
         return len(self._queue) + len(self._admitted)
-
-    def debug_state(self) -> PrefillState:
-        return PrefillState(queue=tuple(self._queue), admitted=tuple(self._admitted.values()), rate=self._rate)
 
     def load(self) -> NodeLoad:
         return NodeLoad(

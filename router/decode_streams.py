@@ -369,10 +369,6 @@ class DecodeStreams:
         """Of each attempt that goes on, whether a decode node has granted it or not."""
         self._subscriptions: dict[Incarnation, DecodeSubscription] = {}
 
-    @property
-    def subscriptions(self) -> tuple[DecodeSubscription, ...]:
-        return tuple(self._subscriptions.values())
-
     def get(self, name: str, endpoint: str, incarnation: Incarnation) -> DecodeSubscription:
         """The stream of this process."""
         subscription = self._subscriptions.get(incarnation)

@@ -801,16 +801,6 @@ class RdmaMemory:
             self.returned()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LentRegistration:
-    """One registration for both halves of a node, made and closed by whoever lends it. None: rdma is not offered.
-
-    It is open to remote writes, for the receiving half. The writing half's queue pairs take none.
-    """
-
-    memory: RdmaMemory | None
-
-
 def register_if_usable(
     transports: Sequence[TransportName],
     region: RdmaRegion,

@@ -27,6 +27,7 @@ from tests.support.cluster_harness import (
     wait_for,
 )
 from tests.support.inprocess_cluster import MARK, InProcessCluster, Point, inprocess
+from tests.support.node_states import prefill_state
 
 BLOCKS = 100
 SOON = {"placement_wait_ms_max": 200}
@@ -189,7 +190,7 @@ def test_the_prefill_queue_full() -> None:
             check(error, Code.RESOURCE_EXHAUSTED, Reason.QUEUE_FULL, None, "1 requests are waiting")
             assert error.retry_after_ms is not None
             assert 77 <= error.retry_after_ms < 77 * 1.5, "the node has not measured itself yet"
-            cluster.prefill["prefill-0"].debug_state().rate.last_per_s = 0.05
+            prefill_state(cluster.prefill["prefill-0"]).rate.last_per_s = 0.05
             error = await full_error(cluster)
             assert error.retry_after_ms is not None
             assert 5_000 <= error.retry_after_ms <= 7_500, "an eighth of two tokens, at 0.05 a second"

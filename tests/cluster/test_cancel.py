@@ -21,6 +21,7 @@ from tests.support.cancels import REACHED_S_MAX, Stage, play_cancel, play_deadli
 from tests.support.cluster_harness import assert_conserved, make_request, mock_spec, mock_tokens, random_prompt
 from tests.support.cluster_harness import wait_for as wait_until
 from tests.support.inprocess_cluster import MARK, InProcessCluster, Point, inprocess
+from tests.support.node_states import prefill_state
 
 STAGES = {
     "waiting-for-placement": Stage(closed=(Point.PLACEMENT,), reached=(Point.PLACEMENT,)),
@@ -116,7 +117,7 @@ def test_a_turn_that_comes_while_its_request_is_being_cancelled() -> None:
             behind = asyncio.create_task(cluster.client.generate([5, 6], max_tokens=3))
 
             async def both_wait() -> bool:
-                return len(cluster.prefill["prefill-0"].debug_state().queue) == 2
+                return len(prefill_state(cluster.prefill["prefill-0"]).queue) == 2
 
             await wait_until(both_wait, "two in the queue", story=cluster.story)
             tasks = cluster.runtimes["prefill-0"].server._edge._tasks

@@ -141,7 +141,7 @@ def test_the_router_dies_in_the_middle_of_an_answer(folder: Path) -> None:
         assert f"error: The answer broke off. {closed} (reason PEER_UNREACHABLE) " in told
         assert "Traceback" not in told
         terminal.wait_for("\n> ")
-        cluster.run(cluster.cluster.wait_exit(ROUTER_NAME))
+        cluster.run(cluster.wait_exit(ROUTER_NAME))
         cluster.run(cluster.cluster.start_process(ROUTER_NAME))
         terminal.press("one\n")
         terminal.wait_for("turn 2: prompt ")

@@ -22,6 +22,7 @@ from tests.support.cluster_harness import (
     wait_for,
 )
 from tests.support.inprocess_cluster import REACHED_S_MAX, ask_exactly, inprocess, peer_of, until
+from tests.support.node_states import prefill_state
 
 TWO_NODES: dict[str, Any] = {"decode": 2, "node_flags": {"decode-0": {"engine.num_blocks": 900}}}
 """decode-0 is the roomier one, and so the first that is asked."""
@@ -50,7 +51,7 @@ def test_requests_share_one_try_to_connect() -> None:
                 silent.add(cluster.runtimes["decode-0"].incarnation)
                 node = cluster.prefill["prefill-0"]
                 asked = [asyncio.create_task(ask_exactly(cluster, [5 + i, 6, 7])) for i in range(6)]
-                await until(cluster, "six to wait", lambda: len(node.debug_state().admitted) == 6 and calls > 0)
+                await until(cluster, "six to wait", lambda: len(prefill_state(node).admitted) == 6 and calls > 0)
                 fails.set()
                 answers = await asyncio.gather(*asked)
                 assert {answer.stats.decode_node for answer in answers} == {"decode-1"}

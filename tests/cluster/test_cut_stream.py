@@ -23,6 +23,7 @@ from router.decode_streams import DecodeStreams
 from router.retries import ResumptionPace
 from tests.support.cluster_harness import assert_conserved, mock_spec, mock_tokens, random_prompt
 from tests.support.inprocess_cluster import InProcessCluster, inprocess, until
+from tests.support.node_states import prefill_state
 from tests.support.ports import free_ports
 
 CUT_OFF = "decode-0"
@@ -41,7 +42,7 @@ class Cut:
     """Between the router and `CUT_OFF`, once `at_next_token` is set; prefill nodes reach it all the time."""
 
     def __init__(self, cluster: InProcessCluster, nowhere: grpc.aio.Channel) -> None:
-        (self.stream,) = [s for s in cluster.router.streams.subscriptions if s.name == CUT_OFF]
+        (self.stream,) = [s for s in cluster.router.streams._subscriptions.values() if s.name == CUT_OFF]
         """The router's; all its calls to the node are made here."""
         self.at_next_token = False
         self.reserved: list[tuple[str, int]] = []
@@ -207,7 +208,7 @@ def test_a_rate_measured_long_ago_is_not_told() -> None:
             half_a_step = node.config.engine.tokens_per_step_max // 2
             await cluster.client.generate(random_prompt(random.Random(11), half_a_step), max_tokens=1)
             assert node.load().prefill_tokens_per_s > 0
-            rate = node.debug_state().rate
+            rate = prefill_state(node).rate
             with patch.object(rate, "_measured_s", rate._measured_s - node.config.rate_age_ms_max / 1000 - 30):
                 assert node.load().prefill_tokens_per_s == 0
             await assert_conserved(cluster)

@@ -68,7 +68,7 @@ def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
 
             async def kill() -> None:
                 cluster.cluster.send_signal(DIRECTORY_NAME, signal.SIGKILL)
-                await cluster.cluster.wait_exit(DIRECTORY_NAME)
+                await cluster.wait_exit(DIRECTORY_NAME)
 
             async def bring_back() -> None:
                 await cluster.cluster.start_process(DIRECTORY_NAME)

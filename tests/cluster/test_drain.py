@@ -215,8 +215,8 @@ def test_the_orders_of_an_operator() -> None:
         async def end() -> BatonError:
             cluster.set_down("decode-0")
             cluster.cluster.send_signal("decode-0", signal.SIGTERM)
-            assert await cluster.cluster.wait_exit("decode-0") == 0, cluster.story()
-            assert "drain given up" in cluster.cluster.log_text("decode-0")
+            assert await cluster.wait_exit("decode-0") == 0, cluster.story()
+            assert "drain given up" in cluster.log_text("decode-0")
             return await error_of(call)
 
         assert cluster.run(end()).reason is Reason.NO_DECODE_NODE

@@ -55,7 +55,7 @@ async def waiting(cluster: RunningCluster, prompt: list[int], counts: Sequence[i
 async def ended(cluster: RunningCluster, signum: signal.Signals) -> int:
     cluster.set_down(NODE)
     cluster.cluster.send_signal(NODE, signum)
-    return await cluster.cluster.wait_exit(NODE)
+    return await cluster.wait_exit(NODE)
 
 
 async def started_again(cluster: RunningCluster) -> None:

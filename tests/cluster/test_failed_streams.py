@@ -43,7 +43,7 @@ class Streams:
 
     @property
     def stream(self) -> DecodeSubscription:
-        (stream,) = [s for s in self._cluster.router.streams.subscriptions if s.name == self._broken]
+        (stream,) = [s for s in self._cluster.router.streams._subscriptions.values() if s.name == self._broken]
         return stream
 
     def fail(self) -> None:
@@ -73,7 +73,7 @@ async def breakable(spec: ClusterSpec = SPEC, broken: str = BROKEN) -> AsyncIter
     with patch.object(DecodeService, "Subscribe", subscribe):
         async with inprocess(spec) as cluster:
             scenes.append(Streams(cluster, broken))
-            await until(cluster, "a stream to each", lambda: len(cluster.router.streams.subscriptions) == 2)
+            await until(cluster, "a stream to each", lambda: len(cluster.router.streams._subscriptions) == 2)
             yield cluster, scenes[0]
             scenes[0].failing = False
 

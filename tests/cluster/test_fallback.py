@@ -110,7 +110,7 @@ def test_a_pair_whose_shared_memory_breaks_twice_goes_on_over_tcp() -> None:
     )
     with running(spec) as cluster:
         cluster.run(scenario(cluster))
-        log = cluster.cluster.log_text("prefill-0")
+        log = cluster.log_text("prefill-0")
         assert len(re.findall(r"transport given up .*transport=shm.*left=tcp", log)) == 1, log
         assert log.count("transport given up") == 1
         told = describe(cluster)
@@ -168,7 +168,7 @@ def test_a_pair_that_cannot_share_memory_uses_tcp_at_once() -> None:
             await assert_conserved(cluster)
 
         cluster.run(scenario())
-        log, told = cluster.cluster.log_text("prefill-0"), describe(cluster)
+        log, told = cluster.log_text("prefill-0"), describe(cluster)
         assert log.count("data link peer=decode-0 transport=tcp") == 2
         assert log.count("a better transport is not used") == 1
         warning = r'^\S+ WARNING .*used peer=decode-0 transport=tcp instead_of="shm \(another PID namespace\)"$'

@@ -129,7 +129,7 @@ def test_a_killed_prefill_node_is_fenced_by_its_death() -> None:
         call = asyncio.create_task(ask_exactly(cluster, random_prompt(rng, PROMPT_TOKENS), 5))
         await writer_owns_blocks(cluster, "decode-0")
         cluster.cluster.send_signal("prefill-0", signal.SIGKILL)
-        assert await cluster.cluster.wait_exit("prefill-0") == -signal.SIGKILL
+        assert await cluster.wait_exit("prefill-0") == -signal.SIGKILL
         cluster.set_down("prefill-0")
 
         async def freed() -> bool:
@@ -137,13 +137,13 @@ def test_a_killed_prefill_node_is_fenced_by_its_death() -> None:
             return load.blocks.writer_owned + load.blocks.quarantined + load.running_requests == 0
 
         await until(cluster, "the dead writer's blocks to be free", freed)
-        assert "dead" in cluster.cluster.log_text("decode-0"), "fenced without its proof"
+        assert "dead" in cluster.log_text("decode-0"), "fenced without its proof"
         await cluster.cluster.start_process("prefill-0")
         cluster.set_down("prefill-0", False)
         await directory_lists(cluster, "prefill-0", True)
         resumptions = (await call).stats.resumptions
         assert resumptions <= 1
-        assert resumptions == cluster.cluster.log_text("router-0").count(" resume "), cluster.story()
+        assert resumptions == cluster.log_text("router-0").count(" resume "), cluster.story()
 
         async def served() -> bool:
             outcome = await asyncio.gather(ask_exactly(cluster, random_prompt(rng, 100), 5), return_exceptions=True)
@@ -180,7 +180,7 @@ def test_a_killed_decode_nodes_requests_are_taken_up_by_the_other() -> None:
             requests_min=4,
         )
         cluster.cluster.send_signal("decode-1", signal.SIGKILL)
-        await cluster.cluster.wait_exit("decode-1")
+        await cluster.wait_exit("decode-1")
         cluster.set_down("decode-1")
         answers = await asyncio.gather(*calls)
         resumed = [answer for answer in answers if answer.stats.resumptions]
@@ -219,7 +219,7 @@ def test_a_killed_router_leaves_orphans_that_are_cancelled() -> None:
         errors = await asyncio.gather(*map(error_of, calls))
         assert {error.code for error in errors} == {Code.UNAVAILABLE}
         await assert_conserved(cluster)
-        assert "orphan" in cluster.cluster.log_text("decode-0")
+        assert "orphan" in cluster.log_text("decode-0")
 
     spec = mock_spec(
         blocks=2000,
@@ -243,7 +243,7 @@ def test_a_node_that_is_asked_to_stop_leaves_nothing_on_its_peer(name: str) -> N
             calls.append(asyncio.create_task(cluster.client.generate(prompt, max_tokens=100)))
         await writer_owns_blocks(cluster, "decode-0")
         cluster.cluster.send_signal(name, signal.SIGINT)
-        assert await cluster.cluster.wait_exit(name) == 0, cluster.story()
+        assert await cluster.wait_exit(name) == 0, cluster.story()
         cluster.set_down(name)
         for outcome in await asyncio.gather(*calls, return_exceptions=True):
             assert isinstance(outcome, (Answer, BatonError)), outcome

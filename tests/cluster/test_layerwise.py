@@ -14,6 +14,7 @@ from engine.mock import MockConfig, MockRunner
 from engine.types import Batch, NullSink, SequenceSlice
 from tests.support.cluster_harness import assert_conserved, mock_params, mock_spec, mock_tokens, random_prompt, wait_for
 from tests.support.inprocess_cluster import MARK, InProcessCluster, inprocess
+from tests.support.node_states import decode_state
 
 BLOCK = 16
 CHUNK = 512
@@ -61,7 +62,7 @@ class LastLayerHeld:
 
 def landed_layers(cluster: InProcessCluster, expected_LN2SD: np.ndarray, first: int, last: int) -> list[bool]:
     """For each layer: are the records of the prompt's blocks `first` to `last` in the decode node's region?"""
-    (job,) = cluster.decode["decode-0"].debug_state().jobs
+    (job,) = decode_state(cluster.decode["decode-0"]).jobs
     runner = cluster.decode["decode-0"].pool.runner
     assert isinstance(runner, MockRunner)
     assert runner._kv_LN2SD is not None

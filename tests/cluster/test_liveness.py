@@ -40,7 +40,7 @@ PROMPT_TOKENS = 1500
 
 async def until(cluster: RunningCluster, what: str, text: str, name: str) -> None:
     async def holds() -> bool:
-        return text in cluster.cluster.log_text(name)
+        return text in cluster.log_text(name)
 
     await wait_for(holds, what, story=cluster.story, timeout_s=NOTICED_S_MAX)
 
@@ -170,7 +170,7 @@ def test_a_stopped_router_is_noticed_by_the_nodes() -> None:
         cluster.cluster.send_signal("router-0", signal.SIGSTOP)
         cluster.set_down("router-0")
         await assert_conserved(cluster, timeout_s=2 * NOTICED_S_MAX)
-        assert "orphan" in cluster.cluster.log_text("decode-0")
+        assert "orphan" in cluster.log_text("decode-0")
         cluster.cluster.send_signal("router-0", signal.SIGCONT)
         cluster.set_down("router-0", False)
         await whole_or_told(calls)
@@ -198,7 +198,7 @@ def test_a_node_in_a_long_engine_step_is_not_taken_for_dead() -> None:
         answers = await asyncio.gather(*(cluster.client.generate(prompt, max_tokens=3) for prompt in prompts))
         assert [answer.ids for answer in answers] == [mock_tokens(prompt, 3) for prompt in prompts]
         for name in ("router-0", "prefill-0", "decode-0"):
-            assert " lost" not in cluster.cluster.log_text(name), cluster.story()
+            assert " lost" not in cluster.log_text(name), cluster.story()
         await assert_conserved(cluster)
 
     tight = {"liveness.heartbeat_ms": 100, "liveness.answer_ms_max": 1_000, "liveness.reconnect_ms_max": 200}

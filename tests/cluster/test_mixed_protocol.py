@@ -25,6 +25,7 @@ from tests.support.cluster_harness import (
     wait_for,
 )
 from tests.support.inprocess_cluster import MARK, InProcessCluster, Point, inprocess
+from tests.support.node_states import decode_state, prefill_state
 
 MIN: Final = 64
 ROUTER: Final = 0xFEED
@@ -184,7 +185,7 @@ def test_an_attempt_that_comes_while_the_one_before_it_runs() -> None:
                     return decode.requests == 1
 
                 await wait_for(alone, "the older attempt to be gone", story=cluster.story)
-                assert [job.key.attempt for job in decode.debug_state().jobs] == [attempt]
+                assert [job.key.attempt for job in decode_state(decode).jobs] == [attempt]
             assert [await resolve(cluster, "mixed-0", key) for key in keys] == [False, False, True]
             await cancel(cluster, "mixed-0", keys[2])
             await assert_conserved(cluster)
@@ -254,7 +255,7 @@ def test_an_older_attempt_comes_late() -> None:
             await directly(cluster, "mixed-0", key("a", 1), [5, 6, 7], 2_000, [])
 
             async def alone() -> bool:
-                return [job.key.attempt for job in decode.debug_state().jobs] == [1]
+                return [job.key.attempt for job in decode_state(decode).jobs] == [1]
 
             await wait_for(alone, "the older attempt to be gone", story=cluster.story)
             late = await error_of(directly(cluster, "prefill-0", key("a", 0), [5, 6, 7], 2_000, []))
@@ -290,7 +291,7 @@ def test_room_that_a_grant_gives_back_is_used_at_once() -> None:
                 waiting = asyncio.create_task(directly(cluster, "mixed-0", key("small"), small, 20, events))
 
                 async def waits() -> bool:
-                    return len(cluster.prefill["mixed-0"].debug_state().queue) == 1
+                    return len(prefill_state(cluster.prefill["mixed-0"]).queue) == 1
 
                 await wait_for(waits, "the request to wait", story=cluster.story)
                 call.cancel()

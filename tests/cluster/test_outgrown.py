@@ -66,7 +66,7 @@ def test_an_answer_is_taken_up_by_the_node_that_can_hold_it() -> None:
     )
     with running(spec) as cluster:
         cluster.run(scenario(cluster))
-        assert "an answer may become too long to be resumed" in cluster.cluster.log_text("router-0")
+        assert "an answer may become too long to be resumed" in cluster.log_text("router-0")
 
 
 def test_an_answer_that_has_outgrown_all_of_them_ends_at_once() -> None:
@@ -89,7 +89,7 @@ def test_an_answer_that_has_outgrown_all_of_them_ends_at_once() -> None:
         assert f"the largest region of a prefill node has {SMALL}." in error.message
         for i, each in enumerate(little):
             assert (await each.answer).ids == mock_tokens(short, 4 * SIZE, seed=i, temperature=0.5)
-        log = cluster.cluster.log_text("router-0")
+        log = cluster.log_text("router-0")
         resumed = re.findall(r" resume reason=\S+ request=(\S+) attempt=0 tokens=(\d+)", log)
         outgrown, _ = max(resumed, key=lambda found: int(found[1]))
         assert not re.search(rf" place_again reason=\S+ request={outgrown} ", log)

@@ -75,7 +75,7 @@ def test_a_drained_pod_is_the_first_to_go(tmp_path: Path) -> None:
         }  # fmt: skip
         _, text, _ = baton(cluster, "describe", "decode-0")
         assert re.search(rf"^{COST_GIVEN_UP} +1$", text, re.MULTILINE), text
-        assert "pod deletion cost not set" in cluster.cluster.log_text("decode-0")
+        assert "pod deletion cost not set" in cluster.log_text("decode-0")
 
         api.decide = lambda call: (SILENCE, b"")
         assert baton(cluster, "drain", "decode-0")[:2] == (
@@ -88,7 +88,7 @@ def test_a_drained_pod_is_the_first_to_go(tmp_path: Path) -> None:
             cluster.set_down("decode-0")
             cluster.cluster.send_signal("decode-0", signal.SIGTERM)
             async with asyncio.timeout(CALL_S_MAX):
-                return await cluster.cluster.wait_exit("decode-0")
+                return await cluster.wait_exit("decode-0")
 
         assert cluster.run(end()) == 0, cluster.story()
         assert len(api.calls) == 5

@@ -39,7 +39,7 @@ async def writers(cluster: RunningCluster) -> list[dict[str, Any]]:
 
 
 def lines(cluster: RunningCluster, name: str, text: str) -> list[str]:
-    return [line for line in cluster.cluster.log_text(name).splitlines() if text in line]
+    return [line for line in cluster.log_text(name).splitlines() if text in line]
 
 
 @pytest.mark.slow

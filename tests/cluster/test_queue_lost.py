@@ -47,7 +47,7 @@ def test_a_prefill_node_ends_with_a_long_queue(how: signal.Signals) -> None:
         waiting = (await cluster.status("prefill-1")).record.load.waiting_requests
         assert waiting >= 1, "nothing waits any more: the test shows nothing"
         cluster.cluster.send_signal("prefill-1", how)
-        await cluster.cluster.wait_exit("prefill-1")
+        await cluster.wait_exit("prefill-1")
         cluster.set_down("prefill-1")
         answers: list[Answer] = await asyncio.gather(*asked)
         for prompt, answer in zip(prompts, answers, strict=True):

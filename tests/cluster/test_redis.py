@@ -13,6 +13,7 @@ from baton.clock import Clock
 from baton.directory_setting import open_directory
 from baton.errors import BatonError
 from baton.rpc import ChannelLimits, Channels
+from cli.child import stop_children
 from cli.services import Service
 from tests.support.cluster_harness import (
     RunningCluster,
@@ -78,7 +79,7 @@ def test_no_request_notices_that_redis_is_lost(cluster: RunningCluster, redis: R
         return str(answer.stats.decode_node)
 
     async def lost() -> bool:
-        return all("directory lost" in cluster.cluster.log_text(name) for name in everybody)
+        return all("directory lost" in cluster.log_text(name) for name in everybody)
 
     async def scene() -> None:
         loop = asyncio.get_running_loop()
@@ -99,7 +100,7 @@ def test_no_request_notices_that_redis_is_lost(cluster: RunningCluster, redis: R
             return await listed(cluster) == everybody
 
         await wait_for(healed, "everybody to register again", story=cluster.story)
-        await cluster.cluster.stop_process("decode-0")
+        await stop_children([cluster.cluster._children["decode-0"]], grace_ms=cluster.cluster.spec.stop_grace_ms)
         cluster.set_down("decode-0")
         assert await listed(cluster) == everybody[1:]
         assert {await ask(3) for _ in range(6)} == {"decode-1"}
@@ -128,7 +129,7 @@ def test_a_cluster_starts_before_its_redis(redis: RedisServer) -> None:
             async def waiting() -> bool:
                 pids = cluster.cluster.pids
                 assert not starting.done(), starting.result()
-                return len(pids) == 3 and all("not registered yet" in cluster.cluster.log_text(name) for name in pids)
+                return len(pids) == 3 and all("not registered yet" in cluster.log_text(name) for name in pids)
 
             await wait_for(waiting, "all processes to look for the directory", story=cluster.story)
             redis.start()

@@ -42,6 +42,7 @@ from tests.support.inprocess_cluster import (
     peer_of,
     until,
 )
+from tests.support.node_states import prefill_state
 
 LAYERS = 4
 """Of the mock engine: a prompt of one chunk is sent in as many batches."""
@@ -121,10 +122,10 @@ def test_the_blocks_of_a_cancelled_request_go_to_the_next_in_line() -> None:
             await reached(cluster, Point.LAYER)
             second = [5, *random_prompt(rng, 1499)]
             waiting = asyncio.create_task(ask_exactly(cluster, second))
-            await until(cluster, "the second to be queued", lambda: len(node.debug_state().queue) == 1)
+            await until(cluster, "the second to be queued", lambda: len(prefill_state(node).queue) == 1)
             call.cancel()
-            await until(cluster, "the first to be given back", lambda: not node.debug_state().admitted)
-            assert len(node.debug_state().queue) == 1, "admitted while the step had the blocks"
+            await until(cluster, "the first to be given back", lambda: not prefill_state(node).admitted)
+            assert len(prefill_state(node).queue) == 1, "admitted while the step had the blocks"
             gate.open()
             await waiting
             await assert_conserved(cluster)

@@ -69,7 +69,7 @@ class Asked:
 
 async def kill(cluster: RunningCluster, name: str) -> None:
     cluster.cluster.send_signal(name, signal.SIGKILL)
-    await cluster.cluster.wait_exit(name)
+    await cluster.wait_exit(name)
     cluster.set_down(name)
 
 
@@ -131,7 +131,7 @@ def test_a_decode_node_is_killed_under_load() -> None:
             answer.stats.decode_node for answer in answers if not answer.stats.resumptions
         }
         await assert_conserved(cluster)
-        log = cluster.cluster.log_text("router-0").splitlines()
+        log = cluster.log_text("router-0").splitlines()
         assert len([line for line in log if "node lost" in line and "node=decode-1" in line]) == 1
         unheard = [line for line in log if "cancel unanswered" in line]
         assert len(unheard) <= sum(answer.stats.resumptions for answer in answers)
@@ -180,7 +180,7 @@ def test_a_client_that_leaves_while_its_request_waits_for_a_node() -> None:
         await kill(cluster, "decode-0")
 
         async def looking() -> bool:
-            return "resume" in cluster.cluster.log_text("router-0")
+            return "resume" in cluster.log_text("router-0")
 
         await wait_for(looking, "the router to notice", story=cluster.story)
         asked.answer.cancel()

@@ -24,6 +24,7 @@ from tests.support.cluster_harness import (
     wait_for,
 )
 from tests.support.inprocess_cluster import MARK, Point, inprocess
+from tests.support.node_states import decode_state
 
 PROMPT_SEED = 83
 
@@ -117,7 +118,7 @@ def test_the_record_of_a_lost_node_goes_while_a_router_asks_it() -> None:
                 asked = asyncio.create_task(cluster.client.generate(prompt, max_tokens=50))
                 await cluster.gates[Point.LAST_TOKEN].reached.wait()
                 (inbox,) = cluster.router.streams.inboxes.values()
-                (lost,) = [s for s in cluster.router.streams.subscriptions if inbox.key in s._inboxes]
+                (lost,) = [s for s in cluster.router.streams._subscriptions.values() if inbox.key in s._inboxes]
                 lost.fail_all(BatonError(Reason.PEER_UNREACHABLE, "The test has lost it."))
                 await asking.wait()
                 records = [r for r in cluster.runtimes["router-0"].membership.nodes() if r.name != lost.name]
@@ -130,7 +131,7 @@ def test_the_record_of_a_lost_node_goes_while_a_router_asks_it() -> None:
             await assert_conserved(cluster)
 
             async def unused() -> bool:
-                return all(s.users == 0 and s.idle for s in cluster.router.streams.subscriptions)
+                return all(s.users == 0 and s.idle for s in cluster.router.streams._subscriptions.values())
 
             await wait_for(unused, "nobody to use a stream")
 
@@ -148,7 +149,7 @@ def test_an_answer_that_was_given_up_does_not_go_on() -> None:
             asked = asyncio.create_task(cluster.client.generate(prompt, max_tokens=50))
             await cluster.gates[Point.LAST_TOKEN].reached.wait()
             decode = cluster.decode["decode-0"]
-            (job,) = decode.debug_state().known.values()
+            (job,) = decode_state(decode).known.values()
             assert decode.resolve(job.key)
             job.output.finish, finish = None, job.output.finish
             job.output.error = "cancelled: the test says so"
@@ -161,7 +162,7 @@ def test_an_answer_that_was_given_up_does_not_go_on() -> None:
             await assert_conserved(cluster)
 
     async def forgotten(decode: DecodeNode, key: RequestKey) -> bool:
-        return key not in decode.debug_state().known
+        return key not in decode_state(decode).known
 
     asyncio.run(scenario())
 

@@ -77,7 +77,7 @@ def test_a_grpc_client_that_does_not_read_is_cut_off(cluster: RunningCluster) ->
         others = [asyncio.create_task(others_go_on(cluster, rng, enough)) for _ in range(3)]
 
         async def cut_off() -> bool:
-            return "client cut off" in cluster.cluster.log_text("router-0")
+            return "client cut off" in cluster.log_text("router-0")
 
         await wait_for(cut_off, "the client to be cut off", story=cluster.story)
         enough.set()
@@ -148,7 +148,7 @@ def test_an_http_client_that_does_not_read_is_cut_off(cluster: RunningCluster, n
 
 
 def cut_offs(cluster: RunningCluster) -> int:
-    return cluster.cluster.log_text("router-0").count("client cut off")
+    return cluster.log_text("router-0").count("client cut off")
 
 
 def cluster_model(cluster: RunningCluster) -> str:

@@ -27,6 +27,7 @@ from tests.support.cluster_harness import (
     wait_for,
 )
 from tests.support.inprocess_cluster import MARK, InProcessCluster, inprocess
+from tests.support.node_states import decode_state
 
 BLOCKS = 24
 HOST_BLOCKS = 40
@@ -82,7 +83,7 @@ def spill_of(cluster: InProcessCluster) -> tuple[DecodeNode, Spill]:
 
 def victim_state(cluster: InProcessCluster) -> SpillState | None:
     node, spill = spill_of(cluster)
-    states = [spill.state_of(job.key) for job in node.debug_state().jobs if cluster.is_marked(job.key.request)]
+    states = [spill._policy.state_of(job.key) for job in decode_state(node).jobs if cluster.is_marked(job.key.request)]
     return states[0] if states else None
 
 

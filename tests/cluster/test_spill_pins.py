@@ -10,6 +10,7 @@ from typing import Any
 
 from tests.support.cluster_harness import CALL_S_MAX, assert_conserved, make_request, mock_spec, random_prompt
 from tests.support.inprocess_cluster import InProcessCluster, ask_exactly, inprocess, until
+from tests.support.node_states import decode_state
 
 SIZE = 16
 BLOCKS = 24
@@ -30,8 +31,8 @@ async def running(cluster: InProcessCluster, *, footprint: int) -> AsyncIterator
     node = cluster.decode["decode-0"]
     request = make_request(list(range(2, 2 + SIZE)), max_tokens=(footprint - 1) * SIZE + 1)
     call: Any = cluster.client.stub.Generate(request, timeout=CALL_S_MAX)
-    await until(cluster, "the long one to run", lambda: any(job.resumed for job in node.debug_state().jobs))
-    assert [job.footprint for job in node.debug_state().jobs] == [footprint]
+    await until(cluster, "the long one to run", lambda: any(job.resumed for job in decode_state(node).jobs))
+    assert [job.footprint for job in decode_state(node).jobs] == [footprint]
     yield
     assert node.requests == 1, "it ended early"
     call.cancel()

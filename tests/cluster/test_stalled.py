@@ -34,7 +34,7 @@ def test_a_handoff_that_makes_no_progress_is_given_up() -> None:
 
         async def given_up() -> bool:
             held = (await cluster.status("prefill-0")).record.load.blocks.held
-            return "handoff stalled" in cluster.cluster.log_text("prefill-0") and held == 0
+            return "handoff stalled" in cluster.log_text("prefill-0") and held == 0
 
         await wait_for(given_up, "the prefill node to give the handoff up", story=cluster.story)
         cluster.cluster.send_signal("decode-0", signal.SIGCONT)

@@ -16,6 +16,7 @@ from batonpb import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefil
 from decode_node.node import DecodeNode
 from tests.support.cluster_harness import CALL_S_MAX, assert_conserved, mock_spec, mock_tokens, random_prompt, wait_for
 from tests.support.inprocess_cluster import InProcessCluster, inprocess
+from tests.support.node_states import decode_state
 from tests.support.ports import free_ports
 
 ROUTER = 0xFEED
@@ -103,7 +104,7 @@ async def nothing_kept(cluster: InProcessCluster) -> None:
     node = cluster.decode["decode-0"]
 
     async def empty() -> bool:
-        return not node.debug_state().outputs and not node.debug_state().lives and not node.debug_state().known
+        return not decode_state(node).outputs and not decode_state(node).lives and not decode_state(node).known
 
     await wait_for(empty, "answers to be forgotten", story=cluster.story)
 

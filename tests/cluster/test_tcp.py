@@ -169,7 +169,7 @@ def test_a_stopped_prefill_node_is_fenced_without_its_help() -> None:
             blocks = (await cluster.status("decode-0")).record.load.blocks
             if blocks.writer_owned + blocks.quarantined == PROMPT_BLOCKS:
                 return False
-            assert FENCED in cluster.cluster.log_text("decode-0"), "taken back without evidence"
+            assert FENCED in cluster.log_text("decode-0"), "taken back without evidence"
             return blocks.writer_owned + blocks.quarantined == 0
 
         await until(cluster, "the fence of a stopped writer", taken_back)
@@ -191,7 +191,7 @@ def test_a_stopped_prefill_node_is_fenced_without_its_help() -> None:
         assert {answer.stats.prefill_node for answer in answers} == {"prefill-0"}
         (pair,) = (await cluster.status("prefill-0")).pairs
         assert (pair.transport, pair.link_failures) == ("tcp", 0)
-        assert cluster.cluster.log_text("prefill-0").count("data link peer=decode-0 transport=tcp") == 2
+        assert cluster.log_text("prefill-0").count("data link peer=decode-0 transport=tcp") == 2
         await assert_conserved(cluster)
 
     spec = mock_spec(

@@ -84,7 +84,7 @@ def test_blocks_of_a_stopped_writer_are_free_with_evidence_alone(tls: str) -> No
             await asyncio.gather(*(ask_exactly(cluster, prompt, 30) for prompt in prompts))
             assert (await held())[1] == (PROMPT_BLOCKS if tls == "all" else 0), "quarantined blocks were given away"
         cluster.cluster.send_signal("prefill-0", signal.SIGKILL)
-        assert await cluster.cluster.wait_exit("prefill-0") == -signal.SIGKILL
+        assert await cluster.wait_exit("prefill-0") == -signal.SIGKILL
         await asyncio.wait([stuck])
         assert stuck.exception() is not None
 
@@ -93,7 +93,7 @@ def test_blocks_of_a_stopped_writer_are_free_with_evidence_alone(tls: str) -> No
 
         await until(cluster, "the dead writer's blocks to be free", freed)
         told = "dead, by pidfd" if tls == "all" else "its receiving worker destroyed"
-        assert told in cluster.cluster.log_text("decode-0"), "fenced without its proof"
+        assert told in cluster.log_text("decode-0"), "fenced without its proof"
         await assert_conserved(cluster)
 
     spec = mock_spec(

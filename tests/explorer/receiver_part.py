@@ -227,7 +227,7 @@ class ReceiverPart:
         info = ReceiverInfo(
             id=len(self.by_id),
             state=state,
-            owner=machine.ledger.writer_of(BLOCK),
+            owner=machine.ledger._writer[BLOCK],
             all_over=machine.ledger.free == 1 and machine.unreleased == 0 and not state.timers,
             fencing=tuple(
                 (w, epoch, intern(PairFenced(pair=pair_of(w), epoch=epoch))) for w, epoch in sorted(state.fences)
@@ -306,7 +306,7 @@ class _Shell:
                 answer = CommitAnswered(number=number_of(grant), committed=committed, corrupt=corrupt)
                 self._send(instruction, answer)
             case ReportCorrupt(grant=grant):
-                if self._machine.ledger.writer_of(BLOCK) not in (None, grant):
+                if self._machine.ledger._writer[BLOCK] not in (None, grant):
                     raise Violation(f"grant {grant.hex()} is called corrupt by the bytes of another one")
             case AnswerRelease(number=number):
                 self.released.add((writer_index(instruction.pair), number))

@@ -139,7 +139,7 @@ class FaultyCluster(RunningCluster):
     async def killed(self, name: str) -> None:
         """It was sent SIGKILL: returns when it has ended."""
         self.set_down(name)
-        assert await self.cluster.wait_exit(name) == -signal.SIGKILL, name
+        assert await self.wait_exit(name) == -signal.SIGKILL, name
 
     async def restart(self, name: str) -> None:
         """Under the same name and on the same port."""

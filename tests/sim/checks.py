@@ -7,6 +7,7 @@ from cachestore.ledger import Ledger
 from kvtransfer.protocol.receiver import GrantState
 from tests.sim.books import OVER
 from tests.sim.cluster import Kind, Process, SimCluster
+from tests.support.node_states import decode_state, prefill_state
 
 
 def check_now(cluster: SimCluster) -> None:
@@ -86,8 +87,8 @@ def _bounds(process: Process) -> str | None:
         found.append(("requests", process.router.requests, process.router.config.requests_max))
     if process.prefill is not None:
         config = process.prefill.config
-        found.append(("queue", len(process.prefill.debug_state().queue), config.queue_max))
-        found.append(("admitted", len(process.prefill.debug_state().admitted), config.engine.sequences_max))
+        found.append(("queue", len(prefill_state(process.prefill).queue), config.queue_max))
+        found.append(("admitted", len(prefill_state(process.prefill).admitted), config.engine.sequences_max))
     if process.decode is not None and hasattr(process.decode, "receiver"):
         decode, limits = process.decode, process.decode.receiver.grants.limits
         found.append(("requests", decode.requests, decode.config.requests_max))
@@ -123,7 +124,7 @@ def _left(process: Process) -> str:
             for s, n in receiver.grants.states().items()
             if n and s not in (GrantState.FENCED, GrantState.RELEASED)
         ]
-        if process.decode.debug_state().outputs:
+        if decode_state(process.decode).outputs:
             told.append("outputs")
         if receiver._timers:
             told.append(f"timers {len(receiver._timers)}")

@@ -23,6 +23,7 @@ import decode_node.service
 import node.engine_loop
 import node.main
 import node.peers
+import node.pool
 import node.receiver
 import prefill_node.main
 import router.main
@@ -365,7 +366,7 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         (node.main, "open_device_pool", open_pool),
         (node.peers, "ShmWriterLink", SimShmLink),
         (node.peers, "TcpWriterLink", SimTcpLink),
-        *((module, "register_if_usable", no_device) for module in (node.peers, node.receiver)),
+        (node.pool, "register_if_usable", no_device),
         (node.peers, "host_identity", lambda: current().host),
         (decode_node.main, "DecodeNode", capture("decode", DecodeNode, watch_decode)),
         (node.receiver, "Receiver", capture("receiver", Receiver, watch_receiver)),

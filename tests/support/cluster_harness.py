@@ -195,6 +195,14 @@ class StatusSource(Protocol):
         ...
 
 
+def log_text(cluster: Cluster, name: str) -> str:
+    return (cluster.log_dir / f"{name}.log").read_text(encoding="utf-8", errors="replace")
+
+
+async def wait_exit(cluster: Cluster, name: str) -> int:
+    return await asyncio.shield(cluster._children[name].exited)
+
+
 class RunningCluster:
     """A started cluster of processes, its client, and the loop that both live on (`run`). Made by `running`."""
 
@@ -252,10 +260,18 @@ class RunningCluster:
         names = [n for n, s in services.items() if s is not Service.DIRECTORY and n not in self._down]
         return dict(zip(names, await asyncio.gather(*map(self.status, names)), strict=True))
 
+    def log_text(self, name: str) -> str:
+        """All that the process has logged so far."""
+        return log_text(self.cluster, name)
+
+    async def wait_exit(self, name: str) -> int:
+        """Wait for one process to end; its exit status, negative for a signal."""
+        return await wait_exit(self.cluster, name)
+
     def story(self) -> str:
         tails = []
         for name in self.cluster.pids:
-            lines = self.cluster.log_text(name).splitlines()[-12:]
+            lines = self.log_text(name).splitlines()[-12:]
             tails.append(f"--- {name}\n" + "\n".join(lines))
         return "\n".join(tails)
 
@@ -272,7 +288,7 @@ class RunningCluster:
 
 def http_endpoint(cluster: RunningCluster) -> str:
     """Where the router serves it, by its log."""
-    found = re.search(r"HTTP is served endpoint=(\S+)", cluster.cluster.log_text(ROUTER_NAME))
+    found = re.search(r"HTTP is served endpoint=(\S+)", cluster.log_text(ROUTER_NAME))
     assert found is not None
     return found[1]
 

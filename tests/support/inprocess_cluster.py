@@ -47,6 +47,7 @@ from tests.support.cluster_harness import (
     mock_tokens,
     wait_for,
 )
+from tests.support.node_states import decode_state, prefill_state
 
 MARK: Final = 999
 """First token of a marked prompt."""
@@ -253,17 +254,17 @@ class InProcessCluster:
         if any(key.request in self.marked for key in self.router.streams.inboxes):
             found[ROUTER_NAME] = "an inbox"
         for name, prefill in self.prefill.items():
-            jobs = [*prefill.debug_state().queue, *prefill.debug_state().admitted]
+            jobs = [*prefill_state(prefill).queue, *prefill_state(prefill).admitted]
             handoffs = [h for peer in self.peers[name].all() for h in peer._handoffs.values()]
             keys = [job.key for job in jobs] + [handoff.key for handoff in handoffs]
             if any(key.request in self.marked for key in keys):
                 found[name] = f"{len(jobs)} jobs, {len(handoffs)} handoffs"
         for name, decode in self.decode.items():
             grants = decode.receiver.grants
-            jobs_left = [job for job in decode.debug_state().jobs if job.key.request in self.marked]
+            jobs_left = [job for job in decode_state(decode).jobs if job.key.request in self.marked]
             states = [grants.state_of(g) for request in self.marked for g in grants._by_request.get(request, ())]
             open_ = [s.value for s in states if s not in (None, GrantState.FENCED, GrantState.RELEASED) and s]
-            if jobs_left or open_ or any(key.request in self.marked for key in decode.debug_state().known):
+            if jobs_left or open_ or any(key.request in self.marked for key in decode_state(decode).known):
                 found[name] = f"{len(jobs_left)} jobs, grants {open_}"
         return found
 
@@ -443,7 +444,7 @@ def _receiver_hooks(cluster: InProcessCluster) -> _Hooks:
     real_reserve, real_commit, real_landed = ReceiverService.Reserve, ReceiverService.Commit, Receiver.seal_landed
 
     def grant_is_marked(node: DecodeNode, grant: GrantId) -> bool:
-        return any(job.grant == grant and cluster.is_marked(job.key.request) for job in node.debug_state().jobs)
+        return any(job.grant == grant and cluster.is_marked(job.key.request) for job in decode_state(node).jobs)
 
     async def reserve(
         self: ReceiverService, request: transfer_pb2.ReserveRequest, context: Any

@@ -123,7 +123,7 @@ class SpillNode(Node):
         return max(live, default=0) + self.blocks.prefix_cache.pinned_blocks < self.ledger.num_blocks
 
     def state(self, name: str) -> SpillState | None:
-        return self.spill.state_of(key_of(name))
+        return self.spill._policy.state_of(key_of(name))
 
     def check(self) -> None:
         """Conservation on the device and in host memory."""

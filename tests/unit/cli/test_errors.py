@@ -182,7 +182,7 @@ def test_generate_needs_one_prompt() -> None:
     check(
         ["generate", "hello", "--seed", "-1"],
         2,
-        head + "Error: Invalid value for '--seed': -1 is not from 0 to 18446744073709551615\n",
+        head + "Error: Invalid value for '--seed': -1 is not in the range 0<=x<=18446744073709551615.\n",
     )
 
 

@@ -21,6 +21,7 @@ from cli.nodes import view_nodes
 from cli.services import Service
 from cli.supervisor import Cluster, ClusterError, ClusterSpec
 from engine.build import EngineKind
+from tests.support.cluster_harness import log_text, wait_exit
 
 WAIT_S_MAX = 120
 CALL_MS_MAX = 10_000
@@ -48,10 +49,10 @@ def test_a_node_dies_and_is_started_again(tmp_path: Path) -> None:
             assert isinstance(error, ClusterError)
             assert error.process == "decode-0"
             assert error.message.startswith("decode-0 was killed by SIGKILL while the cluster was running.")
-            assert await cluster.wait_exit("decode-0") == -signal.SIGKILL
+            assert await wait_exit(cluster, "decode-0") == -signal.SIGKILL
             await cluster.start_process("decode-0")
             assert cluster.pids["decode-0"] != pid
-            assert "process ready" in cluster.log_text("decode-0")
+            assert "process ready" in log_text(cluster, "decode-0")
             assert await cluster.stop() == []
 
     play(scene())
@@ -107,8 +108,8 @@ def test_one_process_cannot_start() -> None:
         cluster = Cluster(ClusterSpec(engine_kind=EngineKind.MOCK, blocks=32, flags=flags))
         with pytest.raises(ClusterError, match=r"^decode-0 could not start: Cannot listen on nowhere\.invalid:0: "):
             await cluster.start()
-        assert await cluster.wait_exit("decode-0") == 1
-        others = [await cluster.wait_exit(name) for name in cluster.names if name != "decode-0"]
+        assert await wait_exit(cluster, "decode-0") == 1
+        others = [await wait_exit(cluster, name) for name in cluster.names if name != "decode-0"]
         assert set(others) <= {0, -signal.SIGTERM}
         assert not cluster.log_dir.exists()
 
@@ -145,7 +146,7 @@ def test_starting_is_cancelled() -> None:
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
-        assert [name for name in cluster.pids if (await cluster.wait_exit(name)) not in (0, -signal.SIGTERM)] == []
+        assert [name for name in cluster.pids if (await wait_exit(cluster, name)) not in (0, -signal.SIGTERM)] == []
         assert not cluster.log_dir.exists()
 
     play(scene())

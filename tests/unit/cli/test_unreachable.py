@@ -26,7 +26,7 @@ def test_a_node_was_killed_and_another_one_is_stopped() -> None:
     with running(mock_spec(both=KEPT, router_flags=KEPT)) as cluster:
         dead, slow = cluster.cluster.endpoints["decode-0"], cluster.cluster.endpoints["prefill-0"]
         cluster.cluster.send_signal("decode-0", signal.SIGKILL)
-        cluster.run(cluster.cluster.wait_exit("decode-0"))
+        cluster.run(cluster.wait_exit("decode-0"))
         cluster.cluster.send_signal("prefill-0", signal.SIGSTOP)
 
         nodes = baton(cluster, "nodes", "--timeout", "3")
@@ -56,7 +56,7 @@ def test_the_router_was_killed() -> None:
     """Commands that call routers name the one that does not answer."""
     with running(mock_spec(router_flags=KEPT)) as cluster:
         cluster.cluster.send_signal(ROUTER_NAME, signal.SIGKILL)
-        cluster.run(cluster.cluster.wait_exit(ROUTER_NAME))
+        cluster.run(cluster.wait_exit(ROUTER_NAME))
         pins = baton(cluster, "pins")
         assert (pins.returncode, pins.stdout) == (1, "")
         assert pins.stderr == "error: router-0 does not answer: nothing listens there. (reason PEER_UNREACHABLE)\n"

@@ -11,6 +11,7 @@ import pytest
 
 import mixed_node.main
 import node.peers
+import node.pool
 from baton.errors import InvalidField
 from baton.rpc import Channels
 from baton.runtime import NodeRuntime
@@ -21,8 +22,8 @@ CONFIG = MixedConfig(name="mixed-0", engine=EngineConfig(kind=EngineKind.MOCK, n
 
 
 def test_a_failure_in_the_prefill_half_closes_what_the_node_has_opened() -> None:
-    """The decode half is there, and the region is registered, when the prefill half finds that no transport works. The
-    error says so; the links to peers are closed, then the registration, and no thread is left that reads the region."""
+    """The decode half is there, and the region is registered, when the prefill half refuses a setting. The error says
+    so; the links to peers are closed, then the registration, and no thread is left that reads the region."""
     closed: list[str] = []
     made: list[Channels] = []
     real_make = NodeRuntime.make_channels
@@ -43,18 +44,18 @@ def test_a_failure_in_the_prefill_half_closes_what_the_node_has_opened() -> None
         channels.close = close  # type: ignore[method-assign]
         return channels
 
-    def no_transport(_transports: Any) -> None:
-        raise InvalidField("transports", "names none that works here")
+    def refused(_shm: Any) -> None:
+        raise InvalidField("shm.copy_threads", "is refused here")
 
     async def scenario() -> None:
         await mixed_node.main.serve(CONFIG, stop=asyncio.Event(), on_ready=lambda _: None, progress=lambda *_: None)
 
     before = set(threading.enumerate())
     with (
-        patch.object(mixed_node.main, "register_if_usable", lambda *_, **__: Memory()),
+        patch.object(node.pool, "register_if_usable", lambda *_, **__: Memory()),
         patch.object(NodeRuntime, "make_channels", make_channels),
-        patch.object(node.peers, "check_some_work", no_transport),
-        pytest.raises(InvalidField, match="names none that works here"),
+        patch.object(node.peers, "copy_turns", refused),
+        pytest.raises(InvalidField, match="is refused here"),
     ):
         asyncio.run(scenario())
     assert closed == ["channels 1", "registration", "channels 0"]

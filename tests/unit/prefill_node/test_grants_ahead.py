@@ -13,6 +13,7 @@ from prefill_node.job import Job
 from prefill_node.node import PrefillNode
 from tests.support.cluster_harness import assert_conserved, mock_spec, random_prompt
 from tests.support.inprocess_cluster import MARK, Point, ask_exactly, inprocess, until
+from tests.support.node_states import prefill_state
 
 LONG = 200
 """Tokens of a prompt that is more than two steps of the engine."""
@@ -33,7 +34,7 @@ def test_grants_are_asked_one_step_ahead_and_no_further() -> None:
             calls = [asyncio.create_task(ask_exactly(cluster, prompts[0]))]
             await layer.reached.wait()
             calls += [asyncio.create_task(ask_exactly(cluster, prompt)) for prompt in prompts[1:]]
-            await until(cluster, "the others to wait", lambda: len(node.debug_state().queue) == 3)
+            await until(cluster, "the others to wait", lambda: len(prefill_state(node).queue) == 3)
             assert cluster.decode["decode-0"].receiver.grants.unreleased == 1
             layer.open()
             await asyncio.gather(*calls)
@@ -55,10 +56,12 @@ def test_the_grant_of_the_next_prompt_is_asked_for_before_its_step() -> None:
             layer.close()
             calls = [asyncio.create_task(ask_exactly(cluster, [MARK, *random_prompt(rng, LONG)]))]
             await layer.reached.wait()
-            (begun,) = node.debug_state().admitted
+            (begun,) = prefill_state(node).admitted
             assert 64 < begun.tokens_ahead < 2 * 64
             calls += [asyncio.create_task(ask_exactly(cluster, random_prompt(rng, LONG))) for _ in range(2)]
-            await until(cluster, "a second grant", lambda: (grants.unreleased, len(node.debug_state().queue)) == (2, 1))
+            await until(
+                cluster, "a second grant", lambda: (grants.unreleased, len(prefill_state(node).queue)) == (2, 1)
+            )
             layer.open()
             await asyncio.gather(*calls)
             await assert_conserved(cluster)
