@@ -213,10 +213,13 @@ def _build_mock(config: EngineConfig) -> BuiltEngine:
 
 def _build_model(config: EngineConfig, progress: Callable[[int, int], None] | None) -> BuiltEngine:
     """Raises ModelError, BatonError BAD_CONFIG."""
-    from engine.checkpoint import checkpoint_fingerprint
-    from engine.runner import TorchRunner, configure_threads
+    import torch
 
-    configure_threads(config.compute_threads)
+    from engine.checkpoint import checkpoint_fingerprint
+    from engine.runner import TorchRunner
+
+    # For the whole process, before any engine thread: more threads than cores on the machine stall every one of them.
+    torch.set_num_threads(config.compute_threads)
     device = _torch_device(config.device)
     folder = resolve_model(config.model)
     common: dict[str, Any] = {

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from baton.ids import BlockId
-from engine.types import Batch, KvSink, KvSpec
+from engine.types import Batch, KvSink, KvSpec, NullSink
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -115,6 +115,8 @@ class DeviceMirror:
         self._host_LNR: np.ndarray | None = None
         self._device_LNR = torch.empty(0, dtype=torch.uint8, device=device)
         self._block_size = 1
+        self._written_n = np.zeros(0, dtype=np.int64)
+        self._sink: KvSink = NullSink()
         self.brought = 0
         """Blocks copied to the device, since the start."""
 
@@ -141,7 +143,8 @@ class DeviceMirror:
         self._is_current_N[block] = False
 
     def begin(self, batch: Batch, sink: KvSink) -> KvSink:
-        """Bring what the batch reads and the device lacks -> the sink for the forward pass, which copies back."""
+        """Bring what the batch reads and the device lacks -> itself, which copies each layer back before `sink` hears
+        of it."""
         host_LNR = self._host_LNR
         assert host_LNR is not None, "open comes before a step"
         size = self._block_size
@@ -156,21 +159,15 @@ class DeviceMirror:
             self.brought += len(missing_n)
         self._is_current_N[read_n] = True
         self._is_current_N[written_n] = True
-        return _CopyingSink(self._device_LNR, host_LNR, written_n, sink)
-
-
-class _CopyingSink:
-    def __init__(self, device_LNR: torch.Tensor, host_LNR: np.ndarray, written_n: np.ndarray, inner: KvSink) -> None:
-        self._device_LNR = device_LNR
-        self._host_LNR = host_LNR
-        self._written_n = written_n
-        self._where_n = torch.from_numpy(written_n).to(device_LNR.device)
-        self._inner = inner
+        self._written_n, self._sink = written_n, sink
+        return self
 
     def layer_done(self, layer: int) -> None:
-        """Waits for the layer's K and V to be computed, copies them, passes the word on."""
-        self._host_LNR[layer][self._written_n] = self._device_LNR[layer][self._where_n].cpu().numpy()
-        self._inner.layer_done(layer)
+        """Wait for the layer's K and V of this step, and copy the blocks that it wrote."""
+        assert self._host_LNR is not None, "a step is running, and the region is there"
+        where_n = torch.from_numpy(self._written_n).to(self.device)
+        self._host_LNR[layer][self._written_n] = self._device_LNR[layer][where_n].cpu().numpy()
+        self._sink.layer_done(layer)
 
 
 def _distinct(tables: Sequence[Sequence[BlockId]]) -> np.ndarray:

@@ -217,15 +217,6 @@ def plan_attention(batch: Batch, pool: KvPool) -> tuple[AttentionPlan, torch.Ten
     return plan, torch.from_numpy(positions_T)
 
 
-def configure_threads(compute_threads: int) -> None:
-    """Set how many threads each torch operation of this process uses. Once, at process start, before any engine thread.
-
-    Count the compute threads over all processes of the machine: more than there are cores stalls every one of them.
-    """
-    assert compute_threads >= 1, compute_threads
-    torch.set_num_threads(compute_threads)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedStep:
     """Its tokens and log-probabilities are on their way to the host, in one copy."""

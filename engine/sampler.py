@@ -453,7 +453,7 @@ def _draw(
         keys_R = _on_device([keys[i] for i in filtered], device)
         for part in candidates(scores_BV[rows], [params[i] for i in filtered], blind=blind):
             scores_RC = part.scores_RC.masked_fill(~part.kept_RC, float("-inf"))
-            noisy_RC = scores_RC + _gumbel(_noise_bits(keys_R[part.rows_R], part.ids_RC))
+            noisy_RC = scores_RC + _gumbel(noise_bits(keys_R[part.rows_R], part.ids_RC))
             best_R1 = noisy_RC.amax(dim=-1, keepdim=True)
             tokens_B[rows[part.rows_R]] = part.ids_RC.masked_fill(noisy_RC < best_R1, vocab_size).amin(dim=-1)
     return torch.where(highest_B1[:, 0].isfinite(), tokens_B, NO_TOKEN)
@@ -473,16 +473,8 @@ def row_key(seed: int, choice: int, output_index: int) -> int:
 
 def gumbel_noise(keys: Sequence[int], vocab_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Standard Gumbel noise of every token for draws with the given `row_key`s -> float64 [B, V]."""
-    return _gumbel(noise_bits(keys, vocab_size, device))
-
-
-def noise_bits(keys: Sequence[int], vocab_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """52 random bits of every token -> int64 [B, V]: the splitmix64 stream that starts at the row's key.
-
-    52 and not 53: `(bits + 0.5) / 2**52` is then exact in float64 and strictly between 0 and 1.
-    """
-    device = torch.device(device)
-    return _noise_bits(_on_device(keys, device), torch.arange(vocab_size, dtype=torch.int64, device=device)[None, :])
+    keys_B = _on_device(keys, torch.device(device))
+    return _gumbel(noise_bits(keys_B, torch.arange(vocab_size, device=keys_B.device)[None, :]))
 
 
 def _gumbel(bits: torch.Tensor) -> torch.Tensor:
@@ -493,7 +485,11 @@ def _on_device(keys: Sequence[int], device: torch.device) -> torch.Tensor:
     return to_device(np.array([_signed(key) for key in keys], dtype=np.int64), device)
 
 
-def _noise_bits(keys_R: torch.Tensor, ids_RC: torch.Tensor) -> torch.Tensor:
+def noise_bits(keys_R: torch.Tensor, ids_RC: torch.Tensor) -> torch.Tensor:
+    """52 random bits of each of these tokens -> int64 [R, C]: of the splitmix64 stream that starts at the row's key.
+
+    52 and not 53: `(bits + 0.5) / 2**52` is then exact in float64 and strictly between 0 and 1.
+    """
     z_RC = keys_R[:, None] + (ids_RC + 1) * _signed(_GOLDEN)
     for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
         z_RC.bitwise_xor_(_shift_right(z_RC, shift)).mul_(_signed(multiplier))

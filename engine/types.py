@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from itertools import accumulate
 from typing import Any, Protocol, runtime_checkable
@@ -249,26 +249,18 @@ def sampling_problem(spec: common_pb2.SamplingSpec, *, vocab_size: int) -> str |
 
 
 def params_from_proto(spec: common_pb2.SamplingSpec) -> SamplingParams:
-    return SamplingParams(
-        temperature=spec.temperature,
-        top_k=spec.top_k,
-        top_p=spec.top_p,
-        seed=spec.seed,
-        choice=spec.choice,
-        max_tokens=spec.max_tokens,
-        stop_token_ids=frozenset(spec.stop_token_ids),
-        ignore_eos=spec.ignore_eos,
-        min_p=spec.min_p,
-        repetition_penalty=spec.repetition_penalty if spec.HasField("repetition_penalty") else 1.0,
-        presence_penalty=spec.presence_penalty,
-        frequency_penalty=spec.frequency_penalty,
-        logit_bias=tuple(sorted(spec.logit_bias.items())),
-        min_tokens=spec.min_tokens,
-        logprobs=spec.logprobs if spec.HasField("logprobs") else None,
-    )
+    """The fields of both have the same names."""
+    values: dict[str, Any] = {field.name: getattr(spec, field.name) for field in fields(SamplingParams)}
+    values["stop_token_ids"] = frozenset(spec.stop_token_ids)
+    values["logit_bias"] = tuple(sorted(spec.logit_bias.items()))
+    values["repetition_penalty"] = spec.repetition_penalty if spec.HasField("repetition_penalty") else 1.0
+    values["logprobs"] = spec.logprobs if spec.HasField("logprobs") else None
+    return SamplingParams(**values)
 
 
-def logprobs_to_proto(logprobs: TokenLogprobs) -> common_pb2.TokenLogprobs:
+def logprobs_to_proto(logprobs: TokenLogprobs | None) -> common_pb2.TokenLogprobs | None:
+    if logprobs is None:
+        return None
     return common_pb2.TokenLogprobs(
         logprob=logprobs.logprob,
         top_ids=[token for token, _ in logprobs.top],

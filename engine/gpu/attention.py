@@ -383,13 +383,12 @@ def admit(
     phase: Phase,
     *,
     wanted: str = AUTO,
-    candidates: dict[str, Maker] | None = None,
 ) -> Admitted:
     """Run the candidates of a phase, best first, until one agrees with the reference. Runs kernels: takes seconds.
 
     Raises InvalidField: `wanted` names a backend that does not exist, or that failed its trial; the text says how.
     """
-    choices = CANDIDATES[phase] if candidates is None else candidates
+    choices = CANDIDATES[phase]
     field = f"attention_{phase.value}"
     if wanted not in (AUTO, *choices):
         raise InvalidField(field, f"is {wanted!r}; must be {AUTO}, or one of {', '.join(choices)}")

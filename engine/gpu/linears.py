@@ -55,19 +55,6 @@ Pack = Callable[[torch.Tensor], GpuMatmul]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlainMatmul:
-    """The matrix as it is."""
-
-    weight_YX: torch.Tensor
-
-    def __call__(self, x_TX: torch.Tensor) -> torch.Tensor:
-        return F.linear(x_TX, self.weight_YX)
-
-    def reference(self, x_TX: torch.Tensor) -> torch.Tensor:
-        return F.linear(x_TX.float(), self.weight_YX.float())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Matmul:
     """8-bit floats (e4m3: Micikevicius et al. 2022), a scale for each output; each row of the input is rounded too."""
 
@@ -78,13 +65,13 @@ class Fp8Matmul:
     @classmethod
     def pack(cls, weight_YX: torch.Tensor) -> Fp8Matmul:
         padded_YX = _padded(weight_YX, FP8_MULTIPLE, FP8_MULTIPLE)
-        rounded_YX, scales_Y1 = round_rows_by_torch(padded_YX, padded_YX.shape[1])
+        rounded_YX, scales_Y1 = round_rows(padded_YX, padded_YX.shape[1])
         return cls(weight_YX=rounded_YX, scales_1Y=scales_Y1.view(1, -1), outputs=len(weight_YX))
 
     def __call__(self, x_TX: torch.Tensor) -> torch.Tensor:
-        rounded_TX, scales_T1 = round_rows(x_TX, self.weight_YX.shape[1])
         if x_TX.device.type != "cuda":
-            return self._by_torch(rounded_TX, scales_T1).to(x_TX.dtype)
+            return self.reference(x_TX).to(x_TX.dtype)
+        rounded_TX, scales_T1 = scale_rows(x_TX, self.weight_YX.shape[1], FP8)
         # Fast accumulation keeps 14 bits of a sum's mantissa: far more than the inputs have.
         out_TY = torch._scaled_mm(
             rounded_TX,
@@ -97,23 +84,16 @@ class Fp8Matmul:
         return _cut(out_TY, self.outputs)
 
     def reference(self, x_TX: torch.Tensor) -> torch.Tensor:
-        return self._by_torch(*round_rows_by_torch(x_TX, self.weight_YX.shape[1]))
-
-    def _by_torch(self, rounded_TX: torch.Tensor, scales_T1: torch.Tensor) -> torch.Tensor:
+        rounded_TX, scales_T1 = round_rows(x_TX, self.weight_YX.shape[1])
         out_TY = F.linear(rounded_TX.float(), self.weight_YX.float()) * scales_T1 * self.scales_1Y
         return _cut(out_TY, self.outputs)
 
 
 def round_rows(x_TX: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> (8-bit floats [T, width], zeros at the end, float32 scales [T, 1]).
+    """-> (8-bit floats [T, width], zeros at the end, float32 scales [T, 1]), by torch's own operations.
 
     The furthest value of each row becomes the largest of the type; a row of zeros has scale 1.
     """
-    return scale_rows(x_TX, width, FP8) if x_TX.device.type == "cuda" else round_rows_by_torch(x_TX, width)
-
-
-def round_rows_by_torch(x_TX: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `round_rows`, by torch's own operations."""
     wide_TX = x_TX.float()
     scales_T1 = wide_TX.abs().amax(dim=-1, keepdim=True) / FP8_LARGEST
     scales_T1 = torch.where(scales_T1 == 0, 1.0, scales_T1)
@@ -272,17 +252,18 @@ def unpack_tiles(tiles: torch.Tensor) -> torch.Tensor:
 
 
 PACKS: dict[Quantisation, Pack] = {
-    Quantisation.NONE: lambda weight_YX: PlainMatmul(weight_YX=weight_YX),
     Quantisation.FP8: Fp8Matmul.pack,
     Quantisation.INT4: Int4Matmul.pack,
 }
-"""What a GPU can do."""
+"""How a GPU can round."""
 
 
 class GpuPacking(Packing):
     """How a model's matrices are kept on this device. They may come from any: they are moved, one after another."""
 
-    def __init__(self, pack: Pack, device: torch.device, *, registered: str = "", description: str = "") -> None:
+    def __init__(
+        self, pack: Callable[[torch.Tensor], Matmul], device: torch.device, *, registered: str, description: str
+    ) -> None:
         """`registered` is for other nodes, empty if nothing is rounded; `description` is for people."""
         self._pack = pack
         self._device = device
@@ -327,21 +308,21 @@ def admit_weights(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    pack: Pack | None = None,
 ) -> GpuPacking:
-    """Try the products of this quantisation out, if there is any. Runs kernels: takes seconds. `pack` is for tests.
+    """Try the products of this quantisation out, if there is any. Runs kernels: takes seconds.
 
     Raises UnsupportedModelError: the device cannot do it, or what it does is wrong; the text says which.
     """
     if quantisation is Quantisation.NONE:
-        return GpuPacking(PACKS[quantisation], device, description=str(dtype).removeprefix("torch."))
-    chosen, worst = pack or PACKS.get(quantisation), 0.0
+        numbers = str(dtype).removeprefix("torch.")
+        return GpuPacking(lambda weight_YX: Linear(weight=weight_YX), device, registered="", description=numbers)
+    pack, worst = PACKS.get(quantisation), 0.0
     try:
-        if chosen is None:
-            raise BackendUnfit(f"a GPU takes {', '.join(each.value for each in REGISTERED)}")
+        if pack is None:
+            raise BackendUnfit(f"a GPU takes {', '.join(each.value for each in PACKS)}")
         _check_device(quantisation, device, dtype)
         for outputs, inputs in sorted(product_shapes(config)):
-            worst = max(worst, _try_out(chosen, outputs, inputs, device))
+            worst = max(worst, _try_out(pack, outputs, inputs, device))
     except BackendUnfit as unfit:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
         raise UnsupportedModelError(
@@ -350,7 +331,7 @@ def admit_weights(
     registered = REGISTERED[quantisation]
     description = f"{registered} (products off by {worst:.1e})"
     log.info("weights", quantisation=description)
-    return GpuPacking(chosen, device, registered=registered, description=description)
+    return GpuPacking(pack, device, registered=registered, description=description)
 
 
 def product_shapes(config: ModelConfig) -> set[tuple[int, int]]:

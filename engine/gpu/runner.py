@@ -254,8 +254,12 @@ class GpuRunner(ModelRunner):
     @torch.inference_mode()
     def launch(self, batch: Batch, sink: KvSink) -> LaunchedStep:
         """See `OverlapRunner.launch`; `sink` as for `run`. Waits for the device only where sampling has to look."""
+        drawn = [s for s in batch.slices if s.sample]
         try:
-            return self._queue(batch, sink)
+            logits_BV = self._logits(batch, sink)
+            tokens_B, scored = (None, None) if logits_BV is None else self.draw(drawn, logits_BV, blind=True)
+            self._future.keep(drawn, tokens_B)
+            return LaunchedStep.of(drawn, tokens_B, scored, device=self.device)
         except BaseException:
             self._settle()  # what was queued before the error still writes
             raise
@@ -263,13 +267,6 @@ class GpuRunner(ModelRunner):
     def collect(self, in_flight: LaunchedStep) -> StepResult:
         """See `OverlapRunner.collect`."""
         return in_flight.result()
-
-    def _queue(self, batch: Batch, sink: KvSink) -> LaunchedStep:
-        drawn = [s for s in batch.slices if s.sample]
-        logits_BV = self._logits(batch, sink)
-        tokens_B, scored = (None, None) if logits_BV is None else self.draw(drawn, logits_BV, blind=True)
-        self._future.keep(drawn, tokens_B)
-        return LaunchedStep.of(drawn, tokens_B, scored, device=self.device)
 
     def _logits(self, batch: Batch, sink: KvSink) -> torch.Tensor | None:
         """Scores of the rows that draw; None where there is none. Overwritten by the next step."""
