@@ -126,8 +126,8 @@ class GpuRunner(ModelRunner):
         gpu: GpuConfig | None = None,
         capture: Capture | None = None,
     ) -> None:
-        """Takes the tensors of `weight_shapes(config)`, on any device, of one type, which is the KV cache's too. A matrix
-        that is being packed is on `device` twice.
+        """Takes the tensors of `weight_shapes(config)`, on any device, of one type, which is the KV cache's too.
+        Packing needs room for one more copy of a matrix on `device`.
 
         Raises UnsupportedModelError: this device cannot use such quantised weights.
         """

@@ -300,7 +300,7 @@ class Kernels:
         plan: AttentionPlan,
         eps: float,
     ) -> None:
-        """Normalise and rotate queries and keys of `qkv_TX`, in place; write keys and values to their slots."""
+        """Normalise and rotate the queries of `qkv_TX` in place, and its keys into their slots; copy its values too."""
         _, _, kv_heads, block_size, head_dim = layer_N2KSD.shape
         heads = qkv_TX.shape[1] // head_dim - 2 * kv_heads
         self._rotate_store(
