@@ -19,7 +19,7 @@ from cachestore.ledger import Ledger
 from engine.core import Engine
 from engine.model_config import Quantisation, load_model_config, weight_shapes
 from engine.native.kernels import huge_pages
-from engine.runner import TorchRunner, configure_threads
+from engine.runner import TorchRunner
 from engine.scheduler import SchedulerConfig, Sequence, SequenceMode
 from engine.types import NullSink, SamplingParams
 from node.pool import layout_of
@@ -161,7 +161,7 @@ class RatedEngine:
 
 def main() -> None:
     model, folder, threads = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-    configure_threads(threads)
+    torch.set_num_threads(threads)
     engine = OwnEngine(write_config(folder, model))
     rated = RatedEngine(engine)
 

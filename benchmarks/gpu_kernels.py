@@ -148,7 +148,7 @@ def _rows(bench: Bench) -> Iterator[Compared]:
         for inputs, width in ((48, 48), (1500, 1504)):
             x_TX = torch.randn(7, inputs, generator=torch.Generator().manual_seed(3))
             found, scales = linears.scale_rows(x_TX.to(bench.device), width, dtype)
-            wanted, wanted_scales = linears.round_rows_by_torch(x_TX, width)
+            wanted, wanted_scales = linears.round_rows(x_TX, width)
             yield "scales", str(dtype), scales, wanted_scales, ERROR_MAX["float32"]
             # A value between two numbers of 8 bits may go to either.
             yield "scaled rows", str(dtype), found.cpu().to(linears.FP8).float(), wanted.float(), 2.0**-3

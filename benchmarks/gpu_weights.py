@@ -11,6 +11,7 @@ import torch
 
 from engine.gpu.linears import INT4_GROUP, PACKS, Int4Matmul
 from engine.model_config import ModelConfig, Quantisation, UnsupportedModelError
+from engine.models.matmul import Linear
 from engine.types import Batch, NullSink
 from tests.support.every_row import score
 
@@ -58,7 +59,7 @@ def measure(
     exact = _scores(bench, config, Widened(given), prompt)
     num_blocks = max(_blocks(prompt), _blocks(decode(max(rows), context))) + 1
     figures.add(decode_context=context, scored_tokens=len(exact))
-    for quantisation in PACKS:
+    for quantisation in (Quantisation.NONE, *PACKS):
         name = "bfloat16" if quantisation is Quantisation.NONE else quantisation.value
         try:
             runner = bench.runner(config, given, num_blocks, max(rows), 2 * context, quantisation)
@@ -112,7 +113,7 @@ def _products(bench: Bench, quantisation: Quantisation, config: ModelConfig) -> 
     """Microseconds of one product (gate and up joined) by rows; of 4 bits by each of the ways there are."""
     dtype = torch.bfloat16
     weight = torch.randn(2 * config.intermediate_size, config.hidden_size, device=bench.device, dtype=dtype)
-    product = PACKS[quantisation](weight)
+    product = Linear(weight=weight) if quantisation is Quantisation.NONE else PACKS[quantisation](weight)
     counts = (1, 4) if bench.tiny else (1, 16, 32, 64, 128, 256, 1024)
     inputs = {count: torch.randn(count, config.hidden_size, device=bench.device, dtype=dtype) for count in counts}
 

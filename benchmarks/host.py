@@ -23,11 +23,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from benchmarks.engine_cases import write_config
 from benchmarks.engine_own import BLOCK_SIZE, NUM_BLOCKS, OwnEngine
 from engine import runner
 from engine.native.kernels import native_kernels
-from engine.runner import configure_threads
 from engine.sampler import draw_kernel
 
 BATCH, ANSWER = 16, 256
@@ -113,7 +114,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    configure_threads(1)
+    torch.set_num_threads(1)
     parts = Parts()
     with tempfile.TemporaryDirectory() as folder:
         blocks = max(NUM_BLOCKS, BATCH * (-(-(args.context + ANSWER) // BLOCK_SIZE)))

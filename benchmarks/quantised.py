@@ -15,10 +15,11 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
+import torch
+
 from benchmarks.engine_cases import MODELS, full_steps
 from benchmarks.engine_own import OwnEngine
 from engine.model_config import Quantisation
-from engine.runner import configure_threads
 
 KINDS = (Quantisation.NONE, Quantisation.INT8, Quantisation.INT4)
 CONTEXT = 64
@@ -39,7 +40,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    configure_threads(args.threads)
+    torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
         config = MODELS["473m"] | {"num_hidden_layers": args.layers}
         (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")

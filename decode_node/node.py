@@ -263,7 +263,7 @@ class DecodeNode:
                 continue
             routers.add(job.output.router)
             if event.token is not None:
-                job.output.append(event.token, logprobs_to_proto(event.logprobs) if event.logprobs else None)
+                job.output.append(event.token, logprobs_to_proto(event.logprobs))
             if event.finish is FinishReason.ABORTED:
                 job.output.end(error="the engine gave the request up")
             elif event.finish is FinishReason.NOT_FINITE:

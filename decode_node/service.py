@@ -19,7 +19,6 @@ from kvtransfer.link import (
     check_compatible,
     choose,
     host_difference,
-    host_identity,
     host_parts,
     rejected_transports,
 )
@@ -35,14 +34,14 @@ class ReceiverService(transfer_pb2_grpc.TransferServicer):
         self._liveness_streams = liveness_streams
         self._lifecycle = runtime.lifecycle
         self._own = runtime.incarnation
-        self._host, self._host_parts = host_identity(), host_parts()
+        self._host_parts = host_parts()
 
     async def Connect(self, request: transfer_pb2.ConnectRequest, context: Any) -> transfer_pb2.ConnectReply:
         pair = self._pair(request.header)
         check_compatible(own=self._node.pool.model, peer=model_from_proto(request.model), peer_name=request.writer_name)
         own = self._receiver.ports.transports
-        same_host = request.host == self._host
-        transport = choose(request.transports, own, same_host=same_host)
+        apart = host_difference(request.host_parts, self._host_parts)
+        transport = choose(request.transports, own, same_host=not apart)
         if transport is None:
             raise BatonError(
                 Reason.INCOMPATIBLE_NODE,
@@ -65,7 +64,7 @@ class ReceiverService(transfer_pb2_grpc.TransferServicer):
                 request.transports,
                 own,
                 withdrawn=self._receiver.ports.withdrawn,
-                apart="" if same_host else host_difference(request.host_parts, self._host_parts),
+                apart=apart,
             ),
         )
 

@@ -9,7 +9,7 @@ import hashlib
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +23,7 @@ from baton.liveness import LivenessConfig, Reach
 from baton.log import get_log
 from baton.rpc import rpc_errors
 from baton.wire import ModelInfo
-from kvtransfer.status import Moved, PairSpeed
+from kvtransfer.status import Moved, MovedSums
 from kvtransfer.transport import DataEndpoint, RegionKind, TransportName, WriterEvents, WriterLink
 
 log = get_log("writer")
@@ -124,20 +124,17 @@ def check_some_work(working: Sequence[TransportName]) -> None:
         raise InvalidField("transports", "names none that works on this machine; `baton doctor` says why")
 
 
-def host_identity(proc: Path = Path("/proc")) -> str:
-    """The same for two processes that can share memory: one boot of one machine, one user, and the namespaces that the
-    shm transport meets in (network, for its sockets) and watches its writers in (process ids)."""
-    return _hash("|".join(_host(proc)))
-
-
 def host_parts(proc: Path = Path("/proc")) -> list[str]:
-    """What `host_identity` is made of, each by itself, in the order of `_HOST_PARTS`."""
-    return [_hash(part) for part in _host(proc)]
-
-
-def _host(proc: Path) -> list[str]:
+    """Hashes, the same for two processes that can share memory, in the order of `_HOST_PARTS`: one boot of one machine,
+    one user, and the namespaces that the shm transport meets in (network, for its sockets) and watches its writers in
+    (process ids)."""
     parts = [(proc / "sys/kernel/random/boot_id").read_text().strip(), str(os.geteuid())]
-    return parts + [os.readlink(proc / "self/ns" / kind) for kind in ("net", "pid")]
+    return [_hash(part) for part in (*parts, *(os.readlink(proc / "self/ns" / kind) for kind in ("net", "pid")))]
+
+
+def host_identity() -> str:
+    """One hash of all `host_parts`: 32 hexadecimal digits."""
+    return _hash("|".join(host_parts()))
 
 
 def _hash(text: str) -> str:
@@ -174,28 +171,23 @@ def rejected_transports(
     """Why a pair uses none that is better than `chosen`: a reason for each that one of the two offers, as the writer
     sees it ("here"). `offered` and `own` as for `choose`; `withdrawn`: what the receiver would offer with its device at
     work; `apart`: the `host_difference` of the two."""
-    there = {transport.value for transport in own}
+    here, there = set(offered), {transport.value for transport in own}
     lost = {transport.value for transport in withdrawn}
-    found = []
-    for name in offered[: list(offered).index(chosen.value)]:
-        why = _why_not(name, on_this_side=offered, on_the_other=there, apart=apart) or NOT_THERE
-        found.append(common_pb2.RejectedTransport(transport=name, why=LOST_THERE if name in lost else why))
-    order = [transport.value for transport in TransportName]
-    for name in order[: order.index(chosen.value)]:
-        if name in there | lost and name not in offered:
-            why = _why_not(name, on_this_side=there, on_the_other=offered, apart=apart)
-            found.append(common_pb2.RejectedTransport(transport=name, why=why or NOT_HERE))
-    return found
-
-
-def _why_not(name: str, *, on_this_side: Collection[str], on_the_other: Collection[str], apart: str) -> str:
-    """What is between the two, whether the other side offers it or not; "": nothing is."""
     same_host = {transport.value for transport in SAME_HOST_ONLY}
-    if name not in same_host:
-        return ""
-    if apart:
-        return apart
-    return OTHER_MEMORY if any(other in on_the_other and other not in on_this_side for other in same_host) else ""
+    order = [transport.value for transport in TransportName]
+    not_offered = [name for name in order[: order.index(chosen.value)] if name in (there | lost) - here]
+    found = []
+    for name in [*offered[: list(offered).index(chosen.value)], *not_offered]:
+        its_side, other_side = (here, there) if name in here else (there, here)
+        why = NOT_THERE if name in here else NOT_HERE
+        if name in here & lost:
+            why = LOST_THERE
+        elif name in same_host and apart:
+            why = apart
+        elif name in same_host and same_host & (other_side - its_side):
+            why = OTHER_MEMORY
+        found.append(common_pb2.RejectedTransport(transport=name, why=why))
+    return found
 
 
 class Offers:
@@ -215,13 +207,9 @@ class Offers:
         return [transport.value for transport in self._offered]
 
     @property
-    def given_up(self) -> list[TransportName]:
-        """Not offered, in the order in which they were given up."""
-        return list(self._retry_s)
-
-    def cooldown_left_s(self, transport: TransportName, now_s: float) -> float:
-        """Until `restore` offers one of `given_up` again."""
-        return max(0.0, self._retry_s[transport] - now_s)
+    def given_up(self) -> Mapping[TransportName, float]:
+        """Not offered, in the order in which they were given up, with the time from which `restore` offers each."""
+        return self._retry_s
 
     def better_restorable(self, used: TransportName, now_s: float) -> bool:
         """Whether `restore` would offer one that ranks above `used`."""
@@ -284,8 +272,57 @@ LinkMaker = Callable[[DataEndpoint, Pair, WriterEvents], Awaitable[WriterLink]]
 """Opens a data connection of the transport that the endpoint names. Raises BatonError, DataDoesNotPass."""
 
 
+class PairSpeed:
+    """Bytes that were copied, over the time with a posted batch outstanding: what the path does while it has work.
+
+    A batch counts with its completion, and with it the time since the last event: both are of the same batches.
+    May be used from any thread. The caller passes the time in, in seconds of a clock that never goes back.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._outstanding_bytes = 0
+        self._counted_to_s = 0.0
+        """Of the time with something outstanding; without meaning while there is nothing."""
+        self._sums = MovedSums()
+
+    def posted(self, nbytes: int, now_s: float) -> None:
+        """They are about to be posted: a completion may come at once."""
+        with self._lock:
+            if self._outstanding_bytes == 0:
+                self._counted_to_s = now_s
+            self._outstanding_bytes += nbytes
+
+    def completed(self, nbytes: int, now_s: float, *, copied: bool) -> None:
+        """So many of the posted bytes are outstanding no more; not `copied`: they have not moved."""
+        with self._lock:
+            self._sums.add(Moved(nbytes=nbytes if copied else 0) + self._uncounted(now_s), now_s)
+            # A surplus completion must not end the node over a statistic.
+            self._outstanding_bytes = max(0, self._outstanding_bytes - nbytes)
+            self._counted_to_s = now_s
+
+    def restart(self, now_s: float) -> None:
+        """From here on another path is measured. What is outstanding completes all the same."""
+        with self._lock:
+            self._counted_to_s = now_s
+            self._sums = MovedSums()
+
+    def in_all(self, now_s: float) -> Moved:
+        """Since the path was last changed."""
+        with self._lock:
+            return self._sums.in_all + self._uncounted(now_s)
+
+    def recent(self, now_s: float) -> Moved:
+        """Of the last RECENT_S seconds, and the whole time that what is outstanding has taken so far."""
+        with self._lock:
+            return self._sums.recent(now_s) + self._uncounted(now_s)
+
+    def _uncounted(self, now_s: float) -> Moved:
+        return Moved(moving_s=now_s - self._counted_to_s if self._outstanding_bytes else 0.0)
+
+
 class PairLink:
-    """At most one connection at a time. Control thread only, except `posting` and `not_posted`: the engine thread's."""
+    """At most one connection at a time. Control thread only, except `speed`."""
 
     def __init__(
         self,
@@ -312,6 +349,8 @@ class PairLink:
         """Connections that broke or could not be made."""
         self.rejected_transports: list[common_pb2.RejectedTransport] = []
         """Better transports than the connection's, when it was made; not those that this side has given up."""
+        self.speed = PairSpeed()
+        """Of `transport`. Also for the engine thread, which posts."""
         self._address = address
         self._stub = stub
         self._call_s_max = call_ms_max / 1000
@@ -323,8 +362,6 @@ class PairLink:
         self._loop = loop
         self._connecting: asyncio.Task[None] | None = None
         self._landed = self._lost_writes = False
-        self._speed = PairSpeed()
-        self._speed_lock = threading.Lock()
 
     async def ensure(self, *, idle: bool) -> None:
         """Connect if there is no connection, or if a better transport can be tried again and the pair is `idle`: no
@@ -341,30 +378,13 @@ class PairLink:
         if not connecting.cancelled():
             connecting.result()
 
-    def posting(self, nbytes: int) -> None:
-        """A batch is about to be posted. On the engine thread."""
-        with self._speed_lock:
-            self._speed.posted(nbytes, self._loop.time())
-
-    def not_posted(self, nbytes: int) -> None:
-        """Posting it failed. On the engine thread."""
-        with self._speed_lock:
-            self._speed.completed(nbytes, self._loop.time(), copied=False)
-
     def completed(self, nbytes: int, *, copied: bool) -> None:
         """A batch that was posted on the connection, or on one before it, has completed."""
-        with self._speed_lock:
-            self._speed.completed(nbytes, self._loop.time(), copied=copied)
+        self.speed.completed(nbytes, self._loop.time(), copied=copied)
         if copied:
             self._landed = True
         else:
             self._lost_writes = True
-
-    def moved(self) -> tuple[Moved, Moved]:
-        """What `transport` has moved, in all and recently."""
-        with self._speed_lock:
-            now_s = self._loop.time()
-            return self._speed.in_all(now_s), self._speed.recent(now_s)
 
     def lost(self, reason: str) -> Epoch | None:
         """The connection has ended by itself: its epoch. None: it was no longer in use."""
@@ -428,8 +448,7 @@ class PairLink:
             self._count_failure(transport, error.message, worked=not isinstance(error, DataDoesNotPass))
             raise
         if transport is not self.transport:
-            with self._speed_lock:
-                self._speed.restart(self._loop.time())
+            self.speed.restart(self._loop.time())
         self.transport, self.epoch = transport, epoch
         self._landed = self._lost_writes = False
         self._note_rejected(reply)

@@ -254,11 +254,7 @@ class Receiver:
     # What the ports report (kvtransfer.transport.ReceiverEvents).
 
     def seal_landed(self, pair: Pair, seal: Seal) -> None:
-        self._handle(
-            protocol.SealLanded(
-                pair=pair, grant=seal.grant, epoch=seal.epoch, writes=seal.writes, bytes_written=seal.bytes_written
-            )
-        )
+        self._handle(protocol.SealLanded(pair=pair, seal=seal))
 
     def writer_gone(self, pair: Pair, epoch: Epoch, evidence: str) -> None:
         writer = self.holdings.name_of(pair)
@@ -364,9 +360,8 @@ class Receiver:
 
     def _fire(self, grant: GrantId, kind: TimerKind) -> None:
         del self._timers[grant, kind]
-        owner = self.grants.owner(grant)
-        if owner is not None:
-            self._repeats.warning(_OVERDUE[kind], peer=self.holdings.name_of(owner[0]), grant=grant.hex())
+        writer = self.holdings.name_of(self.grants.entries[grant].pair)
+        self._repeats.warning(_OVERDUE[kind], peer=writer, grant=grant.hex())
         self._handle(protocol.GrantTimerFired(grant=grant, kind=kind))
 
     def _stop_timers(self, instruction: protocol.StopGrantTimers) -> None:

@@ -1,6 +1,6 @@
-"""What a node reports of its handoffs: how fast a pair moves bytes, what each writer holds of a receiver's region.
+"""What a node reports of its handoffs: how many bytes have moved, what each writer holds of a receiver's region.
 
-Pure: the caller passes the time in, in seconds of a clock that never goes back, and holds the locks.
+Pure: the caller passes the time in, in seconds of a clock that never goes back.
 """
 
 from __future__ import annotations
@@ -81,48 +81,6 @@ class MovedSums:
         return self.recent(now_s).nbytes / (RECENT_S - 1 + now_s % 1) if self.in_all.nbytes else 0.0
 
 
-class PairSpeed:
-    """Bytes that were copied, over the time with a posted batch outstanding: what the path does while it has work.
-
-    A batch counts with its completion, and with it the time since the last event: both are of the same batches.
-    """
-
-    def __init__(self) -> None:
-        self._outstanding_bytes = 0
-        self._counted_to_s = 0.0
-        """Of the time with something outstanding; without meaning while there is nothing."""
-        self._sums = MovedSums()
-
-    def posted(self, nbytes: int, now_s: float) -> None:
-        """They are about to be posted: a completion may come at once."""
-        if self._outstanding_bytes == 0:
-            self._counted_to_s = now_s
-        self._outstanding_bytes += nbytes
-
-    def completed(self, nbytes: int, now_s: float, *, copied: bool) -> None:
-        """So many of the posted bytes are outstanding no more; not `copied`: they have not moved."""
-        self._sums.add(Moved(nbytes=nbytes if copied else 0) + self._uncounted(now_s), now_s)
-        # A surplus completion must not end the node over a statistic.
-        self._outstanding_bytes = max(0, self._outstanding_bytes - nbytes)
-        self._counted_to_s = now_s
-
-    def restart(self, now_s: float) -> None:
-        """From here on another path is measured. What is outstanding completes all the same."""
-        self._counted_to_s = now_s
-        self._sums = MovedSums()
-
-    def in_all(self, now_s: float) -> Moved:
-        """Since the path was last changed."""
-        return self._sums.in_all + self._uncounted(now_s)
-
-    def recent(self, now_s: float) -> Moved:
-        """Of the last RECENT_S seconds, and the whole time that what is outstanding has taken so far."""
-        return self._sums.recent(now_s) + self._uncounted(now_s)
-
-    def _uncounted(self, now_s: float) -> Moved:
-        return Moved(moving_s=now_s - self._counted_to_s if self._outstanding_bytes else 0.0)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterPlace:
     """A writer process, by its own word. `transport` is that of its newest connection."""
@@ -180,7 +138,7 @@ class WriterHoldings:
             elif isinstance(instruction, protocol.StopGrantTimers) and instruction.grant in self._taken_back:
                 self._back(instruction.grant, event)
         if isinstance(event, protocol.SealLanded) and event.pair in self._places:
-            self._landed.setdefault(event.pair, MovedSums()).add(Moved(nbytes=event.bytes_written), self._now_s())
+            self._landed.setdefault(event.pair, MovedSums()).add(Moved(nbytes=event.seal.bytes_written), self._now_s())
 
     def forget(self, pair: Pair) -> None:
         """The writer is not known any more."""
@@ -201,12 +159,13 @@ class WriterHoldings:
                 bytes_landed=landed.in_all.nbytes,
                 landed_per_s=landed.per_s(now_s),
             )
-        for pair, state, blocks in self._grants.owned():
-            found[pair].grants += 1
-            if state is protocol.GrantState.QUARANTINED:
-                found[pair].blocks_quarantined += blocks
-            else:
-                found[pair].blocks_granted += blocks
+        for grant in self._grants.entries.values():
+            if grant.state in protocol.UNCOMMITTED:
+                found[grant.pair].grants += 1
+                if grant.state is protocol.GrantState.QUARANTINED:
+                    found[grant.pair].blocks_quarantined += len(grant.blocks)
+                else:
+                    found[grant.pair].blocks_granted += len(grant.blocks)
         for taken in reversed(self._taken_back.values()):  # they are in the order in which they began
             found[taken.pair].taken_back_ms, found[taken.pair].why = _age_ms(taken.since_s, now_s), taken.why
         return list(found.values())
@@ -219,12 +178,10 @@ class WriterHoldings:
     def _going_back(self, grant: GrantId, event: protocol.ReceiverEvent) -> None:
         taken = self._taken_back.get(grant)
         if taken is None:
-            owner = self._grants.owner(grant)
-            assert owner is not None, grant
-            pair, blocks = owner
+            entry = self._grants.entries[grant]
             lapsed = isinstance(event, protocol.GrantTimerFired) and event.kind is protocol.TimerKind.LEASE
             why = LEASE_RAN_OUT if lapsed else _TAKEN_BACK_BY[type(event)]
-            taken = _TakenBack(pair=pair, blocks=blocks, since_s=self._now_s(), why=why)
+            taken = _TakenBack(pair=entry.pair, blocks=len(entry.blocks), since_s=self._now_s(), why=why)
             self._taken_back[grant] = taken
         if self._grants.state_of(grant) is protocol.GrantState.QUARANTINED:
             self._quarantined(grant, taken)

@@ -123,7 +123,7 @@ class Handoff:
     """What goes along with the Commit; None where nothing is sampled."""
 
     def may_post(self) -> bool:
-        return self.peer.machine.may_post(self.number)
+        return self.peer.machine.state_of(self.number) is WriterState.WRITING
 
     def plan_step(self, src_blocks_B: Int64Array, dst_blocks_B: Int64Array, layers: range) -> StepWrites:
         """What it writes in one engine step. From here on the writes are outstanding; `StepWrites.finish` completes
@@ -174,23 +174,21 @@ class StepWrites:
 
     def layer_done(self, layer: int) -> None:
         """Post one layer's records, unless the step was finished meanwhile. On the engine thread; returns at once."""
-        with self._posting:
-            if not self._closed:
-                self._post(layer)
-
-    def _post(self, layer: int) -> None:
         peer = self.handoff.peer
-        ops = self.plan.of_layer(layer)
         nbytes = len(self.dst_blocks_B) * peer.layout.record_bytes
-        peer.link.posting(nbytes)
-        try:
-            self.link.post(self.handoff.grant, ops)
-        except BaseException:
-            peer.link.not_posted(nbytes)
-            raise
-        self.posted += 1  # at once: the transport has them, whatever goes wrong from here on
-        if self.handoff.sample is not None:
-            self.handoff.sample.take(layer, self.dst_blocks_B, ops)
+        with self._posting:
+            if self._closed:
+                return
+            ops = self.plan.of_layer(layer)
+            peer.link.speed.posted(nbytes, peer.loop.time())
+            try:
+                self.link.post(self.handoff.grant, ops)
+            except BaseException:
+                peer.link.speed.completed(nbytes, peer.loop.time(), copied=False)
+                raise
+            self.posted += 1  # at once: the transport has them, whatever goes wrong from here on
+            if self.handoff.sample is not None:
+                self.handoff.sample.take(layer, self.dst_blocks_B, ops)
 
     def finish(self) -> None:
         """On the control thread, after the step, or within it when the handoff was given up: no layer is posted from
@@ -285,7 +283,6 @@ class WriterPeer:
     def status(self) -> node_pb2.PairStatus:
         """What the node reports of this pair: its path, whether that is open, how fast it is, what it does not use."""
         link, now_s = self.link, self.loop.time()
-        in_all, recent = link.moved()
         given_up = link.offers.given_up
         return node_pb2.PairStatus(
             peer=self.address.name,
@@ -294,13 +291,13 @@ class WriterPeer:
             transport=link.transport.value if link.transport is not None else "",
             bytes_moved=self.bytes_moved,
             transports_given_up=[transport.value for transport in given_up],
-            given_up_left_ms=[round(link.offers.cooldown_left_s(transport, now_s) * 1e3) for transport in given_up],
+            given_up_left_ms=[max(0, round((retry_s - now_s) * 1e3)) for retry_s in given_up.values()],
             link_failures=link.failures,
             handoffs_corrupt=self.handoffs_corrupt,
             records_checksummed=self.records_checksummed,
             link_open=link.now is not None,
-            moved=_moved(in_all),
-            moved_recently=_moved(recent),
+            moved=_moved(link.speed.in_all(now_s)),
+            moved_recently=_moved(link.speed.recent(now_s)),
             rejected_transports=link.rejected_transports,
         )
 
@@ -453,12 +450,7 @@ class WriterPeer:
 
     def _send_seal(self, instruction: protocol.SendSeal) -> None:
         handoff = self._handoffs[instruction.number]
-        handoff.seal = Seal(
-            grant=instruction.grant,
-            epoch=instruction.epoch,
-            writes=instruction.writes,
-            bytes_written=instruction.bytes_written,
-        )
+        handoff.seal = instruction.seal
         if self.machine.outstanding_of(handoff.number) == 0:
             self._seal_now(handoff)
 
@@ -591,9 +583,9 @@ class WriterPeer:
             return  # given up before it was sent
         request = transfer_pb2.CommitRequest(
             header=self._header,
-            grant=instruction.grant,
-            writes=instruction.writes,
-            bytes_written=instruction.bytes_written,
+            grant=instruction.seal.grant,
+            writes=instruction.seal.writes,
+            bytes_written=instruction.seal.bytes_written,
             first_token=handoff.first_token,
             first_logprobs=handoff.first_logprobs,
         )

@@ -22,7 +22,6 @@ from kvtransfer.link import (
     LivenessStream,
     Offers,
     PeerAddress,
-    host_identity,
     host_parts,
 )
 from kvtransfer.protocol.writer import WriterMachine
@@ -61,7 +60,7 @@ class Peers:
         self._config = config
         self._copy_turns = copy_turns(config.shm)
         self._pool = pool
-        self._host, self._host_parts = host_identity(), host_parts()
+        self._host_parts = host_parts()
         self._loop = asyncio.get_running_loop()
         self._transports, self._rdma = transports.offered, transports.rdma
         self._peers: dict[Incarnation, WriterPeer] = {}
@@ -100,7 +99,6 @@ class Peers:
                 writer_name=runtime.name,
                 writer_endpoint=runtime.endpoint,
                 model=model_to_proto(self._pool.model),
-                host=self._host,
                 host_name=socket.gethostname(),
                 host_parts=self._host_parts,
             ),

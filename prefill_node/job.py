@@ -8,7 +8,7 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from batonpb import common_pb2, prefill_pb2
+from batonpb import prefill_pb2
 
 from baton.errors import REGION_BLOCKS_KEY, BatonError, Reason, bad_field
 from baton.ids import BlockId, Incarnation, RequestKey
@@ -178,7 +178,7 @@ def granted_event(name: str, incarnation: Incarnation, endpoint: str) -> prefill
 def first_token_event(job: Job, first: TokenEvent) -> prefill_pb2.PrefillEvent:
     assert job.seq is not None and first.token is not None
     event = prefill_pb2.FirstToken(
-        token=first.token, prompt_tokens_cached=job.seq.cached_tokens, logprobs=first_logprobs(first)
+        token=first.token, prompt_tokens_cached=job.seq.cached_tokens, logprobs=logprobs_to_proto(first.logprobs)
     )
     if first.finish is not None:
         event.finish = FINISH_TO_PROTO[first.finish]
@@ -198,10 +198,6 @@ def handed_off_event(job: Job, *, num_layers: int, now_s: float) -> prefill_pb2.
             handoff_exposed_ms=(now_s - job.computed_s) * 1000,
         )
     )
-
-
-def first_logprobs(event: TokenEvent) -> common_pb2.TokenLogprobs | None:
-    return None if event.logprobs is None else logprobs_to_proto(event.logprobs)
 
 
 def handoff_failed(handoff: Handoff, end: HandoffEnd) -> BatonError:

@@ -30,6 +30,7 @@ from engine.types import (
     FinishReason,
     KvSink,
     key_from_proto,
+    logprobs_to_proto,
     params_from_proto,
 )
 from kvtransfer.protocol.writer import HandoffEnd
@@ -43,7 +44,6 @@ from prefill_node.job import (
     Job,
     LocalRunner,
     check_fits,
-    first_logprobs,
     first_token_event,
     granted_event,
     handed_off_event,
@@ -358,7 +358,7 @@ class PrefillNode:
             return
         job.computed_s = self._loop.time()
         if event.token is not None and job.handoff is not None and event.finish is None:
-            job.handoff.all_posted(event.token, first_logprobs(event))
+            job.handoff.all_posted(event.token, logprobs_to_proto(event.logprobs))
         if not job.drawn.done():
             job.drawn.set_result(event)
 

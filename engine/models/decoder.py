@@ -106,11 +106,6 @@ def fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def swiglu(x_TE: torch.Tensor, gated: Matmul, down: Matmul) -> torch.Tensor:
-    """The gated feed-forward block (Shazeer 2020) -> [T, E]."""
-    return down(gated(x_TE))
-
-
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(q_THD, k_TKD, v_TKD) -> out_THD: turns queries and keys, keeps K and V of the new tokens and attends over all tokens
 so far."""
@@ -128,6 +123,7 @@ class Layer:
     o: Matmul
     post_attention_norm: torch.Tensor
     gated: Matmul
+    """SwiGLU (Shazeer 2020): the feed-forward block is `down` of it."""
     down: Matmul
 
     @classmethod
@@ -210,7 +206,7 @@ class Decoder:
                 return x_TE
         x_TE = x_TE + w.o(out_THD.flatten(1))
 
-        return x_TE + swiglu(self.norm(x_TE, w.post_attention_norm, eps), w.gated, w.down)
+        return x_TE + w.down(w.gated(self.norm(x_TE, w.post_attention_norm, eps)))
 
     def logits(self, x_BE: torch.Tensor) -> torch.Tensor:
         """Scores of the next token after each of the given rows of the last layer's output -> [B, V]."""

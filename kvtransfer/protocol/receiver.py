@@ -20,12 +20,13 @@ start) and the *grant* (drawn by the receiver, known to the writer once granted)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.ids import Attempt, BlockId, Epoch, GrantId, Pair, RequestId, RequestKey, ReserveNumber
 from cachestore.ledger import Ledger
+from kvtransfer.transport import Seal
 
 
 class GrantState(Enum):
@@ -140,10 +141,7 @@ class RenewAsked(ReceiverEvent):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealLanded(ReceiverEvent):
     pair: Pair
-    grant: GrantId
-    epoch: Epoch
-    writes: int
-    bytes_written: int
+    seal: Seal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,8 +260,6 @@ class AnswerCommit(ReceiverInstruction):
 class CheckRecords(ReceiverInstruction):
     """Seal and commit are here and agree: compare the sample, then report RecordsChecked. Comes once for a grant."""
 
-    pair: Pair
-    key: RequestKey
     grant: GrantId
 
 
@@ -294,7 +290,6 @@ class AnswerResolve(ReceiverInstruction):
 class SendRevoke(ReceiverInstruction):
     pair: Pair
     number: ReserveNumber
-    grant: GrantId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,10 +356,6 @@ class ReceiverLimits:
     revoke_rounds_before_quarantine: int = 3
     story_steps_max: int = 24
 
-    def __post_init__(self) -> None:
-        assert 0 < self.revoke_rounds_before_fence < self.revoke_rounds_before_quarantine, self
-        assert self.live_span_max > 0 and self.tombstones_max > 0, self
-
 
 @dataclass(slots=True, kw_only=True)
 class GrantEntry:
@@ -423,7 +414,7 @@ class ReceiverMachine:
             WriterReleased: self._released,
             PairFenced: self._fenced,
             WriterSuspected: lambda e: self._start_fence(e.pair),
-            RequestCancelled: self._cancelled,
+            RequestCancelled: lambda e: self._cancel(e.key),
             RequestEnded: self._ended,
             ResolveAsked: self._resolve,
             GrantTimerFired: self._timer,
@@ -457,6 +448,11 @@ class ReceiverMachine:
         return self._out
 
     # Questions. They change nothing.
+
+    @property
+    def entries(self) -> Mapping[GrantId, GrantEntry]:
+        """Every grant that is known, to be read only."""
+        return self._grants
 
     def epoch(self, pair: Pair) -> Epoch:
         """The epoch that new connections of the pair carry."""
@@ -492,23 +488,10 @@ class ReceiverMachine:
         state = self._pairs.get(pair)
         return state is None or all(g.state in (GrantState.FENCED, GrantState.RELEASED) for g in self._grants_of(state))
 
-    def owner(self, grant: GrantId) -> tuple[Pair, int] | None:
-        """The grant's pair, and how many blocks it opens to that writer."""
-        known = self._grants.get(grant)
-        return (known.pair, len(known.blocks)) if known is not None else None
-
-    def owned(self) -> Iterator[tuple[Pair, GrantState, int]]:
-        """For each grant whose writer may still write: its pair, its state, how many blocks it opens."""
-        return ((g.pair, g.state, len(g.blocks)) for g in self._grants.values() if g.state in UNCOMMITTED)
-
     @property
     def unreleased(self) -> int:
         """Grants through which somebody owns blocks."""
         return sum(g.state not in (GrantState.FENCED, GrantState.RELEASED) for g in self._grants.values())
-
-    @property
-    def known(self) -> int:
-        return len(self._grants)
 
     def states(self) -> dict[GrantState, int]:
         counts = dict.fromkeys(GrantState, 0)
@@ -591,13 +574,14 @@ class ReceiverMachine:
         self._out.append(AnswerRenew(pair=event.pair, grant=event.grant, renewed=renewed))
 
     def _seal(self, event: SealLanded) -> None:
-        grant = self._grant(event.grant, event.pair)
-        if event.epoch != self._pair(event.pair).epoch or (grant is not None and grant.epoch != event.epoch):
+        seal = event.seal
+        grant = self._grant(seal.grant, event.pair)
+        if seal.epoch != self._pair(event.pair).epoch or (grant is not None and grant.epoch != seal.epoch):
             self._out.append(CountRefused(pair=event.pair, what="seal of another epoch"))
             return
         if grant is None or grant.state not in UNCOMMITTED:
             return
-        grant.sealed = (event.writes, event.bytes_written)
+        grant.sealed = (seal.writes, seal.bytes_written)
         stay = GrantState.WRITING if grant.state in OPEN else grant.state
         self._step(grant, Step.SEAL, self._after_seal_or_commit(grant, stay))
 
@@ -635,7 +619,7 @@ class ReceiverMachine:
             return GrantState.FENCED
         if grant.check is RecordCheck.WANTED:
             grant.check = RecordCheck.RUNNING
-            self._out.append(CheckRecords(pair=grant.pair, key=grant.key, grant=grant.id))
+            self._out.append(CheckRecords(grant=grant.id))
         return stay if grant.check is RecordCheck.RUNNING else GrantState.COMMITTED
 
     def _checked(self, event: RecordsChecked) -> None:
@@ -660,16 +644,14 @@ class ReceiverMachine:
             grant.release_waits = True
             self._start_fence(event.pair)
             return
-        self._writer_releases(event.pair, event.number)
+        if grant is not None:
+            self._writer_releases(grant)
         within_span = pair.lowest_live <= event.number < pair.lowest_live + self.limits.live_span_max
         if within_span and event.number not in pair.by_number:
             pair.refused[event.number] = Refusal.STALE
         self._out.append(AnswerRelease(pair=event.pair, number=event.number))
 
-    def _writer_releases(self, pair: Pair, number: ReserveNumber) -> None:
-        grant = self._grants.get(self._pair(pair).by_number.get(number, GrantId(b"")))
-        if grant is None:
-            return
+    def _writer_releases(self, grant: GrantEntry) -> None:
         if grant.state in UNCOMMITTED:
             self._step(grant, Step.RELEASE, GrantState.FENCED)
         if grant.state is GrantState.FENCED:
@@ -682,8 +664,8 @@ class ReceiverMachine:
             return
         pair.lowest_live = lowest_live
         for number in [n for n in pair.by_number if n < lowest_live]:
-            self._writer_releases(pair_key, number)
             grant = self._grants[pair.by_number[number]]
+            self._writer_releases(grant)
             if grant.state is GrantState.RELEASED:
                 self._forget(grant)
         for number in [n for n in pair.refused if n < lowest_live]:
@@ -708,9 +690,9 @@ class ReceiverMachine:
             pair.fencing = True
             self._out.append(FencePair(pair=pair_key, epoch=pair.epoch))
 
-    def _cancelled(self, event: RequestCancelled) -> None:
-        self._add_tombstone(event.key)
-        self._cancel_attempts(event.key)
+    def _cancel(self, key: RequestKey) -> None:
+        self._add_tombstone(key)
+        self._cancel_attempts(key)
 
     def _cancel_attempts(self, key: RequestKey) -> None:
         for grant_id in sorted(self._by_request.get(key.request, ())):
@@ -735,8 +717,7 @@ class ReceiverMachine:
         grants = [self._grants[g] for g in self._by_request.get(event.key.request, ())]
         committed = any(g.key == event.key and g.was_committed for g in grants)
         if not committed:
-            self._add_tombstone(event.key)
-            self._cancel_attempts(event.key)
+            self._cancel(event.key)
         self._out.append(AnswerResolve(key=event.key, committed=committed))
 
     def _timer(self, event: GrantTimerFired) -> None:
@@ -751,7 +732,7 @@ class ReceiverMachine:
     def _next_revoke_round(self, grant: GrantEntry) -> None:
         limits = self.limits
         grant.revoke_rounds = min(grant.revoke_rounds + 1, limits.revoke_rounds_before_quarantine)
-        self._out.append(SendRevoke(pair=grant.pair, number=grant.number, grant=grant.id))
+        self._out.append(SendRevoke(pair=grant.pair, number=grant.number))
         self._out.append(StartGrantTimer(grant=grant.id, kind=TimerKind.REVOKE))
         late = grant.revoke_rounds >= limits.revoke_rounds_before_quarantine
         self._step(grant, Step.REVOKE_TIMER, GrantState.QUARANTINED if late else grant.state)
@@ -783,7 +764,7 @@ class ReceiverMachine:
         self._drop_request(grant)
         self._answer_commit(grant, committed=False)
         self._out.append(StopGrantTimers(grant=grant.id))
-        self._out.append(SendRevoke(pair=grant.pair, number=grant.number, grant=grant.id))
+        self._out.append(SendRevoke(pair=grant.pair, number=grant.number))
         self._out.append(StartGrantTimer(grant=grant.id, kind=TimerKind.REVOKE))
 
     def _enter_committed(self, grant: GrantEntry) -> None:

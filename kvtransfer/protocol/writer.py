@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from baton.ids import Epoch, GrantId, RequestKey, ReserveNumber
+from kvtransfer.transport import Seal
 
 
 class WriterState(Enum):
@@ -203,17 +204,14 @@ class StartWriting(WriterInstruction):
 class SendSeal(WriterInstruction):
     """Goes out on the data channel, behind all writes of the grant."""
 
-    grant: GrantId
-    epoch: Epoch
-    writes: int
-    bytes_written: int
+    seal: Seal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendCommit(WriterInstruction):
-    grant: GrantId
-    writes: int
-    bytes_written: int
+    """States what the seal vouches for."""
+
+    seal: Seal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,6 +270,10 @@ class HandoffEntry:
     revoke_waits: bool = False
     reported: bool = False
     story: tuple[str, ...] = ()
+
+    @property
+    def seal(self) -> Seal:
+        return Seal(grant=self.grant, epoch=self.epoch, writes=self.writes, bytes_written=self.bytes_written)
 
 
 class WriterMachine:
@@ -348,9 +350,6 @@ class WriterMachine:
     def state_of(self, number: ReserveNumber) -> WriterState:
         known = self._handoffs.get(number)
         return known.state if known else _W.DONE
-
-    def may_post(self, number: ReserveNumber) -> bool:
-        return self.state_of(number) is _W.WRITING
 
     # One step of one handoff: the only place where it changes its state.
 
@@ -461,26 +460,8 @@ class WriterMachine:
         if handoff is None:
             return  # given up while the last layer was computed
         self._step(handoff, WriterStep.ALL_POSTED, _W.COMMITTING)
-        self._out.append(
-            SendSeal(
-                number=handoff.number,
-                grant=handoff.grant,
-                epoch=handoff.epoch,
-                writes=handoff.writes,
-                bytes_written=handoff.bytes_written,
-            )
-        )
-        self._send_commit(handoff)
-
-    def _send_commit(self, handoff: HandoffEntry) -> None:
-        self._out.append(
-            SendCommit(
-                number=handoff.number,
-                grant=handoff.grant,
-                writes=handoff.writes,
-                bytes_written=handoff.bytes_written,
-            )
-        )
+        self._out.append(SendSeal(number=handoff.number, seal=handoff.seal))
+        self._out.append(SendCommit(number=handoff.number, seal=handoff.seal))
 
     def _commit_answered(self, event: CommitAnswered) -> None:
         handoff = self._in(event.number, _W.COMMITTING)
@@ -492,7 +473,7 @@ class WriterMachine:
 
     def _commit_unanswered(self, event: CommitUnanswered) -> None:
         if handoff := self._in(event.number, _W.COMMITTING):
-            self._send_commit(handoff)
+            self._out.append(SendCommit(number=handoff.number, seal=handoff.seal))
 
     def _give_up(self, number: ReserveNumber, end: HandoffEnd) -> None:
         handoff = self._handoffs.get(number)

@@ -8,13 +8,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ConnectRequest(_message.Message):
-    __slots__ = ("header", "writer_name", "writer_endpoint", "model", "transports", "host", "host_name", "host_parts")
+    __slots__ = ("header", "writer_name", "writer_endpoint", "model", "transports", "host_name", "host_parts")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     WRITER_NAME_FIELD_NUMBER: _ClassVar[int]
     WRITER_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
-    HOST_FIELD_NUMBER: _ClassVar[int]
     HOST_NAME_FIELD_NUMBER: _ClassVar[int]
     HOST_PARTS_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.Header
@@ -22,10 +21,9 @@ class ConnectRequest(_message.Message):
     writer_endpoint: str
     model: _common_pb2.ModelInfo
     transports: _containers.RepeatedScalarFieldContainer[str]
-    host: str
     host_name: str
     host_parts: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., writer_name: _Optional[str] = ..., writer_endpoint: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., host: _Optional[str] = ..., host_name: _Optional[str] = ..., host_parts: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., writer_name: _Optional[str] = ..., writer_endpoint: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., host_name: _Optional[str] = ..., host_parts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ConnectReply(_message.Message):
     __slots__ = ("receiver", "transport", "address", "secret", "epoch", "num_blocks", "rejected_transports")

@@ -129,7 +129,7 @@ def test_devices_that_do_not_reach_each_other_cost_no_answer_a_second_try(monkey
                 answer = await ask_exactly(cluster, random_prompt(random.Random(seed), 40))
                 assert (answer.stats.transport, answer.stats.resumptions) == ("tcp", 0)
             peer = peer_of(cluster, "decode-0")
-            assert (peer.link.offers.given_up, peer.link.failures) == ([TransportName.RDMA], 1)
+            assert (list(peer.link.offers.given_up), peer.link.failures) == ([TransportName.RDMA], 1)
             told = (await cluster.statuses())["prefill-0"]
             assert [list(pair.transports_given_up) for pair in told.pairs] == [["rdma"]]
             assert {c.name: c.value for c in told.counters}["transports given up"] == 1

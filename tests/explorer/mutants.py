@@ -21,6 +21,7 @@ from kvtransfer.protocol.receiver import (
     WriterReleased,
 )
 from kvtransfer.protocol.writer import HandoffEntry, WriterMachine, WriterState, WriterStep, WritesInDoubt
+from kvtransfer.transport import Seal
 from tests.explorer.bounds import SAME_REQUEST, Bounds, Profile
 from tests.explorer.data_path import SEAL, DataPath, Item
 from tests.support.grant_scripts import AdmittingReceiver
@@ -35,11 +36,11 @@ class NoEpochCheck(AdmittingReceiver):
         return True
 
     def _seal(self, event: SealLanded) -> None:
-        known = self._grant(event.grant, event.pair)
+        known = self._grant(event.seal.grant, event.pair)
         book = self._pair(event.pair)
         now = book.epoch
         book.epoch = known.epoch if known is not None else now
-        super()._seal(replace(event, epoch=book.epoch))
+        super()._seal(replace(event, seal=replace(event.seal, epoch=book.epoch)))
         book.epoch = now
 
 
@@ -100,15 +101,8 @@ class NoSeal(AdmittingReceiver):
     def _commit(self, event: CommitAsked) -> None:
         grant = self._grant(event.grant, event.pair)
         if grant is not None:
-            self._seal(
-                SealLanded(
-                    pair=event.pair,
-                    grant=event.grant,
-                    epoch=grant.epoch,
-                    writes=event.writes,
-                    bytes_written=event.bytes_written,
-                )
-            )
+            seal = Seal(grant=grant.id, epoch=grant.epoch, writes=event.writes, bytes_written=event.bytes_written)
+            self._seal(SealLanded(pair=event.pair, seal=seal))
         super()._commit(event)
 
 

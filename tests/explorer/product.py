@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from baton.ids import Epoch
 from kvtransfer.protocol.receiver import PairFenced, SealLanded
 from kvtransfer.protocol.writer import LinkLost, WriterState
+from kvtransfer.transport import Seal
 from tests.explorer.bounds import BYTES_PER_WRITE, Bounds, Profile, Violation, pair_of, writer_index, writer_of_grant
 from tests.explorer.data_path import SEAL, DataPath
 from tests.explorer.messages import Messages
@@ -265,15 +266,9 @@ class Product:
             if number == state[2]:
                 return None
             return self._now(state, receiver, writer, number, state[4])
-        event = self.messages.intern(
-            SealLanded(
-                pair=pair_of(connection.writer),
-                grant=sealed,
-                epoch=connection.epoch,
-                writes=self.bounds.writes_per_grant,
-                bytes_written=self.bounds.writes_per_grant * BYTES_PER_WRITE,
-            )
-        )
+        writes = self.bounds.writes_per_grant
+        seal = Seal(grant=sealed, epoch=connection.epoch, writes=writes, bytes_written=writes * BYTES_PER_WRITE)
+        event = self.messages.intern(SealLanded(pair=pair_of(connection.writer), seal=seal))
         return self.receiver_does((*state[:2], number, *state[3:]), receiver, writer, event)
 
     def lose_link(self, state: State, receiver: ReceiverInfo, writer: WriterInfo, epoch: Epoch) -> State:

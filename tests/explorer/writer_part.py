@@ -273,12 +273,16 @@ class _Shell:
             case StartWriting(grant=grant):
                 # Renewals go out all the time from here: one may be under way at any moment.
                 self._send(RenewAsked(pair=self._pair, grant=grant))
-            case SendSeal(grant=grant):
-                self.seals.append(grant)
-            case SendCommit(grant=grant, writes=writes, bytes_written=nbytes):
+            case SendSeal(seal=seal):
+                self.seals.append(seal.grant)
+            case SendCommit(seal=seal):
                 self._send(
                     CommitAsked(
-                        pair=self._pair, grant=grant, writes=writes, bytes_written=nbytes, sampled=self._samples
+                        pair=self._pair,
+                        grant=seal.grant,
+                        writes=seal.writes,
+                        bytes_written=seal.bytes_written,
+                        sampled=self._samples,
                     )
                 )
             case SendRelease(number=number, lowest_live=lowest_live, in_doubt=in_doubt):

@@ -87,7 +87,9 @@ class Misshapen(TorchAttention):
 
 def admitted(*makers: Any, phase: Phase = Phase.PREFILL, shape: Shape = SMALL) -> Admitted:
     candidates = {f"{i}-{maker.__name__}": maker for i, maker in enumerate(makers)}
-    return admit(poisoned_pool(shape, 8), shape.heads, phase, candidates=candidates)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CANDIDATES, phase, candidates)
+        return admit(poisoned_pool(shape, 8), shape.heads, phase)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,6 @@ from engine.attention import PagedAttention
 from engine.gpu.config import GpuConfig, GraphConfig
 from engine.gpu.graphs import bucket_sizes
 from engine.gpu.runner import GpuRunner
-from engine.models import decoder
 from engine.runner import TorchRunner
 from engine.types import Batch, NullSink, Runner, SamplingParams, SequenceSlice, StepResult
 from tests.support.every_row import score
@@ -194,13 +193,13 @@ def test_the_last_layer_is_for_rows_that_draw(monkeypatch: pytest.MonkeyPatch) -
     assert runner._bound is not None
     runner._bound.attention.decode = OnePlan(runner._bound.attention.decode)
     rows_seen: list[int] = []
-    original = decoder.swiglu
+    original = torch.nn.functional.silu
 
-    def swiglu(x_TE: torch.Tensor, *parts: Any) -> torch.Tensor:
-        rows_seen.append(len(x_TE))
-        return original(x_TE, *parts)
+    def silu(x_TX: torch.Tensor) -> torch.Tensor:
+        rows_seen.append(len(x_TX))
+        return original(x_TX)
 
-    monkeypatch.setattr(decoder, "swiglu", swiglu)
+    monkeypatch.setattr(torch.nn.functional, "silu", silu)
     running, reading = sequences([5, 12], GREEDY, seed=12)
     for batch, counts in (
         ([running], [None]),

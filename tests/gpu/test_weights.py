@@ -26,7 +26,6 @@ from engine.gpu.linears import (
     PACKS,
     TILE_ROWS_MAX,
     Fp8Matmul,
-    GpuPacking,
     Int4Matmul,
     admit_weights,
     product_shapes,
@@ -106,7 +105,7 @@ def test_the_kernel_scales_rows_as_torch_does(inputs: int, width: int) -> None:
     x_TX = joined[:, inputs:]
     x_TX[2] = 0.0
     found, scales = linears.scale_rows(x_TX, width, torch.float32)
-    rounded, wanted_scales = linears.round_rows_by_torch(x_TX, width)
+    rounded, wanted_scales = linears.round_rows(x_TX, width)
     assert torch.equal(scales, wanted_scales)
     assert torch.equal(found.to(FP8).view(torch.uint8), rounded.view(torch.uint8))
 
@@ -127,11 +126,11 @@ def test_products_are_close_to_the_unrounded(quantisation: Quantisation, outputs
     assert deviation < {Quantisation.FP8: 0.05, Quantisation.INT4: 0.1}[quantisation]
 
 
-@pytest.mark.parametrize("quantisation", PACKS, ids=lambda q: q.value)
+@pytest.mark.parametrize("quantisation", [Quantisation.NONE, *ROUNDED], ids=lambda q: q.value)
 @pytest.mark.parametrize("bias", [False, True])
 def test_joined_products_are_those_of_each_matrix(quantisation: Quantisation, bias: bool) -> None:
     """Query, key and value in one product: the same numbers, since nothing of a row's rounding hangs on the others."""
-    makers = GpuPacking(PACKS[quantisation], CPU)
+    makers = admit_weights(quantisation, CONFIG, device=CPU, dtype=torch.bfloat16)
     parts = [
         Linear(weight=random_matrix(width, 64, seed), bias=torch.randn(width).bfloat16() if bias else None)
         for seed, width in enumerate((32, 16, 8))
@@ -190,13 +189,14 @@ class WrongWhenUnpacked(Int4Matmul):
         (WrongWhenUnpacked, rf"\[{TILE_ROWS_MAX + 1}, \d+\] by"),
     ],
 )
-def test_what_fails_its_trial_is_refused(broken: type[Int4Matmul], told: str) -> None:
+def test_what_fails_its_trial_is_refused(broken: type[Int4Matmul], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that multiplies wrongly, gives no number or another shape, is missing, is wrong for some rows only."""
+    monkeypatch.setitem(PACKS, Quantisation.INT4, broken.pack)
     with pytest.raises(UnsupportedModelError, match=rf"weights cannot be int4 on cpu: a product .*{told}"):
-        admit_weights(Quantisation.INT4, CONFIG, device=CPU, dtype=torch.bfloat16, pack=broken.pack)
+        admit_weights(Quantisation.INT4, CONFIG, device=CPU, dtype=torch.bfloat16)
 
 
-def test_what_is_admitted_says_what_it_is() -> None:
+def test_what_is_admitted_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every product of a layer was tried; other nodes are told of the rounding, which is not that of a CPU's int4."""
     tried: set[tuple[int, ...]] = set()
 
@@ -204,7 +204,8 @@ def test_what_is_admitted_says_what_it_is() -> None:
         tried.add(tuple(weight_YX.shape))
         return Int4Matmul.pack(weight_YX)
 
-    admitted = admit_weights(Quantisation.INT4, CONFIG, device=CPU, dtype=torch.bfloat16, pack=pack)
+    monkeypatch.setitem(PACKS, Quantisation.INT4, pack)
+    admitted = admit_weights(Quantisation.INT4, CONFIG, device=CPU, dtype=torch.bfloat16)
     assert tried == product_shapes(CONFIG) == {(128, 32), (32, 64), (96, 32), (32, 48)}
     assert admitted.registered == "int4-groups-of-64"
     assert admitted.description.startswith("int4-groups-of-64 (products off by ")

@@ -367,11 +367,11 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         (node.peers, "ShmWriterLink", SimShmLink),
         (node.peers, "TcpWriterLink", SimTcpLink),
         (node.pool, "register_if_usable", no_device),
-        (node.peers, "host_identity", lambda: current().host),
+        (node.peers, "host_parts", lambda: [current().host] * 4),
         (decode_node.main, "DecodeNode", capture("decode", DecodeNode, watch_decode)),
         (node.receiver, "Receiver", capture("receiver", Receiver, watch_receiver)),
         (node.receiver, "_open_port", open_port),
-        (decode_node.service, "host_identity", lambda: current().host),
+        (decode_node.service, "host_parts", lambda: [current().host] * 4),
         (node.engine_loop, "ThreadPoolExecutor", _NoThread),
     ]
 

@@ -48,6 +48,7 @@ from kvtransfer.protocol.writer import (
     WritesCompleted,
     WritesPosted,
 )
+from kvtransfer.transport import Seal
 
 PAIR = Pair(receiver=Incarnation(1), writer=Incarnation(2))
 OTHER_PAIR = Pair(receiver=Incarnation(1), writer=Incarnation(3))
@@ -61,6 +62,10 @@ def key_of(request: str = "r", attempt: int = 1) -> RequestKey:
 
 def grant_of(number: int, pair: Pair = PAIR) -> GrantId:
     return GrantId(bytes((pair.writer, number)))
+
+
+def seal_of(grant: GrantId, *, writes: int, epoch: Epoch = EPOCH_0) -> Seal:
+    return Seal(grant=grant, epoch=epoch, writes=writes, bytes_written=writes * 10)
 
 
 def nth(n: int) -> ReserveNumber:
@@ -121,13 +126,7 @@ class Receiver:
 
     def seal(self, number: int = 0, *, epoch: int = 0, writes: int = 3, pair: Pair = PAIR) -> list[ReceiverInstruction]:
         return self.machine.handle(
-            SealLanded(
-                pair=pair,
-                grant=grant_of(number, pair),
-                epoch=Epoch(epoch),
-                writes=writes,
-                bytes_written=writes * 10,
-            )
+            SealLanded(pair=pair, seal=seal_of(grant_of(number, pair), epoch=Epoch(epoch), writes=writes))
         )
 
     def commit(self, number: int = 0, *, writes: int = 3, sampled: bool = False) -> list[ReceiverInstruction]:
@@ -194,7 +193,7 @@ def revoking(number: int = 0, *, commit_waits: bool = False) -> list[ReceiverIns
     return [
         *answer,
         StopGrantTimers(grant=grant_of(number)),
-        SendRevoke(pair=PAIR, number=nth(number), grant=grant_of(number)),
+        SendRevoke(pair=PAIR, number=nth(number)),
         StartGrantTimer(grant=grant_of(number), kind=TimerKind.REVOKE),
     ]
 
@@ -248,4 +247,4 @@ def ended(end: HandoffEnd, number: int = 0) -> ReportEnd:
 
 ABANDON = AbandonWrites(number=nth(0), grant=grant_of(0))
 RELEASE = ReleaseSources(number=nth(0))
-COMMIT = SendCommit(number=nth(0), grant=grant_of(0), writes=2, bytes_written=20)
+COMMIT = SendCommit(number=nth(0), seal=seal_of(grant_of(0), writes=2))

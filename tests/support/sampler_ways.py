@@ -51,7 +51,7 @@ def filtered_scores(scores_RV: torch.Tensor, params: Sequence[SamplingParams]) -
 
 def gumbel_noise_of(keys: Sequence[int], ids_RC: torch.Tensor) -> torch.Tensor:
     """The noise of some tokens of each row only -> float64 [R, C]."""
-    return sampler._gumbel(sampler._noise_bits(sampler._on_device(keys, ids_RC.device), ids_RC))
+    return sampler._gumbel(sampler.noise_bits(sampler._on_device(keys, ids_RC.device), ids_RC))
 
 
 def token_logprobs(

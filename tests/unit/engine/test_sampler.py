@@ -99,6 +99,11 @@ def test_a_greedy_batch_makes_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
         draw([[0.0, 1.0]], [SAMPLED], [0])
 
 
+def bits_of(keys: list[int], vocab_size: int) -> torch.Tensor:
+    """Of all tokens, in each row's stream."""
+    return noise_bits(torch.tensor(np.array(keys, np.uint64).view(np.int64)), torch.arange(vocab_size)[None, :])
+
+
 @given(
     seed=st.integers(-(2**63), 2**64 - 1),
     choice=st.integers(0, 2**31),
@@ -113,14 +118,14 @@ def test_noise_bits_are_the_published_generator(seed: int, choice: int, index: i
         state = splitmix64(state ^ (part & MASK64))
     assert key == state
     expected = [splitmix64((key + token * 0x9E3779B97F4A7C15) & MASK64) >> 12 for token in range(vocab_size)]
-    assert noise_bits([key], vocab_size)[0].tolist() == expected
+    assert bits_of([key], vocab_size)[0].tolist() == expected
 
 
 def test_noise_has_not_changed() -> None:
     """Known answers: nodes of different versions must draw the same tokens, so these values may never change."""
     assert row_key(0, 0, 0) == 0x238275BC38FCBE91
     assert row_key(2**64 - 1, 1, 5) == row_key(-1, 1, 5) == 0xBD6726CF886F2317
-    assert noise_bits([row_key(42, 0, 7)], 5)[0].tolist() == [
+    assert bits_of([row_key(42, 0, 7)], 5)[0].tolist() == [
         782586303279591,
         1030819529338135,
         2573348707663578,
@@ -146,7 +151,7 @@ def test_seed_choice_and_index_each_change_the_noise() -> None:
     """Neighbouring keys give streams without a common value."""
     keys = {row_key(s, c, i) for s in range(20) for c in range(20) for i in range(20)}
     assert len(keys) == 8000
-    bits = noise_bits([row_key(1, 0, 0), row_key(0, 1, 0), row_key(0, 0, 1), row_key(0, 0, 0)], 1000)
+    bits = bits_of([row_key(1, 0, 0), row_key(0, 1, 0), row_key(0, 0, 1), row_key(0, 0, 0)], 1000)
     assert len(set(bits.flatten().tolist())) == 4000
 
 

@@ -15,7 +15,6 @@ import transformers
 
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
 from engine.demo_model import DemoModelParams, write_demo_model
-from engine.models import decoder
 from engine.runner import TorchRunner
 from engine.types import Batch, NullSink, Runner, SamplingParams, SequenceSlice
 from tests.support.every_row import EveryRow, score
@@ -365,13 +364,13 @@ def test_rows_that_draw_are_those_of_a_whole_last_layer(
     Only such rows go through the last layer's feed-forward part, unless the runner is deterministic."""
     runner = TorchRunner.load(folder, block_size=BLOCK_SIZE, deterministic=deterministic)
     rows_seen: list[int] = []
-    original = decoder.swiglu
+    original = torch.nn.functional.silu
 
-    def swiglu(x_TE: torch.Tensor, *parts: Any) -> torch.Tensor:
-        rows_seen.append(len(x_TE))
-        return original(x_TE, *parts)
+    def silu(x_TX: torch.Tensor) -> torch.Tensor:
+        rows_seen.append(len(x_TX))
+        return original(x_TX)
 
-    monkeypatch.setattr(decoder, "swiglu", swiglu)
+    monkeypatch.setattr(torch.nn.functional, "silu", silu)
     engines = (Engine(runner), Engine(runner))
     outputs: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for engine, found in zip(engines, outputs, strict=True):

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import BatonError, InvalidField, Reason
-from baton.ids import BlockId, GrantId, ReserveNumber
+from baton.ids import BlockId, Epoch, GrantId, ReserveNumber
 from cachestore.layout import Layout, kv_layout
 from kvtransfer import checksums
 from kvtransfer.checksums import (
@@ -33,10 +33,11 @@ from kvtransfer.checksums import (
     in_sample,
     sample_fraction,
 )
+from kvtransfer.link import PairSpeed
 from kvtransfer.protocol.receiver import AnswerCommit, RecordsChecked, ReportCorrupt
 from kvtransfer.protocol.writer import GiveUp, HandoffEnd, SendCommit, WriterEvent
 from kvtransfer.status import WriterPlace
-from kvtransfer.transport import RecordPlan, TransportName, WriteOps
+from kvtransfer.transport import RecordPlan, Seal, TransportName, WriteOps
 from kvtransfer.writer import StepWrites, WriterConfig, WriterPeer
 from tests.support.grant_scripts import PAIR as SCRIPT_PAIR
 from tests.support.grant_scripts import Receiver as Script
@@ -314,7 +315,8 @@ def test_a_source_that_cannot_be_read_ends_the_handoff(
         happened: list[WriterEvent] = []
         handoff = SimpleNamespace(key=key_of(), sample=sample, first_token=1, first_logprobs=None)
         peer = SimpleNamespace(_handoffs={0: handoff}, _header=common_pb2.Header(), handle=happened.append)
-        commit = SendCommit(number=ReserveNumber(0), grant=GRANT, writes=2, bytes_written=128)
+        seal = Seal(grant=GRANT, epoch=Epoch(0), writes=2, bytes_written=128)
+        commit = SendCommit(number=ReserveNumber(0), seal=seal)
         await WriterPeer._commit(cast(Any, peer), commit)
         assert happened == [GiveUp(number=ReserveNumber(0), end=HandoffEnd.LINK_LOST)]
         released = asyncio.Event()
@@ -461,8 +463,12 @@ def test_a_post_whose_sample_fails_is_still_posted() -> None:
         def take(self, *_: object) -> None:
             raise RuntimeError("can't start new thread")
 
-    link = SimpleNamespace(posting=lambda _nbytes: None)
-    peer = SimpleNamespace(link=link, layout=LAYOUT, completed=lambda _handoff, writes: dropped.append(writes))
+    peer = SimpleNamespace(
+        link=SimpleNamespace(speed=PairSpeed()),
+        loop=SimpleNamespace(time=lambda: 0.0),
+        layout=LAYOUT,
+        completed=lambda _handoff, writes: dropped.append(writes),
+    )
     handoff = SimpleNamespace(peer=peer, grant=GRANT, sample=Broken(), steps=set())
     step = StepWrites(
         handoff=cast(Any, handoff),

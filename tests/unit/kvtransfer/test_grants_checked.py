@@ -16,7 +16,7 @@ from kvtransfer.protocol.receiver import (
 )
 from tests.support.grant_scripts import PAIR, Receiver, committed, grant_of, key_of, nth, revoking
 
-CHECK = CheckRecords(pair=PAIR, key=key_of(), grant=grant_of(0))
+CHECK = CheckRecords(grant=grant_of(0))
 REPORT = ReportCorrupt(pair=PAIR, key=key_of(), grant=grant_of(0))
 CORRUPT = AnswerCommit(pair=PAIR, grant=grant_of(0), committed=False, corrupt=True)
 REVOKED = AnswerCommit(pair=PAIR, grant=grant_of(0), committed=False)

@@ -46,6 +46,7 @@ from tests.support.grant_scripts import (
     refused,
     revoke_again,
     revoking,
+    seal_of,
 )
 
 
@@ -79,7 +80,7 @@ def test_cancel_after_commit_stops_the_request() -> None:
     assert (r.classes(), r.state()) == ((0, 0, 0, 0, 4), GrantState.RELEASED)
     assert r.commit() == [AnswerCommit(pair=PAIR, grant=grant_of(0), committed=True)]
     assert r.release(lowest_live=1) == [ForgetGrant(grant=grant_of(0)), AnswerRelease(pair=PAIR, number=nth(0))]
-    assert r.machine.known == 0
+    assert len(r.machine.entries) == 0
 
 
 def test_a_committed_grant_below_the_lowest_live_number_is_forgotten_at_its_end() -> None:
@@ -90,7 +91,7 @@ def test_a_committed_grant_below_the_lowest_live_number_is_forgotten_at_its_end(
     r.commit()
     assert r.release(lowest_live=1) == [AnswerRelease(pair=PAIR, number=nth(0))]
     assert r.machine.handle(RequestEnded(key=key_of())) == [ForgetGrant(grant=grant_of(0))]
-    assert (r.machine.known, r.classes()) == (0, (0, 0, 0, 0, 4))
+    assert (len(r.machine.entries), r.classes()) == (0, (0, 0, 0, 0, 4))
 
 
 def test_expired_lease_to_fence() -> None:
@@ -259,8 +260,7 @@ def test_another_pairs_word_about_a_grant_counts_for_nothing() -> None:
     r.reserve()
     renew = RenewAsked(pair=OTHER_PAIR, grant=grant_of(0))
     assert r.machine.handle(renew) == [AnswerRenew(pair=OTHER_PAIR, grant=grant_of(0), renewed=False)]
-    seal = SealLanded(pair=OTHER_PAIR, grant=grant_of(0), epoch=EPOCH_0, writes=3, bytes_written=30)
-    assert r.machine.handle(seal) == []
+    assert r.machine.handle(SealLanded(pair=OTHER_PAIR, seal=seal_of(grant_of(0), writes=3))) == []
     commit = CommitAsked(pair=OTHER_PAIR, grant=grant_of(0), writes=3, bytes_written=30)
     assert r.machine.handle(commit) == [AnswerCommit(pair=OTHER_PAIR, grant=grant_of(0), committed=False)]
     assert r.state() is GrantState.RESERVED
@@ -290,7 +290,7 @@ def test_forget_pair_waits_until_nothing_of_it_lives() -> None:
     r.fenced()
     assert r.machine.is_quiet(PAIR)
     assert r.machine.forget_pair(PAIR) == [ForgetGrant(grant=grant_of(0))]
-    assert r.machine.known == 0
+    assert len(r.machine.entries) == 0
     assert r.machine.forget_pair(PAIR) == []
 
 

@@ -36,6 +36,7 @@ from tests.support.grant_scripts import (
     nth,
     release_sent,
     reserve_sent,
+    seal_of,
 )
 
 
@@ -44,13 +45,10 @@ def test_writer_from_ask_to_commit() -> None:
     w = Writer()
     assert w.ask() == [reserve_sent(0)]
     assert w.granted() == [StartWriting(number=nth(0), grant=grant_of(0), epoch=EPOCH_0)]
-    assert w.machine.may_post(nth(0))
+    assert w.state() is WriterState.WRITING
     assert w.posted() == []
-    assert w.all_posted() == [
-        SendSeal(number=nth(0), grant=grant_of(0), epoch=EPOCH_0, writes=2, bytes_written=20),
-        COMMIT,
-    ]
-    assert not w.machine.may_post(nth(0))
+    assert w.all_posted() == [SendSeal(number=nth(0), seal=seal_of(grant_of(0), writes=2)), COMMIT]
+    assert w.state() is WriterState.COMMITTING
     assert w.completed(writes=2) == []
     assert w.machine.handle(CommitAnswered(number=nth(0), committed=True)) == [ended(HandoffEnd.COMMITTED), RELEASE]
     assert (w.machine.live, w.machine.lowest_live, w.state()) == (0, nth(1), WriterState.DONE)

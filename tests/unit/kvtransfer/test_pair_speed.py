@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachestore.layout import kv_layout
-from kvtransfer.status import RECENT_S, Moved, MovedSums, PairSpeed
+from kvtransfer.link import PairSpeed
+from kvtransfer.status import RECENT_S, Moved, MovedSums
 from kvtransfer.transport import RecordPlan, WriteOutOfBounds
 from kvtransfer.writer import StepWrites
 
@@ -134,15 +135,16 @@ def test_a_layer_counts_from_just_before_its_post_and_not_at_all_where_that_fail
         if refused:
             raise WriteOutOfBounds("write 0 of 3")
 
-    link = SimpleNamespace(
-        posting=lambda nbytes: story.append(("posting", nbytes)),
-        not_posted=lambda nbytes: story.append(("not posted", nbytes)),
+    speed = SimpleNamespace(
+        posted=lambda nbytes, _now_s: story.append(("posting", nbytes)),
+        completed=lambda nbytes, _now_s, *, copied: story.append(("copied" if copied else "not posted", nbytes)),
     )
+    link, loop = SimpleNamespace(speed=speed), SimpleNamespace(time=lambda: START_S)
     step = StepWrites(
         handoff=cast(
             Any,
             SimpleNamespace(
-                peer=SimpleNamespace(link=link, layout=layout),
+                peer=SimpleNamespace(link=link, layout=layout, loop=loop),
                 key="key",
                 grant=b"",
                 sample=None,

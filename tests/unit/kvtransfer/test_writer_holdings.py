@@ -23,8 +23,8 @@ from kvtransfer.protocol.receiver import (
     WriterSuspected,
 )
 from kvtransfer.status import WriterHoldings, WriterPlace
-from kvtransfer.transport import TransportName
-from tests.support.grant_scripts import EPOCH_0, OTHER_PAIR, PAIR, Receiver, grant_of, key_of, nth
+from kvtransfer.transport import Seal, TransportName
+from tests.support.grant_scripts import EPOCH_0, OTHER_PAIR, PAIR, Receiver, grant_of, key_of, nth, seal_of
 
 PLACES = {
     PAIR: WriterPlace(endpoint="", name="prefill-0", host="one", transport=TransportName.SHM),
@@ -159,8 +159,8 @@ def test_a_grant_beside_one_that_is_not_given_back() -> None:
         ([WriterReleased(pair=PAIR, number=nth(0), lowest_live=nth(0))], "the writer's release"),
         (
             [
-                SealLanded(pair=PAIR, grant=grant_of(0), epoch=EPOCH_0, writes=1, bytes_written=8),
-                CommitAsked(pair=PAIR, grant=grant_of(0), writes=1, bytes_written=8),
+                SealLanded(pair=PAIR, seal=seal_of(grant_of(0), writes=1)),
+                CommitAsked(pair=PAIR, grant=grant_of(0), writes=1, bytes_written=10),
             ],
             "seals and commit",
         ),
@@ -191,7 +191,8 @@ def test_what_has_landed_is_told_of_each_writer() -> None:
     scene = Scene()
     for number, nbytes in enumerate((300, 80)):
         scene.script.reserve(number, key=key_of(f"r{number}"))
-        scene.handle(SealLanded(pair=PAIR, grant=grant_of(number), epoch=EPOCH_0, writes=2, bytes_written=nbytes))
+        seal = Seal(grant=grant_of(number), epoch=EPOCH_0, writes=2, bytes_written=nbytes)
+        scene.handle(SealLanded(pair=PAIR, seal=seal))
         if number == 0:
             assert scene.of(PAIR).landed_per_s == pytest.approx(300 / 9)
             scene.now_s += 20

@@ -86,7 +86,9 @@ def test_log_probabilities_survive_the_wire() -> None:
         TokenLogprobs(logprob=-0.1, top=((5, -0.1), (2**31, -1e-300))),
         TokenLogprobs(logprob=-math.inf),
     ):
-        message = common_pb2.TokenLogprobs.FromString(logprobs_to_proto(logprobs).SerializeToString())
+        encoded = logprobs_to_proto(logprobs)
+        assert encoded is not None
+        message = common_pb2.TokenLogprobs.FromString(encoded.SerializeToString())
         assert logprobs_from_proto(message) == logprobs
 
 
