@@ -29,7 +29,6 @@ import contextlib
 import importlib
 import importlib.util
 import os
-import socket
 import struct
 import threading
 import weakref
@@ -325,22 +324,11 @@ class UcxConnection(Connection):
     """It may write from before its WELCOME until its agent is destroyed *and* there is evidence."""
 
     poll_timer: asyncio.TimerHandle | None = None
-    pidfd: int | None = None
     agent: UcxAgent | None = None
     work: asyncio.Task[None] | None = None
     """Making its agent, or destroying it."""
     evidence: Evidence | None = None
     """Once it is there the agent is destroyed, and then the evidence counts."""
-
-    @property
-    def has_more(self) -> bool:
-        """Unread bytes of the writer have come."""
-        if self.sock is None:
-            return False
-        try:
-            return bool(self.sock.recv(1, socket.MSG_PEEK))
-        except OSError:
-            return False
 
 
 class UcxReceiverPort(ListeningPort[UcxConnection]):
@@ -389,15 +377,10 @@ class UcxReceiverPort(ListeningPort[UcxConnection]):
 
     # Handshake.
 
-    def _is_writing(self, connection: UcxConnection) -> bool:
-        return connection.channel.opened and connection.sock is not None
-
     def _identify(self, connection: UcxConnection) -> None:
         hello = UcxHello.decode(connection.hello.payload)
         if not self._fences_alone and hello.host == self._host:
-            # The answer to the nonce, which is sent after this, shows that the process is alive: the pidfd is its own.
-            with contextlib.suppress(OSError, ValueError):
-                connection.pidfd = os.pidfd_open(hello.pid)
+            connection.identify(hello.pid)
 
     def _prepare(self, connection: UcxConnection) -> None:
         connection.work = self._loop.create_task(self._make_agent(connection))
@@ -423,8 +406,6 @@ class UcxReceiverPort(ListeningPort[UcxConnection]):
 
     def _opened(self, connection: UcxConnection) -> None:
         connection.seals = SealGather(epoch=connection.epoch, ways=1, seals_max=SEALS_PARTIAL_MAX)
-        if connection.pidfd is not None:
-            self._loop.add_reader(connection.pidfd, self._writer_died, connection)
 
     # What writers send.
 
@@ -432,7 +413,7 @@ class UcxReceiverPort(ListeningPort[UcxConnection]):
         self._take_notifications(connection)
         # On the same host an agent that is destroyed has no put of its own under way. Elsewhere the network may.
         if connection.evidence is None and (drained or connection.pidfd is not None):
-            self._prove(connection, Evidence.ACKNOWLEDGED)
+            self._stopped_writing(connection, Evidence.ACKNOWLEDGED)
         elif connection.evidence is None:
             self._lost(connection)
 
@@ -440,20 +421,11 @@ class UcxReceiverPort(ListeningPort[UcxConnection]):
         """Without a BYE that counts. Whole seals are delivered first."""
         self._take_notifications(connection)
         if self._fences_alone and connection.evidence is None:
-            self._prove(connection, Evidence.WORKER)
+            self._stopped_writing(connection, Evidence.WORKER)
             self._fence_own(connection)
         else:
             # It may write on, until its pidfd, if there is one, proves its death.
             connection.close_sock(self._loop)
-
-    def _writer_died(self, connection: UcxConnection) -> None:
-        assert connection.pidfd is not None
-        self._loop.remove_reader(connection.pidfd)
-        while connection.has_more:
-            self._read(connection)
-        if connection.evidence is None:
-            self._prove(connection, Evidence.DEAD)
-            self._fence_own(connection)
 
     def _deliver(self, connection: UcxConnection, message: wire.SealSent | wire.LateBye) -> None:
         super()._deliver(connection, message)
@@ -487,18 +459,13 @@ class UcxReceiverPort(ListeningPort[UcxConnection]):
 
     def _fenced(self, connection: UcxConnection) -> None:
         if self._fences_alone and connection.evidence is None:
-            self._prove(connection, Evidence.WORKER)
+            self._stopped_writing(connection, Evidence.WORKER)
 
     def _drop(self, connection: UcxConnection) -> None:
-        """Close one that never could write, or that cannot any more; at the end of the port any."""
-        connection.close_sock(self._loop)
+        connection.close(self._loop)
         if connection.poll_timer is not None:
             connection.poll_timer.cancel()
             connection.poll_timer = None
-        if connection.pidfd is not None:
-            self._loop.remove_reader(connection.pidfd)
-            os.close(connection.pidfd)
-            connection.pidfd = None
         if connection.work is not None:
             return  # it comes back here, or is on its way out already
         if connection.agent is None:
@@ -506,8 +473,8 @@ class UcxReceiverPort(ListeningPort[UcxConnection]):
             return
         connection.work = self._loop.create_task(self._destroy(connection))
 
-    def _prove(self, connection: UcxConnection, evidence: Evidence) -> None:
-        """The one place where a connection stops counting as one that may write, as soon as its agent is destroyed."""
+    def _stopped_writing(self, connection: UcxConnection, evidence: Evidence) -> None:
+        """It counts as one that may write until its agent is destroyed."""
         assert connection.channel.opened and connection.evidence is None, connection
         connection.evidence = evidence
         self._drop(connection)
@@ -529,8 +496,7 @@ class UcxReceiverPort(ListeningPort[UcxConnection]):
         self._connections.pop(connection.number, None)
         if connection.channel.opened and not self._closed:
             assert connection.evidence is not None
-            pid = UcxHello.decode(connection.hello.payload).pid
-            self._proved(connection, connection.evidence, pid)
+            self._proved(connection, connection.evidence)
 
 
 UCX_LINK_LIMITS: Final = ChainLimits(
