@@ -11,7 +11,7 @@ from typing import Final, Protocol
 from batonpb import prefill_pb2
 
 from baton.errors import REGION_BLOCKS_KEY, BatonError, Reason, bad_field
-from baton.ids import BlockId, RequestKey
+from baton.ids import BlockId, Incarnation, RequestKey
 from baton.wire import LOCAL_TRANSPORT
 from cachestore.block_manager import BlockManager
 from engine.core import TokenEvent
@@ -169,15 +169,10 @@ NOBODY: Final = prefill_pb2.Granted()
 node's death from here on may be what kills nodes."""
 
 
-def granted_event(handoff: Handoff) -> prefill_pb2.PrefillEvent:
-    address = handoff.peer.address
-    return prefill_pb2.PrefillEvent(
-        granted=prefill_pb2.Granted(
-            decode_node=address.name,
-            decode_incarnation=address.pair.receiver,
-            decode_endpoint=address.endpoint,
-        )
-    )
+def granted_event(name: str, incarnation: Incarnation, endpoint: str) -> prefill_pb2.PrefillEvent:
+    """The node that writes the answer, for the router."""
+    granted = prefill_pb2.Granted(decode_node=name, decode_incarnation=incarnation, decode_endpoint=endpoint)
+    return prefill_pb2.PrefillEvent(granted=granted)
 
 
 def first_token_event(job: Job, first: TokenEvent) -> prefill_pb2.PrefillEvent:

@@ -193,9 +193,9 @@ class PrefillNode:
 
         Raises the refusal for the router when nobody does.
         """
-        local = self._local
+        local, own = self._local, self._peers.runtime
         if local is not None and job.kept and self._keep(job, local):
-            return prefill_pb2.PrefillEvent(granted=self._peers.granted_here())
+            return granted_event(own.name, own.incarnation, own.endpoint)
         slow = self._loop.call_later(GRANT_WAIT_MS_MAX / 1000, self._go_past, job)
         try:
             asked = await self.decode_nodes.reserve(
@@ -204,14 +204,14 @@ class PrefillNode:
         finally:
             slow.cancel()
         if isinstance(asked, Handoff):
-            job.handoff = asked
-            return granted_event(asked)
+            job.handoff, address = asked, asked.peer.address
+            return granted_event(address.name, address.pair.receiver, address.endpoint)
         if local is not None and falls_back(local.policy, asked.reasons):
             # The router reaches one that may have room later.
             waits = self._only_others_reached(job) and asked.reasons & TAKES_NONE_NOW
             if not waits and not local.yields(job) and self._keep(job, local):
                 self.decode_nodes.wants_no_more(job, asked.full)
-                return prefill_pb2.PrefillEvent(granted=self._peers.granted_here())
+                return granted_event(own.name, own.incarnation, own.endpoint)
             never = local.never(job)
             if never is not None and asked.reasons <= NOT_THERE and not self.decode_nodes.may_be_held(job):
                 raise bad_field("prompt", f"{never}.", reason=Reason.PROMPT_TOO_LONG)
