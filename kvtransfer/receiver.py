@@ -203,10 +203,8 @@ class Receiver:
             self.cancel(RequestKey(request=key.request, attempt=Attempt(key.attempt - 1)))
 
     def ended(self, key: RequestKey) -> None:
-        grant = self.grants.grant_of(key)
+        """The request of a committed grant is over, and owns nothing any more."""
         self._handle(protocol.RequestEnded(key=key))
-        if grant is not None:
-            self._host.let_go(grant)
 
     def resolve(self, key: RequestKey) -> bool:
         answer = self._handle(protocol.ResolveAsked(key=key))
@@ -492,10 +490,6 @@ class ReceiverPorts:
                 waits[transport] = None
                 self._ports[transport].fence(pair, epoch)
 
-    def port_events(self, transport: TransportName) -> ReceiverEvents:
-        """The `events` to make the port of this transport with."""
-        return _PortEvents(self, transport)
-
     def writer_gone_from(self, transport: TransportName, pair: Pair, epoch: Epoch, evidence: str) -> None:
         """One port's evidence. Unasked (a dead writer, a lost connection) it makes the other ports fence as well."""
         waits = self._fences.setdefault((pair, epoch), {})
@@ -518,7 +512,9 @@ class ReceiverPorts:
 
 
 @dataclass(frozen=True, slots=True)
-class _PortEvents:
+class PortEvents:
+    """The `events` to make the port of one transport with."""
+
     ports: ReceiverPorts
     transport: TransportName
 

@@ -478,11 +478,6 @@ class ReceiverMachine:
         known = [] if state is None else sorted(state.by_number.items())
         return [(number, grant) for number, grant in known if self._grants[grant].state in UNCOMMITTED]
 
-    def grant_of(self, key: RequestKey) -> GrantId | None:
-        """The grant of this attempt that is still known, the newest if there are several."""
-        ids = [g for g in self._by_request.get(key.request, ()) if self._grants[g].key == key]
-        return max(ids, key=lambda g: self._grants[g].number, default=None)
-
     def is_quiet(self, pair: Pair) -> bool:
         """No grant of this pair owns blocks."""
         state = self._pairs.get(pair)

@@ -201,7 +201,7 @@ def test_the_same_attempt_again_only_when_its_grant_is_doomed() -> None:
     assert r.reserve(1) == refused(1, Refusal.CANCELLED)
     r.fire(TimerKind.LEASE)
     assert r.reserve(2)[1] == granted(2, blocks=(2, 3))
-    assert r.machine.grant_of(key_of()) == grant_of(2)
+    assert (r.state(0), r.state(2)) == (GrantState.REVOKING, GrantState.RESERVED)
 
 
 def test_suspicion_takes_the_whole_pair_and_no_other() -> None:
