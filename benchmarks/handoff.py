@@ -82,7 +82,7 @@ class Recorder:
         after(Engine, "run", lambda *_: add(What.COMPUTED))
         after(WriterPeer, "_start_writing", lambda *_: add(What.GRANTED))
         after(Handoff, "plan_step", planned)
-        after(StepWrites, "_post", posted)
+        after(StepWrites, "layer_done", posted)
         after(WriterPeer, "_seal_now", lambda *_: add(What.SEALED))
         after(WriterPeer, "_report_end", ended)
         before(WriterPeer, "completed", lambda _peer, _handoff, writes: add(What.COMPLETED, writes=writes))

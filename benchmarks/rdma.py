@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import json
 import os
 import platform
@@ -36,9 +35,10 @@ from kvtransfer.transports.rdma import (
     RdmaWriterLink,
 )
 from kvtransfer.transports.rdma_ports import choose_port, find_ports
-from kvtransfer.transports.rdma_verbs import Addresses, Poster, rdma_library
+from kvtransfer.transports.rdma_verbs import Poster, rdma_library
 from kvtransfer.transports.settings import RdmaConfig
 from kvtransfer.transports.writer_link import ChainLanes, ChainLimits, SealPart
+from tests.support.null_verbs import NullVerbs
 
 PAIR = Pair(receiver=Incarnation(1), writer=Incarnation(2))
 GRANT = GrantId(bytes(16))
@@ -169,12 +169,11 @@ def poster(rounds: int) -> dict[str, object]:
     library = rdma_library()
     if library is None:
         sys.exit("The native poster is not built: install gcc and libibverbs-dev.")
-    memory = ctypes.create_string_buffer(library.null_bytes())
-    library.null_init(ctypes.addressof(memory), None, 0, 1)
-    qp, cq = library.null_qp(ctypes.addressof(memory)), library.null_cq(ctypes.addressof(memory))
+    null = NullVerbs(library)
     wake = os.eventfd(0)
-    addresses = Addresses(src_base=0, lkey=1, dst_base=0, rkey=2)
-    native = Poster(library, qps=[qp], cq=cq, channel_fd=wake, addresses=addresses, take_event=lambda: None)
+    native = Poster(
+        qps=[null.qp], cq=null.cq, channel_fd=wake, src_base=0, lkey=1, dst_base=0, rkey=2, take_event=lambda: None
+    )
     ops = scattered(16 << 10, POSTER_REQUESTS, POSTER_REGION_BYTES, 1)
     found: dict[str, object] = {}
     for chain in (32, 128):

@@ -8,6 +8,7 @@ Shape suffixes: U8 = one-dimensional array of bytes; S = one entry per segment o
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -22,7 +23,7 @@ from baton.errors import InvalidField, check_positive
 from baton.log import get_log
 from kvtransfer.device.driver import POLL_INTERVAL_S, DeviceDriver, DeviceEvent, wait_for
 from kvtransfer.device.region import DeviceRegion
-from kvtransfer.transport import WriteOps
+from kvtransfer.transport import DeviceError, WriteOps
 
 log = get_log("device")
 
@@ -51,16 +52,11 @@ class StagingLimits:
     """How pinned memory is cut and shared."""
 
     chunk_bytes: int = 1 << 20
-    """Bytes of one copy between the device and pinned memory, and of a tcp frame."""
+    """Bytes of one copy between the device and pinned memory, and of a tcp frame: a multiple of `WORD_BYTES`."""
     link_chunks: int = 8
     """Chunks for each link that writes."""
     stream_chunks: int = 4
     """Chunks for each connection that receives: it receives into one while the others are copied."""
-
-    def __post_init__(self) -> None:
-        check_positive(self, *self.__dataclass_fields__)
-        if self.chunk_bytes % WORD_BYTES:
-            raise InvalidField("chunk_bytes", f"must be a multiple of {WORD_BYTES}, not {self.chunk_bytes}")
 
 
 STAGING_LIMITS: Final = StagingLimits()
@@ -165,6 +161,8 @@ class StagingShare(Generic[Tag]):
         self._starts = starts
         self._pinned_memory, self._region_memory = of.pinned.memory, of.region.memory
         self._settling: DeviceEvent | None = None
+        self._settled = True
+        """The device has finished all that was queued."""
         self._side = of.streams.side()
         self._lock = threading.Lock()
         self._free = list(starts)
@@ -235,26 +233,29 @@ class StagingShare(Generic[Tag]):
 
     def try_settle(self) -> bool:
         """`settle` without waiting, once the user's thread queues no more. False: call it again later."""
-        if self._settling is None:
-            self._settling = self._side.record()
-        if not self._settling.done():
-            return False
-        with self._lock:
-            self._flying.clear()
+        if not self._settled:
+            if self._settling is None:
+                self._settling = self._side.record()
+            if not self._settling.done():
+                return False
+            with self._lock:
+                self._flying.clear()
+            self._settled = True
         return True
 
     def give_back(self) -> None:
-        """The chunks are free for others, once; `settle` came before. Control thread."""
-        assert not self._flying, "copies are still on the device"
-        self._pinned_memory = self._region_memory = None
-        self._of.free.extend(self._starts)
-
-    def leave_behind(self) -> None:
-        """Instead of `give_back`, after a failed `settle`: the chunks stay in use, and pinned, until the process ends.
-        Control thread."""
-        self._of.chunks_left_behind += len(self._starts)
+        """The chunks are free for others, once; the user's thread is over. If the device has failed with copies queued,
+        it may still copy there: the chunks stay in use, and pinned, until the process ends. Control thread."""
+        with contextlib.suppress(DeviceError):
+            self.try_settle()
+        if self._settled:
+            self._pinned_memory = self._region_memory = None
+            self._of.free.extend(self._starts)
+        else:
+            self._of.chunks_left_behind += len(self._starts)
 
     def _copy(self, dst: Any, src: Any, ops: WriteOps, tag: Tag) -> None:
+        self._settled = False
         self._of.streams.copy(self._side, dst, src, ops)
         done = self._side.record()
         with self._lock:

@@ -36,7 +36,6 @@ import functools
 import os
 import socket
 import struct
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, NamedTuple
@@ -63,6 +62,7 @@ from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import (
     Codec,
     MalformedMessage,
+    Packed,
     Ready,
     Refusal,
     RefusalReason,
@@ -73,7 +73,6 @@ from kvtransfer.transports.control_channel import (
 )
 from kvtransfer.transports.rdma_ports import RdmaPort, choose_port, counters_of, find_ports, why_lost
 from kvtransfer.transports.rdma_verbs import (
-    Addresses,
     Poster,
     QueuePairFailed,
     RdmaUnavailable,
@@ -92,10 +91,7 @@ log = get_log("rdma")
 GID_BYTES: Final = 16
 PROBE_BYTES: Final = 4096
 """The largest packet that RDMA has."""
-_END: Final = struct.Struct(f"<{GID_BYTES}sHBBHH")
 _QP: Final = struct.Struct("<II")
-_WELCOME: Final = struct.Struct("<QQI")
-CODEC: Final = Codec(TransportName.RDMA, Ready, payload_bytes_max=_WELCOME.size + _END.size + QPS_MAX * _QP.size)
 HOP_LIMIT: Final = 64
 """Routers that a packet may pass (RoCE v2)."""
 _POLL_MAX = 64
@@ -127,10 +123,12 @@ class QpAddress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkEnds:
+class LinkEnds(Packed):
     """One side's ends of a link: the HELLO's payload. `mtu` is a code of ibv_mtu. `seals_max` immediates may be on the
     way."""
 
+    LAYOUT = struct.Struct(f"<{GID_BYTES}sHBBHH")
+    HAS_PAYLOAD = True
     gid: bytes
     lid: int
     mtu: int
@@ -139,53 +137,39 @@ class LinkEnds:
     qps: tuple[QpAddress, ...]
 
     def encode(self) -> bytes:
-        """As the HELLO's payload, or a part of the WELCOME's."""
         assert len(self.gid) == GID_BYTES, len(self.gid)
         assert 0 < len(self.qps) <= QPS_MAX, len(self.qps)
-        head = _END.pack(self.gid, self.lid, self.mtu, self.ethernet, self.seals_max, len(self.qps))
+        head = self.LAYOUT.pack(self.gid, self.lid, self.mtu, self.ethernet, self.seals_max, len(self.qps))
         return head + b"".join(_QP.pack(qp.number, qp.first_packet) for qp in self.qps)
 
     @classmethod
-    def decode(cls, payload: bytes) -> LinkEnds:
-        """Raises MalformedMessage."""
-        if len(payload) < _END.size:
-            raise MalformedMessage("a link without its ends")
-        gid, lid, mtu, ethernet, seals_max, count = _END.unpack_from(payload)
-        if not 0 < count <= QPS_MAX or len(payload) != _END.size + count * _QP.size:
-            raise MalformedMessage(f"{count} queue pairs in {len(payload)} bytes")
+    def of(cls, values: tuple[Any, ...]) -> LinkEnds:
+        gid, lid, mtu, ethernet, seals_max, count, packed = values
+        if not 0 < count <= QPS_MAX or len(packed) != count * _QP.size:
+            raise MalformedMessage(f"{count} queue pairs in {len(packed)} bytes")
         if not (1 <= mtu <= 5 and ethernet <= 1 and seals_max):
             raise MalformedMessage(f"mtu code {mtu}, link layer {ethernet}, {seals_max} seals")
-        qps = [QpAddress(number=n, first_packet=p) for n, p in _QP.iter_unpack(payload[_END.size :])]
+        qps = tuple(QpAddress(number=n, first_packet=p) for n, p in _QP.iter_unpack(packed))
         if any(qp.number >= 1 << 24 or qp.first_packet >= 1 << 24 for qp in qps):
             raise MalformedMessage("a queue pair's number of more than 24 bits")
-        return cls(gid=gid, lid=lid, mtu=mtu, ethernet=bool(ethernet), seals_max=seals_max, qps=tuple(qps))
+        return cls(gid=gid, lid=lid, mtu=mtu, ethernet=bool(ethernet), seals_max=seals_max, qps=qps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProbePlace:
-    """PROBE_BYTES of the receiver's memory, outside its region: writers write to it and nobody reads it."""
+class RdmaWelcome(Packed):
+    """`probe_base`, `probe_rkey`: PROBE_BYTES of the receiver's memory, outside its region, that nobody reads."""
 
-    base: int
-    rkey: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RdmaWelcome:
+    LAYOUT = struct.Struct("<QQI")
+    HAS_PAYLOAD = True
     region_nbytes: int
-    probes: ProbePlace
-    ends: LinkEnds
+    probe_base: int
+    probe_rkey: int
+    ends: bytes
+    """The receiver's `LinkEnds`."""
 
-    def encode(self) -> bytes:
-        return _WELCOME.pack(self.region_nbytes, self.probes.base, self.probes.rkey) + self.ends.encode()
 
-    @classmethod
-    def decode(cls, payload: bytes) -> RdmaWelcome:
-        """Raises MalformedMessage."""
-        if len(payload) < _WELCOME.size:
-            raise MalformedMessage(f"a payload of {len(payload)} bytes in a WELCOME")
-        nbytes, base, rkey = _WELCOME.unpack_from(payload)
-        ends = LinkEnds.decode(payload[_WELCOME.size :])
-        return cls(region_nbytes=nbytes, probes=ProbePlace(base=base, rkey=rkey), ends=ends)
+_PAYLOAD_BYTES_MAX: Final = RdmaWelcome.LAYOUT.size + LinkEnds.LAYOUT.size + QPS_MAX * _QP.size
+CODEC: Final = Codec(TransportName.RDMA, Ready, payload_bytes_max=_PAYLOAD_BYTES_MAX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,21 +203,11 @@ class Keys(NamedTuple):
     rkey: int
 
 
-class Registration(NamedTuple):
-    """`how`, for people: what has been registered, and why not in the way that is tried first."""
-
-    keys: Keys
-    how: str
-
-
 class Registrar:
-    """Registers memory with one card by pyverbs, in one protection domain. Closed before the domain."""
+    """Registers memory with one card by pyverbs, in one protection domain, until `opened` closes it."""
 
-    def __init__(self, verbs: Any, domain: Any, access: int) -> None:
-        self._verbs = verbs
-        self._domain = domain
-        self._access = access
-        self._opened = contextlib.ExitStack()
+    def __init__(self, verbs: Any, domain: Any, access: int, opened: contextlib.ExitStack) -> None:
+        self._verbs, self._domain, self._access, self._opened = verbs, domain, access, opened
 
     def by_address(self, address: int, nbytes: int) -> Keys:
         """Raises RegistrationRefused."""
@@ -252,10 +226,6 @@ class Registrar:
         except TypeError as error:
             raise RegistrationRefused(f"this pyverbs takes no dma-buf by its descriptor: {error}") from error
 
-    def close(self) -> None:
-        """Deregister all. Raises what pyverbs raises."""
-        self._opened.close()
-
     def _kept(self, base: int, register: Callable[[], Any]) -> Keys:
         try:
             registered = register()
@@ -271,18 +241,15 @@ class HostBytes:
     def __init__(self, array_U8: Callable[[], np.ndarray]) -> None:
         """`array_U8` gives all bytes, which never move; no view of them is kept."""
         self._array_U8 = array_U8
+        self.nbytes = len(array_U8())
 
-    @property
-    def nbytes(self) -> int:
-        return len(self._array_U8())
-
-    def register(self, registrar: Registrar, *, remote_writes: bool) -> Registration:
-        """The whole region. Raises RegistrationRefused."""
+    def register(self, registrar: Registrar, *, remote_writes: bool) -> tuple[Keys, str]:
+        """The whole region; see `DeviceBytes.register`. Raises RegistrationRefused."""
         del remote_writes  # they need nothing
         array_U8 = self._array_U8()
         assert array_U8.dtype == np.uint8 and array_U8.flags.c_contiguous
         try:
-            return Registration(registrar.by_address(int(array_U8.ctypes.data), len(array_U8)), "host memory")
+            return registrar.by_address(int(array_U8.ctypes.data), self.nbytes), "host memory"
         except RegistrationRefused as error:
             raise RegistrationRefused(f"{error}; {_WHAT_HOSTS_NEED}") from error
 
@@ -297,13 +264,11 @@ class DeviceBytes:
     def __init__(self, region: DeviceRegion) -> None:
         self._region = region
         self._allowed: GpuDirect | None = None
+        self.nbytes = region.nbytes
 
-    @property
-    def nbytes(self) -> int:
-        return self._region.nbytes
-
-    def register(self, registrar: Registrar, *, remote_writes: bool) -> Registration:
-        """The whole region, as a dma-buf, or else as peer memory. `remote_writes`: others may write into it.
+    def register(self, registrar: Registrar, *, remote_writes: bool) -> tuple[Keys, str]:
+        """The whole region, as a dma-buf, or else as peer memory. `remote_writes`: others may write into it. The text
+        says for people what has been registered, and why not in the way that is tried first.
 
         Raises RegistrationRefused.
         """
@@ -318,7 +283,7 @@ class DeviceBytes:
         why = "the device's driver makes none"
         if allowed.dma_buf:
             try:
-                return Registration(self._by_dma_buf(registrar), "device memory as a dma-buf")
+                return self._by_dma_buf(registrar), "device memory as a dma-buf"
             except (DeviceError, RegistrationRefused) as error:
                 why = str(error)
         try:
@@ -327,7 +292,7 @@ class DeviceBytes:
             keys = registrar.by_address(self._region.address, self._region.nbytes)
         except RegistrationRefused as error:
             raise RegistrationRefused(f"as a dma-buf: {why}; as peer memory: {error}; {WHAT_GPUS_NEED}") from error
-        return Registration(keys, f"device memory as peer memory (no dma-buf: {why})")
+        return keys, f"device memory as peer memory (no dma-buf: {why})"
 
     def flush(self) -> bool:
         """Make what a card is known to have written visible to all that is launched after this. A completion only says
@@ -393,7 +358,7 @@ class RdmaDevice:
         need_library()
         self.nbytes = region.nbytes
         self._probe_U8 = np.zeros(PROBE_BYTES, np.uint8)
-        probe_base = int(self._probe_U8.ctypes.data)
+        """Where writers' probes go, and where ours come from."""
         enums = self.verbs.enums
         # Never IBV_ACCESS_RELAXED_ORDERING: a seal's immediate must not overtake the writes before it. And no remote
         # reads.
@@ -408,20 +373,17 @@ class RdmaDevice:
                 opened.callback(self.domain.close)
             except self.verbs.error as error:
                 raise RdmaUnavailable(f"{port.device} cannot be opened: {error}") from error
-            registrar = Registrar(self.verbs, self.domain, access)
-            opened.callback(registrar.close)
+            registrar = Registrar(self.verbs, self.domain, access, opened)
             what = f"the KV region of {self.nbytes:,} bytes"
             try:
-                keys, self.registered_as = region.register(registrar, remote_writes=remote_writes)
+                self.keys, how = region.register(registrar, remote_writes=remote_writes)
                 what = "a page for probes"
-                probe = registrar.by_address(probe_base, PROBE_BYTES)
+                self.probe_keys = registrar.by_address(int(self._probe_U8.ctypes.data), PROBE_BYTES)
             except RegistrationRefused as error:
                 raise RdmaUnavailable(f"{port.device} cannot register {what}: {error}") from error
             self._close = opened.pop_all()
-        self.base, self.lkey, self.rkey = keys
-        self.probes = ProbePlace(base=probe_base, rkey=probe.rkey)
-        """Where writers' probes go, and where ours come from."""
-        self.probe_lkey = probe.lkey
+        self.registered_as = f"{port.device}:{port.number}, {how}"
+        """For people."""
         self.gid, self.mtu, self.lid = port.best_gid.raw, int(attributes.active_mtu), int(attributes.lid)
         self.ethernet = port.link_layer == "Ethernet"
         self.send_wrs_max = min(limits.send_wrs_max, int(device_limits.max_qp_wr))
@@ -457,6 +419,7 @@ class QueuePairs:
         self._verbs = verbs = device.verbs
         self._sends = sends
         self._qps: list[Any] = []
+        self._mtu = device.mtu
         self._destroyed = False
         wrs = device.send_wrs_max if sends else device.seals_max
         with contextlib.ExitStack() as opened, self._or_failed("no queue pair"):
@@ -493,6 +456,7 @@ class QueuePairs:
 
     def connect(self, peer: LinkEnds) -> None:
         """Each to the peer's of the same index, at the smaller MTU. Raises QueuePairFailed."""
+        self._mtu = min(self.ends.mtu, peer.mtu)
         with self._or_failed("a queue pair cannot be connected"):
             for qp, own, other in zip(self._qps, self.ends.qps, peer.qps, strict=True):
                 self._to_ready(qp, own, other, peer)
@@ -502,19 +466,21 @@ class QueuePairs:
         device = self._device
         with self._or_failed("nothing can be posted"):
             return Poster(
-                need_library(),
                 qps=[qp_address(qp) for qp in self._qps],
                 cq=cq_address(self._cq),
                 channel_fd=self.fd,
-                addresses=Addresses(src_base=device.base, lkey=device.lkey, dst_base=dst_base, rkey=rkey),
+                src_base=device.keys.base,
+                lkey=device.keys.lkey,
+                dst_base=dst_base,
+                rkey=rkey,
                 take_event=self._take_event,
             )
 
-    def post_probes(self, peer: LinkEnds, place: ProbePlace) -> None:
+    def post_probes(self, dst_base: int, rkey: int) -> None:
         """On each queue pair a packet as large as the path takes, since some paths lose only large ones. `take_probes`
         follows. Raises QueuePairFailed."""
         enums, wr, device = self._verbs.enums, self._verbs.wr, self._device
-        nbytes = 128 << min(self.ends.mtu, peer.mtu)  # enum ibv_mtu: 1 is 256, 5 is 4096
+        nbytes = 128 << self._mtu  # enum ibv_mtu: 1 is 256, 5 is 4096
         with self._or_failed("a probe cannot be posted"):
             self._cq.req_notify()
             for index, qp in enumerate(self._qps):
@@ -523,10 +489,10 @@ class QueuePairs:
                     opcode=enums.IBV_WR_RDMA_WRITE_WITH_IMM,
                     num_sge=1,
                     imm_data=socket.htonl(index),
-                    sg=[wr.SGE(device.probes.base, nbytes, device.probe_lkey)],
+                    sg=[wr.SGE(device.probe_keys.base, nbytes, device.probe_keys.lkey)],
                     send_flags=enums.IBV_SEND_SIGNALED,
                 )
-                request.set_wr_rdma(place.rkey, place.base)
+                request.set_wr_rdma(rkey, dst_base)
                 qp.post_send(request)
 
     def take_probes(self) -> int:
@@ -565,15 +531,10 @@ class QueuePairs:
         return taken
 
     def destroy(self) -> None:
-        """RESET and destroy every queue pair, then the completion queue. Idempotent.
+        """RESET and destroy every queue pair, then the completion queue: evidence. Idempotent.
 
-        When this returns the device writes nothing more for the peer and reads nothing more for us: RESET drops what is
-        queued, and the destroying call returns only when the device has let go. (A queue pair in ERR may still be
-        working off what has come in.) What the device has sent towards device memory may still need a flush
-        (`RdmaMemory.flush`).
-
-        Raises:
-            QueuePairFailed: there is no such evidence.
+        RESET drops what is queued; a queue pair in ERR could still be working off what has come in. The destroying call
+        returns when the device has let go. Raises QueuePairFailed: there is no evidence.
         """
         if self._destroyed:
             return
@@ -633,7 +594,7 @@ class QueuePairs:
         self._modify(
             qp,
             qp_state=enums.IBV_QPS_RTR,
-            path_mtu=min(self.ends.mtu, peer.mtu),
+            path_mtu=self._mtu,
             dest_qp_num=other.number,
             rq_psn=other.first_packet,
             max_dest_rd_atomic=0,
@@ -652,41 +613,69 @@ class QueuePairs:
 
     def _post_receive(self, index: int) -> None:
         wr, device = self._verbs.wr, self._device
-        request = wr.RecvWR(num_sge=1, sg=[wr.SGE(device.base, 0, device.lkey)])
+        request = wr.RecvWR(num_sge=1, sg=[wr.SGE(device.keys.base, 0, device.keys.lkey)])
         # An immediate brings no bytes; pyverbs insists on room for some.
         request.num_sge = 0
         self._qps[index].post_recv(request)
 
 
+DESTROY_RETRY_MS = 1000
+DESTROY_TRIES_MAX = 3
+"""While a port or link closes. Before, there is no limit."""
+
+
 class Hold:
-    """Keeps the device open until `release`: whoever has one may have queue pairs on it. Control thread only."""
+    """Keeps the device open for a port or for the queue pairs of a link. Control thread only."""
 
-    def __init__(self, device: RdmaDevice, released: Callable[[Hold], None]) -> None:
+    def __init__(self, memory: RdmaMemory, device: RdmaDevice) -> None:
         self.device = device
+        self.qps: QueuePairs | None = None
+        """The link's, which `destroy` destroys."""
+        self.ending = False
+        """`destroy` has been called."""
+        self.tries_left: int | None = None
+        """To destroy them once more; None: no limit."""
         self.left_behind = False
-        self._released = released
-        self._on_lost: Callable[[str], None] = lambda _: None
-        self._reason: str | None = None
+        self.lost = ""
+        """Why the device is lost, if it is."""
+        self.on_lost: Callable[[str], None] = lambda _: None
+        """Called with that reason."""
+        self._memory = memory
 
-    def on_lost(self, callback: Callable[[str], None]) -> None:
-        """Call this with the reason when the device is lost; at once if it has been."""
-        self._on_lost = callback
-        if self._reason is not None:
-            callback(self._reason)
+    def destroy(self, over: Callable[[bool], None], peer: str, meanwhile: str, *, flush: bool = False) -> None:
+        """Destroy the queue pairs, flush the device if asked to, and release it. `over(True)`, the evidence, comes in
+        this call, or after more tries, which are logged as `meanwhile`. `over(False)`: the last has failed, the device
+        stays open and the region pinned until the process ends.
 
-    def lost(self, reason: str) -> None:
-        self._reason = reason
-        self._on_lost(reason)
+        With limited tries nothing is flushed: a port that closes reports no evidence.
+        """
+        self.ending = True
+        try:
+            if self.qps is not None:
+                self.qps.destroy()
+                if flush and self.tries_left is None:
+                    self._memory.flush()
+        except (QueuePairFailed, DeviceError) as error:
+            self._memory.destroy_failed += isinstance(error, QueuePairFailed)
+            if self.tries_left == 0:
+                self.left_behind = True
+                log.error("queue pairs are left to the end of the process", peer=peer, reason=str(error))
+                over(False)
+                return
+            if self.tries_left is not None:
+                self.tries_left -= 1
+            self._memory.repeats.error(meanwhile, peer=peer, reason=str(error))
+            again = functools.partial(self.destroy, over, peer, meanwhile, flush=flush)
+            asyncio.get_running_loop().call_later(DESTROY_RETRY_MS / 1000, again)
+            return
+        flushed = ", the device is flushed" if flush else ""
+        self._memory.repeats.over(peer, f"its queue pairs are destroyed{flushed}")
+        self.release()
+        over(True)
 
     def release(self) -> None:
         """No queue pair is left. Once."""
-        self._released(self)
-
-    def leave_behind(self, peer: str) -> None:
-        """Instead of `release`, where a queue pair cannot be destroyed: the device stays open and the region pinned
-        until the process ends."""
-        self.left_behind = True
-        log.error("queue pairs are left to the end of the process: they cannot be destroyed", peer=peer)
+        self._memory.release(self)
 
 
 class RdmaMemory:
@@ -710,9 +699,10 @@ class RdmaMemory:
         self._holds: list[Hold] = []
         self.returned: Callable[[], None] = lambda: None
         """Called each time that a device has been opened again."""
+        self.repeats = RepeatLog(log, self._loop.time)
         self._opening: asyncio.Task[None] | None = None
         self._closed = False
-        self.devices_lost = 0
+        self.devices_lost = self.destroy_failed = self.flush_failed = 0
         self.flushes = 0
         """Flushes that the device needed."""
         self._timer = self._loop.call_later(limits.device_check_ms / 1000, self._look)
@@ -725,21 +715,22 @@ class RdmaMemory:
     def flush(self) -> None:
         """See `DeviceBytes.flush`. Before the bytes are used, and before their blocks are used for anything else. Takes
         microseconds. Raises DeviceError: bytes may become visible late, or still be on their way."""
-        self.flushes += self._region.flush()
+        try:
+            self.flushes += self._region.flush()
+        except DeviceError:
+            self.flush_failed += 1
+            raise
 
     def describe(self) -> str:
         """For people: the device, and how the region is registered with it."""
-        device = self.device
-        if device is None:
-            return "no device now"
-        return f"{device.port.device}:{device.port.number}, {device.registered_as}"
+        return self.device.registered_as if self.device is not None else "no device now"
 
     def acquire(self) -> Hold:
         """Raises RdmaUnavailable: there is no device now."""
         device = self.device
         if device is None:
             raise RdmaUnavailable("the RDMA device is gone, or its port is down; it is used again when it is back")
-        hold = Hold(device, self._release)
+        hold = Hold(self, device)
         self._holds.append(hold)
         return hold
 
@@ -751,13 +742,15 @@ class RdmaMemory:
         self.devices_lost += 1
         log.warning("RDMA device lost", device=self._held.port.device, reason=reason)
         for hold in list(self._holds):
-            hold.lost(reason)
+            hold.lost = reason
+            hold.on_lost(reason)
         self._close_if_free()
 
     async def close(self) -> None:
         """Once everyone has released it, or left it behind: then the device is not closed. Idempotent."""
         self._closed = True
         self._timer.cancel()
+        self.repeats.close()
         if self._opening is not None:
             await asyncio.wait([self._opening])
         assert all(hold.left_behind for hold in self._holds), "links or ports still use the device"
@@ -767,7 +760,7 @@ class RdmaMemory:
             self._held.close()
             self._held = None
 
-    def _release(self, hold: Hold) -> None:
+    def release(self, hold: Hold) -> None:
         self._holds.remove(hold)
         self._close_if_free()
 
@@ -779,6 +772,7 @@ class RdmaMemory:
     def _look(self) -> None:
         if self._closed:
             return
+        self.repeats.upkeep()
         device = self.device
         if device is not None:
             if reason := why_lost(device.port):
@@ -828,28 +822,15 @@ def register_if_usable(
         return None
     device = memory.device
     assert device is not None
-    log.info(
-        "rdma is offered",
-        device=device.port.device,
-        port=device.port.number,
-        gid=device.port.best_gid.kind.name,
-        region=device.registered_as,
-    )
+    log.info("rdma is offered", region=device.registered_as, gid=device.port.best_gid.kind.name)
     return memory
-
-
-DESTROY_RETRY_MS = 1000
-DESTROY_TRIES_MAX = 3
-"""While a port or link closes. Before, there is no limit."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RdmaConnection(Connection):
-    """Has `qps` from the moment that it may write until they are destroyed; then it is forgotten. Its link is made when
-    all probes have come: from then on it has `seals`."""
+    """Has `hold` from just before it may write until its queue pairs are destroyed; then it is forgotten. Its link is
+    made when all probes have come: from then on it has `seals`."""
 
-    destroy_timer: asyncio.TimerHandle | None = None
-    qps: QueuePairs | None = None
     hold: Hold | None = None
     probed: set[int] = field(default_factory=set)
     """Queue pairs whose probe has come."""
@@ -863,11 +844,6 @@ class RdmaConnection(Connection):
     def writer(self) -> str:
         """For people."""
         return f"{self.pair.writer:x}"
-
-    def cancel_destroy(self) -> None:
-        if self.destroy_timer is not None:
-            self.destroy_timer.cancel()
-            self.destroy_timer = None
 
 
 class RdmaReceiverPort(ListeningPort[RdmaConnection]):
@@ -892,7 +868,6 @@ class RdmaReceiverPort(ListeningPort[RdmaConnection]):
         super().__init__(RdmaConnection, listen=listen, advertise_host=advertise_host, events=events, limits=limits)
         self._memory = memory
         self._offered = offered
-        self._repeats = RepeatLog(log, self._loop.time, key="writer")
         self._hold: Hold | None = None
         self._unsealed: dict[GrantId, Pair] = {}
         """Grants that may be written to, and whose seal has not come."""
@@ -901,8 +876,8 @@ class RdmaReceiverPort(ListeningPort[RdmaConnection]):
 
     def _endpoint_address(self) -> str:
         # Without a device the address leads to a refusal, which says so.
-        base, rkey = (self._hold.device.base, self._hold.device.rkey) if self._hold is not None else (0, 0)
-        return RegionAddress(listens=self.address, base=base, rkey=rkey).encode()
+        keys = self._hold.device.keys if self._hold is not None else Keys(0, 0, 0)
+        return RegionAddress(listens=self.address, base=keys.base, rkey=keys.rkey).encode()
 
     def allow(self, pair: Pair, epoch: Epoch, grant: GrantId, ranges: WriteRanges) -> None:
         """Not enforced: a writer that has the key is bounded only by its own library."""
@@ -917,9 +892,9 @@ class RdmaReceiverPort(ListeningPort[RdmaConnection]):
         flushed = True
         pair = self._unsealed.pop(grant, None)
         for connection in list(self._connections.values()):
-            if connection.qps is None or connection.pair != pair:
+            if connection.hold is None or connection.pair != pair:
                 continue
-            if connection.destroy_timer is not None:
+            if connection.hold.ending:
                 flushed = False  # it has ended, and its own flush is still to come
                 continue
             try:
@@ -932,36 +907,34 @@ class RdmaReceiverPort(ListeningPort[RdmaConnection]):
         return flushed
 
     async def close(self) -> None:
-        """See `BasePort.close`. Queue pairs that cannot be destroyed are tried again a few times, then logged and left
-        to the process's end."""
+        """See `BasePort.close`. Queue pairs that cannot be destroyed are left behind (`Hold.destroy`)."""
         if self._closed:
             return
-        await super().close()
-        for _ in range(DESTROY_TRIES_MAX):
-            if not self._connections:
-                break
-            await asyncio.sleep(DESTROY_RETRY_MS / 1000)
-        self._repeats.close()
         for connection in self._connections.values():
-            assert connection.hold is not None
-            connection.cancel_destroy()
-            connection.hold.leave_behind(connection.writer)
+            if connection.hold is not None:
+                connection.hold.tries_left = DESTROY_TRIES_MAX
+        await super().close()
+        while self._connections:  # noqa: ASYNC110 - as long as its queue pairs may be tried again
+            await asyncio.sleep(DESTROY_RETRY_MS / 1000)
         if self._hold is not None:
             self._hold.release()
             self._hold = None
 
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics; the device's own among them."""
-        port = self._hold.device.port if self._hold is not None else None
+        held = self._hold.device if self._hold is not None else None
         return {
             **super().describe(),
-            "device": port.device if port is not None else "none",
+            "device": held.port.device if held is not None else "none",
             "registered": self._memory.describe(),
-            "queue_pairs": sum(len(c.qps.ends.qps) for c in self._connections.values() if c.qps is not None),
+            "queue_pairs": sum(len(c.ends.qps) for c in self._connections.values() if c.hold is not None),
             "devices_lost": self._memory.devices_lost,
             "flushes": self._memory.flushes,
-            **{name: self._counts[name] for name in ("seals", "links_unproved", "destroy_failed", "flush_failed")},
-            "device_counters": counters_of(port.device, port.number) if port is not None else {},
+            "seals": self._counts["seals"],
+            "links_unproved": self._counts["links_unproved"],
+            "destroy_failed": self._memory.destroy_failed,
+            "flush_failed": self._memory.flush_failed,
+            "device_counters": counters_of(held.port.device, held.port.number) if held is not None else {},
         }
 
     # The device.
@@ -974,14 +947,14 @@ class RdmaReceiverPort(ListeningPort[RdmaConnection]):
         except RdmaUnavailable:
             self._offered(False)
             return
-        self._hold.on_lost(self._device_lost)
+        self._hold.on_lost = self._device_lost
         self._offered(True)
 
     def _device_lost(self, _: str) -> None:
         """Its queue pairs are of no use: destroy them, which fences their pairs, and release it."""
         self._offered(False)
         for connection in list(self._connections.values()):
-            if connection.qps is not None and not self._closed:
+            if connection.hold is not None and not self._closed:
                 self.fence(connection.pair, connection.epoch)
         assert self._hold is not None
         self._hold.release()
@@ -990,36 +963,39 @@ class RdmaReceiverPort(ListeningPort[RdmaConnection]):
     # Handshake.
 
     def _is_writing(self, connection: RdmaConnection) -> bool:
-        return connection.qps is not None
+        return connection.hold is not None
 
     def _identify(self, connection: RdmaConnection) -> None:
         LinkEnds.decode(connection.hello.payload)
 
     def _prepare(self, connection: RdmaConnection) -> None:
-        """Acquire the device and make as many queue pairs as the writer has. Where it refuses it keeps nothing."""
+        """Acquire the device and make as many queue pairs as the writer has. `_drop` follows where it refuses."""
         try:
-            hold = self._memory.acquire()
+            connection.hold = hold = self._memory.acquire()
         except RdmaUnavailable as error:
             raise Refusal(RefusalReason.DEVICE) from error
         device, ends = hold.device, connection.ends
         if ends.ethernet != device.ethernet:
-            hold.release()
             raise Refusal(RefusalReason.LINK_LAYER)
         try:
-            qps = QueuePairs(device, len(ends.qps), sends=False)
+            hold.qps = QueuePairs(device, len(ends.qps), sends=False)
         except QueuePairFailed as error:
-            hold.release()
             raise self._no_queue_pairs(error) from error
-        connection.qps, connection.hold = qps, hold
-        welcome = RdmaWelcome(region_nbytes=device.nbytes, probes=device.probes, ends=qps.ends)
+        welcome = RdmaWelcome(
+            region_nbytes=device.nbytes,
+            probe_base=device.probe_keys.base,
+            probe_rkey=device.probe_keys.rkey,
+            ends=hold.qps.ends.encode(),
+        )
         self._handle(connection, wire.Prepared(payload=welcome.encode(), probes=True))
 
     def _opened(self, connection: RdmaConnection) -> None:
         """Its queue pairs can receive from here on, and only `_drop` ends that."""
-        assert connection.qps is not None
-        self._loop.add_reader(connection.qps.fd, self._completions, connection)
+        assert connection.hold is not None and connection.hold.qps is not None
+        qps = connection.hold.qps
+        self._loop.add_reader(qps.fd, self._completions, connection)
         try:
-            connection.qps.connect(connection.ends)
+            qps.connect(connection.ends)
         except QueuePairFailed as error:
             raise self._no_queue_pairs(error) from error
 
@@ -1042,18 +1018,19 @@ class RdmaReceiverPort(ListeningPort[RdmaConnection]):
 
     def _completions(self, connection: RdmaConnection, *, awaited: bool = True) -> None:
         """Take in the immediates that have come. `awaited`: the device says that there are some."""
-        qps = connection.qps
-        if qps is None:
+        hold = connection.hold
+        if hold is None or hold.ending:
             return
+        assert hold.qps is not None
         try:
             if awaited:
-                qps.take_event()
-            for index, immediate_be in qps.take_immediates():
+                hold.qps.take_event()
+            for index, immediate_be in hold.qps.take_immediates():
                 number = socket.ntohl(immediate_be)
                 if connection.seals is not None:
                     self._report(connection, connection.seals.number_came(number, index))
                 else:
-                    self._probe_came(connection, qps.ends, index, number)
+                    self._probe_came(connection, hold.qps.ends, index, number)
         except QueuePairFailed as error:
             self._fail(connection, str(error))
         except Refusal as refusal:
@@ -1078,7 +1055,6 @@ class RdmaReceiverPort(ListeningPort[RdmaConnection]):
         try:
             self._memory.flush()
         except DeviceError as error:
-            self._counts["flush_failed"] += 1
             log.error(failed, writer=connection.writer, reason=str(error))
             raise Refusal(RefusalReason.FLUSH) from error
 
@@ -1089,8 +1065,7 @@ class RdmaReceiverPort(ListeningPort[RdmaConnection]):
         log.info("rdma link ended", writer=connection.writer, reason=reason)
         if connection.seals is not None:
             self._fence_own(connection)
-        if connection.number in self._connections:
-            self._drop(connection)
+        self._drop(connection)
 
     def _broken(self, connection: RdmaConnection, reason: RefusalReason) -> None:
         self._fail(connection, f"refused: {reason.name}")
@@ -1101,62 +1076,28 @@ class RdmaReceiverPort(ListeningPort[RdmaConnection]):
     def _drop(self, connection: RdmaConnection) -> None:
         """The one place where a connection stops counting as one that may write: its queue pairs are destroyed, and
         what has come through them is where it belongs."""
-        again = connection.destroy_timer is not None
-        connection.cancel_destroy()
-        if connection.qps is not None and not again:
-            # Once: from then on its descriptor may be closed, and the number another's.
-            self._loop.remove_reader(connection.qps.fd)
         connection.close_sock(self._loop)
-        if connection.qps is not None:
-            try:
-                connection.qps.destroy()
-                if not self._closed:
-                    self._memory.flush()
-            except (QueuePairFailed, DeviceError) as error:
-                self._counts["flush_failed" if isinstance(error, DeviceError) else "destroy_failed"] += 1
-                # Tried every second, so that one line a minute is enough.
-                self._repeats.error("a fence has no evidence yet", peer=connection.writer, reason=str(error))
-                self._repeats.upkeep()
-                connection.destroy_timer = self._loop.call_later(DESTROY_RETRY_MS / 1000, self._drop, connection)
-                return
-            assert connection.hold is not None
-            self._repeats.over(connection.writer, "its queue pairs are destroyed, the device is flushed")
-            connection.qps = None
-            connection.hold.release()
+        hold = connection.hold
+        if hold is None:
+            self._connections.pop(connection.number, None)
+        elif not hold.ending:
+            if hold.qps is not None:
+                # Before it is closed, and the number another's.
+                self._loop.remove_reader(hold.qps.fd)
+            over = functools.partial(self._destroyed, connection)
+            hold.destroy(over, connection.writer, "a fence has no evidence yet", flush=True)
+
+    def _destroyed(self, connection: RdmaConnection, proved: bool) -> None:
+        connection.hold = None
+        del self._connections[connection.number]
+        if connection.channel.opened:
             self._counts["links_unproved"] += connection.seals is None
-            if not self._closed and connection.channel.opened:
+            if proved and not self._closed:
                 self._proved(connection, Evidence.DESTROYED)
-        self._connections.pop(connection.number, None)
 
 
 SLEEP_MS_MAX = 1000
 """The posting thread looks about at least this often."""
-
-
-class Waker:
-    """Any number of calls wake the thread once."""
-
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._lock = threading.Lock()
-        self._woken = False
-
-    def wake(self) -> None:
-        """From any thread."""
-        with self._lock:
-            if not self._woken:
-                self._woken = True
-                os.eventfd_write(self.fd, 1)
-
-    def clear(self) -> None:
-        """The thread is awake: calls from now on wake it again."""
-        with self._lock:
-            if self._woken:
-                self._woken = False
-                os.eventfd_read(self.fd)
-
-    def close(self) -> None:
-        os.close(self.fd)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1175,30 +1116,21 @@ class RdmaUnproved(ConnectError):
     port 4791, or a switch whose MTU is smaller than the devices')."""
 
 
-def _all_came(acknowledged: asyncio.Future[None]) -> bool:
-    """The devices reach each other, even if the receiver has stood still and not said so."""
-    return acknowledged.done() and not acknowledged.cancelled() and acknowledged.exception() is None
-
-
-def _concerns_the_way(error: BaseException) -> bool:
-    """The error is about the way between the devices, not about one of the two sides."""
-    refused = isinstance(error, ConnectError) and error.reason is wire.RefusalReason.PROBE
-    return refused or isinstance(error, (TimeoutError, ProbeLost))
-
-
 async def _prove(
     channel: WriterChannel,
     qps: QueuePairs,
     welcome: RdmaWelcome,
-    loop: asyncio.AbstractEventLoop,
-    acknowledged: asyncio.Future[None],
+    parts: LinkParts,
+    limits: RdmaLinkLimits,
+    deadline_s: float,
 ) -> None:
     """Returns when every queue pair has carried a whole packet there and its acknowledgement back, and the receiver has
     seen all of them. The way back needs no more: a receiver sends only acknowledgements.
 
-    Raises ConnectError, ProbeLost, QueuePairFailed.
+    Raises RdmaUnproved, ConnectError, QueuePairFailed, and TimeoutError: only the receiver's word is missing.
     """
-    left = len(qps.ends.qps)
+    left, loop = len(qps.ends.qps), parts.loop
+    acknowledged = loop.create_future()
 
     def look() -> None:
         nonlocal left
@@ -1212,39 +1144,27 @@ async def _prove(
         if not left and not acknowledged.done():
             acknowledged.set_result(None)
 
-    qps.post_probes(welcome.ends, welcome.probes)
+    qps.post_probes(welcome.probe_base, welcome.probe_rkey)
     loop.add_reader(qps.fd, look)
     ready = loop.create_task(channel.receive(wire.Ready))
     try:
-        await asyncio.gather(acknowledged, ready)
+        async with asyncio.timeout_at(deadline_s):
+            await asyncio.gather(acknowledged, ready)
+    except (ConnectError, ProbeLost, TimeoutError) as error:
+        reason = error.reason if isinstance(error, ConnectError) else None
+        if not left or (isinstance(error, ConnectError) and reason is not RefusalReason.PROBE):
+            raise
+        why = f"no data arrives within {limits.connect_ms_max} ms" if isinstance(error, TimeoutError) else error
+        text = f"{parts.endpoint.address}: the devices do not reach each other: {why}"
+        raise RdmaUnproved(text, reason) from error
     finally:
         loop.remove_reader(qps.fd)
         ready.cancel()
         await asyncio.wait([ready])  # it has to be off the socket before that is closed
 
 
-def give_up(endpoint: DataEndpoint, hold: Hold, qps: QueuePairs | None, channel: WriterChannel | None) -> None:
-    """A link that is not used after all. With a BYE the receiver need not fence the pair."""
-    try:
-        if qps is not None:
-            qps.destroy()
-    except QueuePairFailed as error:
-        hold.leave_behind(f"{endpoint.address}: {error}")
-        if channel is not None:
-            channel.sock.close()
-        return
-    hold.release()
-    if channel is not None:
-        channel.leave(wire.Bye(epoch=endpoint.epoch))
-
-
 class RdmaWriterLink(ChainLink):
-    """One writer's link to one receiver in one epoch (see `kvtransfer.transport.WriterLink`). Made by `connect`.
-
-    The end comes once: from `close`, which lets what is on its way arrive, or from a FENCE, EOF, an error of a queue
-    pair or the loss of the device, which destroys the queue pairs. `link_lost` is called last, after every completion,
-    and not for an end that `close` began.
-    """
+    """A `ChainLink`. It also ends with an error of a queue pair or the loss of the device. Made by `connect`."""
 
     transport: ClassVar[TransportName] = TransportName.RDMA
     codec: ClassVar[wire.Codec] = CODEC
@@ -1256,30 +1176,29 @@ class RdmaWriterLink(ChainLink):
         parts: LinkParts,
         limits: RdmaLinkLimits,
         *,
-        qps: QueuePairs,
         hold: Hold,
         region: RegionAddress,
-        welcome: RdmaWelcome,
+        region_nbytes: int,
+        peer: LinkEnds,
     ) -> None:
         """Takes over what is connected, and the hold. Use `connect`."""
-        self._qps, self._hold, self._spin_us_max = qps, hold, limits.spin_us_max
-        self._poster: Poster = qps.poster(dst_base=region.base, rkey=region.rkey)
-        self._waker = Waker()
-        self._tries_left: int | None = None
-        self._repeats = RepeatLog(log, parts.loop.time)
+        assert hold.qps is not None
+        self._hold, self._spin_us_max = hold, limits.spin_us_max
+        self._poster: Poster = hold.qps.poster(dst_base=region.base, rkey=region.rkey)
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
             super().__init__(
                 channel,
                 parts,
                 replace(limits, chain_wrs_max=min(limits.chain_wrs_max, self._poster.chain_wrs_max)),
                 src_nbytes=hold.device.nbytes,
-                dst_nbytes=welcome.region_nbytes,
-                qps=len(qps.ends.qps),
+                dst_nbytes=region_nbytes,
+                qps=len(peer.qps),
                 send_wrs_max=hold.device.send_wrs_max,
-                seals_max=min(qps.ends.seals_max, welcome.ends.seals_max),
+                seals_max=min(hold.device.seals_max, peer.seals_max),
             )
         except ConnectError:
-            self._waker.close()
+            os.close(self._wake_fd)
             raise
 
     @classmethod
@@ -1299,54 +1218,51 @@ class RdmaWriterLink(ChainLink):
             RdmaUnproved: the devices do not reach each other.
             ConnectError: refused, unreachable, not the receiver, no device, or not done within `connect_ms_max`.
         """
-        try:
-            hold = memory.acquire()
-        except RdmaUnavailable as error:
-            raise ConnectError(str(error)) from error
         parts = LinkParts(endpoint=endpoint, pair=pair, events=events, loop=loop)
         channel: WriterChannel | None = None
-        qps: QueuePairs | None = None
-        acknowledged: asyncio.Future[None] | None = None
-        with connect_errors(endpoint.address, limits.connect_ms_max, QueuePairFailed):
+        deadline_s = loop.time() + limits.connect_ms_max / 1000
+        with connect_errors(endpoint.address, limits.connect_ms_max, QueuePairFailed, RdmaUnavailable):
+            hold = memory.acquire()
             try:
-                async with asyncio.timeout(limits.connect_ms_max / 1000):
+                async with asyncio.timeout_at(deadline_s):
                     region = RegionAddress.decode(endpoint.address)
-                    qps = QueuePairs(hold.device, hold.device.config.qps, sends=True)
+                    hold.qps = qps = QueuePairs(hold.device, hold.device.config.qps, sends=True)
                     link_id = int.from_bytes(os.urandom(8))
                     hello = wire.Hello(pair=pair, epoch=endpoint.epoch, link=link_id, payload=qps.ends.encode())
                     channel = await WriterChannel.open(region.listens, loop, CODEC, address=endpoint.address)
                     welcome = RdmaWelcome.decode((await channel.shake_hands(endpoint.secret, hello)).payload)
-                    if len(welcome.ends.qps) != len(qps.ends.qps):
-                        raise ConnectError(f"{endpoint.address}: {len(welcome.ends.qps)} queue pairs in the welcome")
-                    qps.connect(welcome.ends)
-                    acknowledged = loop.create_future()
-                    await _prove(channel, qps, welcome, loop, acknowledged)
-                link = cls(channel, parts, limits, qps=qps, hold=hold, region=region, welcome=welcome)
-            except BaseException as error:
-                give_up(endpoint, hold, qps, channel)
-                if acknowledged is None or _all_came(acknowledged) or not _concerns_the_way(error):
-                    raise
-                late = f"no data arrives within {limits.connect_ms_max} ms"
-                text = f"the devices do not reach each other: {late if isinstance(error, TimeoutError) else error}"
-                reason = error.reason if isinstance(error, ConnectError) else None
-                raise RdmaUnproved(f"{endpoint.address}: {text}", reason) from error
-        hold.on_lost(link._device_lost)
+                    peer = LinkEnds.decode(welcome.ends)
+                    if len(peer.qps) != len(qps.ends.qps):
+                        raise ConnectError(f"{endpoint.address}: {len(peer.qps)} queue pairs in the welcome")
+                    qps.connect(peer)
+                await _prove(channel, qps, welcome, parts, limits, deadline_s)
+                link = cls(
+                    channel, parts, limits, hold=hold, region=region, region_nbytes=welcome.region_nbytes, peer=peer
+                )
+            except BaseException:
+                # With a BYE the receiver need not fence the pair.
+                hold.tries_left = 0
+                hold.destroy(lambda _: None, endpoint.address, "")
+                if channel is not None and not hold.left_behind:
+                    channel.leave(wire.Bye(epoch=endpoint.epoch))
+                elif channel is not None:
+                    channel.sock.close()
+                raise
+        hold.on_lost = link._device_lost
+        if hold.lost:
+            link._device_lost(hold.lost)
         return link
 
     async def close(self) -> None:
-        """See `WriterLink.close`. Returns when the thread has ended, the queue pairs are destroyed, all is done.
-
-        Queue pairs that cannot be destroyed are tried again a few times, then logged and left to the process's end.
-        What was posted on them never completes, for the device may still read it.
-        """
-        if self._tries_left is None:
-            self._tries_left = DESTROY_TRIES_MAX
+        """See `WriterLink.close`. What was posted on queue pairs that are left behind (`Hold.destroy`) never completes:
+        the device may still read it."""
+        self._hold.tries_left = DESTROY_TRIES_MAX
         await super().close()
 
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""
-        own = {"device": self._hold.device.port.device, "queue_pairs": len(self._qps.ends.qps)}
-        return {**super().describe(), **own}
+        device = self._hold.device
+        return {**super().describe(), "device": device.port.device, "queue_pairs": device.config.qps}
 
     # Posting thread.
 
@@ -1355,8 +1271,9 @@ class RdmaWriterLink(ChainLink):
         while not self._cut and not (self._ending and self._lanes.drained):
             self._post_what_fits()
             busy = self._lanes.on_the_way
-            completions, waited_us = self._poster.wait(self._waker.fd, spin_us if busy else 0, SLEEP_MS_MAX)
-            self._waker.clear()
+            completions, waited_us = self._poster.wait(self._wake_fd, spin_us if busy else 0, SLEEP_MS_MAX)
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)
             for number, status in completions:
                 if status:
                     raise QueuePairFailed(f"a write completed with status {status}")
@@ -1375,36 +1292,22 @@ class RdmaWriterLink(ChainLink):
     # Control thread.
 
     def _wake(self) -> None:
-        self._waker.wake()
+        if self._wake_fd >= 0:  # a link that is over may still be told to abandon grants
+            os.eventfd_write(self._wake_fd, 1)
 
     def _device_lost(self, reason: str) -> None:
         self._end(f"RDMA device lost: {reason}")
 
     def _thread_over(self, failure: str) -> None:
-        self._destroy(say_bye=not failure and not self._cut)
-
-    def _destroy(self, *, say_bye: bool) -> None:
         """The device reads the source until the last queue pair is destroyed: nothing completes before that."""
-        try:
-            self._qps.destroy()
-        except QueuePairFailed as error:
-            self._repeats.error("RDMA link keeps its source blocks", peer=self._address, reason=str(error))
-            self._repeats.upkeep()
-            if self._tries_left is not None:
-                if not self._tries_left:
-                    self._hold.leave_behind(self._address)
-                    self._let_go(None)
-                    return
-                self._tries_left -= 1
-            self._loop.call_later(DESTROY_RETRY_MS / 1000, lambda: self._destroy(say_bye=say_bye))
-            return
-        self._repeats.over(self._address, "its queue pairs are destroyed")
-        self._lanes.lose()
-        self._hold.release()
-        self._let_go(wire.Bye(epoch=self._epoch) if say_bye else None)
+        bye = None if failure or self._cut else wire.Bye(epoch=self._epoch)
+        over = functools.partial(self._destroyed, bye)
+        self._hold.destroy(over, self._address, "RDMA link keeps its source blocks")
 
-    def _let_go(self, last: wire.Message | None) -> None:
-        self._repeats.close()
-        self._hang_up(last)
-        self._waker.close()
+    def _destroyed(self, bye: wire.Bye | None, destroyed: bool) -> None:
+        if destroyed:
+            self._lanes.lose()
+        self._hang_up(bye if destroyed else None)
+        os.close(self._wake_fd)
+        self._wake_fd = -1
         self._finish_soon()

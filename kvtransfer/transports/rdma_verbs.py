@@ -23,7 +23,6 @@ import socket
 import sys
 import sysconfig
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,10 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from baton.log import get_log
 from baton.native import load
-
-log = get_log("rdma")
 
 SOURCE = Path(__file__).parents[1] / "native" / "rdma_poster.c"
 IMMEDIATE_MASK = 0xFFFF_FFFF
@@ -101,23 +97,12 @@ def _import_from(folder: Path) -> None:
         raise
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Addresses:
-    """Where both regions are, as the device addresses them, with their keys."""
-
-    src_base: int
-    lkey: int
-    dst_base: int
-    rkey: int
-
-
 class RdmaLibrary:
     """`rdma_poster.c`, with its types."""
 
     def __init__(self, handle: ctypes.CDLL) -> None:
-        def function(name: str, result: Any, *arguments: Any) -> Any:
-            return ctypes.CFUNCTYPE(result, *arguments)((f"baton_rdma_{name}", handle))
-
+        self._handle = handle
+        function = self.function
         p, u32, u64, i32 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int
         self.chain_wrs_max = int(function("chain_wrs_max", i32)())
         self.poll_max = int(function("poll_max", i32)())
@@ -127,21 +112,16 @@ class RdmaLibrary:
         self.post_writes = function("post_writes", i32, p, u64, u32, u64, u32, p, p, p, i32, u64)
         self.post_seal = function("post_seal", i32, p, u64, u32, u32, u64)
         self.wait = function("wait", i32, p, i32, i32, i32, i32, p, p, p, p)
-        self.null_bytes = function("null_bytes", ctypes.c_size_t)
-        self.null_init = function("null_init", None, p, p, i32, u32)
-        self.null_qp = function("null_qp", p, p)
-        self.null_cq = function("null_cq", p, p)
-        self.null_logged = function("null_logged", i32, p)
+
+    def function(self, name: str, result: Any, *arguments: Any) -> Any:
+        return ctypes.CFUNCTYPE(result, *arguments)((f"baton_rdma_{name}", self._handle))
 
 
 @cache
 def rdma_library() -> RdmaLibrary | None:
-    """None: it could not be built, which is logged once. The first call may take a second."""
-    library = load(SOURCE)
-    if library.handle is None:
-        log.warning("rdma does not work: no native library", reason=library.status)
-        return None
-    return RdmaLibrary(library.handle)
+    """None: it could not be built. The first call may take a second."""
+    handle = load(SOURCE).handle
+    return RdmaLibrary(handle) if handle is not None else None
 
 
 def need_library() -> RdmaLibrary:
@@ -199,16 +179,17 @@ class Poster:
     """Posts on the queue pairs of one link, and takes their completions, without the interpreter's lock. One thread."""
 
     def __init__(
-        self, library: RdmaLibrary, *, qps: list[int], cq: int, channel_fd: int, addresses: Addresses,
+        self, *, qps: list[int], cq: int, channel_fd: int, src_base: int, lkey: int, dst_base: int, rkey: int,
         take_event: Callable[[], None],
     ) -> None:  # fmt: skip
-        """`qps` and `cq` are addresses of libibverbs' structures, which outlive the poster. `take_event` takes the
-        event off the completion channel; it raises QueuePairFailed."""
-        self._library = library
+        """`qps` and `cq` are addresses of libibverbs' structures, which outlive the poster. `src_base` and `dst_base`
+        are where both regions are, as the device addresses them. `take_event` takes the event off the completion
+        channel; it raises QueuePairFailed."""
+        self._library = library = need_library()
         self._qps = qps
         self._cq = cq
         self._channel_fd = channel_fd
-        self._at = addresses
+        self._src_base, self._lkey, self._dst_base, self._rkey = src_base, lkey, dst_base, rkey
         self._take_event = take_event
         self.chain_wrs_max = library.chain_wrs_max
         self._wr_ids = np.zeros(library.poll_max, np.int64)  # as signed as it was posted: seals have numbers below 0
@@ -219,9 +200,8 @@ class Poster:
     def post_writes(self, qp: int, src_W: np.ndarray, dst_W: np.ndarray, nbytes_W: np.ndarray, wr_id: int) -> None:
         """Post 1 to `chain_wrs_max` writes as one chain; its last completes as `wr_id`. Raises QueuePairFailed."""
         assert src_W.flags.c_contiguous and dst_W.flags.c_contiguous and nbytes_W.flags.c_contiguous
-        at = self._at
         error = self._library.post_writes(
-            self._qps[qp], at.src_base, at.lkey, at.dst_base, at.rkey,
+            self._qps[qp], self._src_base, self._lkey, self._dst_base, self._rkey,
             src_W.ctypes.data, dst_W.ctypes.data, nbytes_W.ctypes.data, len(src_W), wr_id,
         )  # fmt: skip
         if error:
@@ -230,7 +210,7 @@ class Poster:
     def post_seal(self, qp: int, number: int, wr_id: int) -> None:
         """Post an empty write with `number` as its immediate. Raises QueuePairFailed."""
         immediate_be = socket.htonl(number & IMMEDIATE_MASK)
-        error = self._library.post_seal(self._qps[qp], self._at.dst_base, self._at.rkey, immediate_be, wr_id)
+        error = self._library.post_seal(self._qps[qp], self._dst_base, self._rkey, immediate_be, wr_id)
         if error:
             raise QueuePairFailed(f"posting failed with errno {error}")
 

@@ -272,15 +272,6 @@ def left_nbytes(table_S2: np.ndarray, place: np.ndarray) -> int:
     return int(table_S2[segment:, 1].sum() - done)
 
 
-class StreamEnded(Exception):
-    """Why a stream takes nothing more. `refusal` is set if the writer broke the protocol."""
-
-    def __init__(self, text: str, refusal: RefusalReason | None = None, *, by_bye: bool = False) -> None:
-        super().__init__(text)
-        self.refusal = refusal
-        self.by_bye = by_bye
-
-
 class ReceiveStream:
     """One welcomed connection. Owns its socket until `join`, and its thread.
 
@@ -290,31 +281,29 @@ class ReceiveStream:
 
     def __init__(
         self,
+        connection: TcpConnection,
         *,
-        sock: socket.socket,
-        hello: wire.Hello,
-        index: int,
         memory_U8: np.ndarray,
         region_nbytes: int,
         frame_bytes_max: int,
         loop: asyncio.AbstractEventLoop,
-        sealed: Callable[[ReceiveStream, wire.SealSent], None],
-        ended: Callable[[ReceiveStream], None],
-        share: StagingShare[StagedFrame] | None = None,
+        sealed: Callable[[TcpConnection, wire.SealSent], None],
+        ended: Callable[[TcpConnection], None],
     ) -> None:
-        """Receives into `memory_U8`: the region, or with a `share`, which it takes over, the region's pinned memory."""
-        self.hello = hello
-        self.index = index
-        """Of this stream in its link."""
-        self.end: StreamEnded | None = None
+        """Receives into `memory_U8`: the region, or with the connection's `share` the region's pinned memory."""
+        assert connection.sock is not None
+        self.connection = connection
+        self.orderly = False
+        """It has ended with a BYE."""
+        self.refused: RefusalReason | None = None
+        """The writer broke the protocol."""
         self.joined = False
-        self.frames_landed = 0
-        self.frames_dropped = 0
-        self.bytes_landed = 0
-        self._sock = sock
+        self.counts = Counter(frames_landed=0, frames_dropped=0, bytes_landed=0)
+        self._sock = connection.sock
+        self._epoch = connection.epoch
         self._memory_U8: np.ndarray | None = memory_U8
         self._region_nbytes = region_nbytes
-        self._share = share
+        self._share = connection.share
         self._frame_bytes_max = frame_bytes_max
         self._loop = loop
         self._sealed = sealed
@@ -323,8 +312,7 @@ class ReceiveStream:
         self._interrupt = ctypes.c_int32(0)
         self._allowed: dict[GrantId, WriteRanges] = {}
         self._stopped = False
-        self._settled = False
-        self._fence_epoch: Epoch | None = None
+        self._last_word: wire.Message | None = None
         # A head is read together with the first entry of its table, if it has one: one system call less.
         self._head = bytearray(MESSAGE_BYTES + SEGMENT_BYTES)
         self._head_have = 0
@@ -337,9 +325,8 @@ class ReceiveStream:
         self._low_water_nbytes = 1
         self._polls_for = select.POLLIN
         self._poll = select.poll()
-        self._thread = threading.Thread(
-            target=self._run, name=f"tcp-receive-{hello.pair.writer:x}-{index}", daemon=True
-        )
+        name = f"tcp-receive-{connection.pair.writer:x}-{connection.index}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     # Control thread.
 
@@ -370,64 +357,34 @@ class ReceiveStream:
         if self._share is not None:
             self._share.wait_for(lambda frame: frame.grant == grant)
 
-    def stop(self, fence_epoch: Epoch | None) -> None:
-        """When this returns no byte is taken any more; the thread ends soon. Idempotent. An epoch: FENCE is sent."""
+    def stop(self, last_word: wire.Message | None = None) -> None:
+        """When this returns no byte is taken any more; the thread ends soon, and says this. Idempotent."""
         with self._barrier():
             self._stopped = True
-            self._fence_epoch = fence_epoch
+            self._last_word = last_word
             self._allowed.clear()
         # An error means that the writer is gone already, and the thread has been woken by that.
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RD)
 
     def join(self) -> None:
-        """Let go of the thread and the socket. After `stop` or `ended`; `release` follows, or `release_or_leave`."""
+        """Let go of the thread, the socket and the memory, after `stop` or `ended`. A device may still copy."""
         self._thread.join()
         self.joined = True
-        close_politely(self._sock)
-
-    def release(self) -> bool:
-        """Let go of the region, after `join`. False: nothing is released yet, for a device still copies; call again.
-
-        Raises DeviceError: the device failed, and nobody knows whether it still copies. Nothing is released.
-        """
-        if self._share is not None:
-            if not self._settled and not self._share.try_settle():
-                return False
-            self._share.give_back()
         self._memory_U8 = None
-        return True
-
-    def release_or_leave(self) -> None:
-        """`release` at the end of the port: nobody asks the device again, and what it may still copy from or to stays
-        pinned until the process ends."""
-        released = False
-        with contextlib.suppress(DeviceError):
-            released = self.release()
-        if not released:
-            assert self._share is not None
-            self._share.leave_behind()
-            self._memory_U8 = None
-
-    def counts(self) -> Counter[str]:
-        """Frames and bytes so far."""
-        return Counter(
-            frames_landed=self.frames_landed, frames_dropped=self.frames_dropped, bytes_landed=self.bytes_landed
-        )
+        close_politely(self._sock)
 
     # The receive thread.
 
     def _run(self) -> None:
         try:
-            while True:
-                self._take_message()
-        except StreamEnded as end:
-            # Without its traceback, whose frames hold views of the region.
-            self.end = end.with_traceback(None)
-        except OSError as error:
-            self.end = StreamEnded(f"connection lost: {error}")
-        except DeviceError as error:
-            self.end = StreamEnded(f"the device failed: {error}")
+            while self._take_message():
+                pass
+            self.orderly = True
+        except Refusal as refusal:
+            self.refused = refusal.reason
+        except (OSError, DeviceError):
+            pass  # there was no BYE, so the pair is fenced
         finally:
             # After an unforeseen error too: it goes to threading.excepthook, and the pair is fenced.
             self._say_why()
@@ -435,10 +392,10 @@ class ReceiveStream:
             with contextlib.suppress(DeviceError):
                 if self._share is not None:
                     self._share.settle()
-                self._settled = True
-            call_loop(self._loop, self._ended, self)
+            call_loop(self._loop, self._ended, self.connection)
 
-    def _take_message(self) -> None:
+    def _take_message(self) -> bool:
+        """False: it was the BYE."""
         message = self._take_head()
         match message:
             case Data():
@@ -449,39 +406,35 @@ class ReceiveStream:
                     self._acknowledge(Ack(sequence=message.sequence, landed=landed))
             case wire.SealSent():
                 self._check_order(message.number, message.seal.epoch)
-                if not message.ways_mask >> self.index & 1:
-                    raise StreamEnded("a seal on a stream that it does not name", RefusalReason.MALFORMED)
+                if not message.ways_mask >> self.connection.index & 1:
+                    raise Refusal(RefusalReason.MALFORMED, "a seal on a stream that it does not name")
                 self._settle()
-                call_loop(self._loop, self._sealed, self, message)
+                call_loop(self._loop, self._sealed, self.connection, message)
                 self._acknowledge(Ack(sequence=message.number, landed=True))
             case wire.Bye():
                 self._check_order(message.sequence, message.epoch)
                 self._settle()
-                raise StreamEnded("closed by the writer", by_bye=True)
+                return False
             case _:
-                raise StreamEnded(f"{type(message).__name__} out of order", RefusalReason.OUT_OF_ORDER)
+                raise Refusal(RefusalReason.OUT_OF_ORDER)
+        return True
 
     def _take_head(self) -> wire.Message:
         """The next message. Up to one entry of a table, or the beginning of the message after it, has come with it."""
         into = memoryview(self._head)
         while self._head_have < MESSAGE_BYTES:
-            between_messages = self._head_have == 0
-            self._head_have += self._read_some(into[self._head_have :], between_messages=between_messages)
-        try:
-            message = CODEC.decode(into[:MESSAGE_BYTES])
-        except wire.MalformedMessage as error:
-            raise StreamEnded(str(error), error.reason) from error
+            self._head_have += self._read_some(into[self._head_have :], between_messages=not self._head_have)
+        message = CODEC.decode(into[:MESSAGE_BYTES])
         self._head_have -= MESSAGE_BYTES
         if self._head_have:
             self._head[: self._head_have] = self._head[MESSAGE_BYTES : MESSAGE_BYTES + self._head_have]
         return message
 
     def _check_order(self, sequence: int, epoch: Epoch) -> None:
-        if epoch != self.hello.epoch:
-            raise StreamEnded(f"epoch {epoch} on a connection of {self.hello.epoch}", RefusalReason.EPOCH)
+        if epoch != self._epoch:
+            raise Refusal(RefusalReason.EPOCH)
         if sequence != self._next_sequence:
-            reason = RefusalReason.REPLAYED if sequence < self._next_sequence else RefusalReason.SEQUENCE
-            raise StreamEnded(f"sequence {sequence} instead of {self._next_sequence}", reason)
+            raise Refusal(RefusalReason.REPLAYED if sequence < self._next_sequence else RefusalReason.SEQUENCE)
         self._next_sequence += 1
 
     def _take_frame(self, frame: Data) -> bool:
@@ -491,7 +444,7 @@ class ReceiveStream:
         with self._landing:
             ranges = self._allowed.get(frame.grant)
         if ranges is not None and not ranges.cover(table_S2[:, 0], table_S2[:, 1]):
-            raise StreamEnded("a frame that reaches outside its grant's blocks", RefusalReason.OUT_OF_GRANT)
+            raise Refusal(RefusalReason.OUT_OF_GRANT)
         left, landed = frame.payload_nbytes, False
         if ranges is not None:
             place_S2 = self._place(table_S2)
@@ -501,18 +454,14 @@ class ReceiveStream:
                 landed = self._copy(frame, int(place_S2[0, 0]), table_S2, received=landed)
         while left:
             left -= self._read_some(self._scratch[:left])
-        if not landed:
-            self.frames_dropped += 1
-            return False
-        self.frames_landed += 1
-        self.bytes_landed += frame.payload_nbytes
-        return True
+        self.counts["frames_landed" if landed else "frames_dropped"] += 1
+        self.counts["bytes_landed"] += frame.payload_nbytes if landed else 0
+        return landed
 
     def _take_table(self, frame: Data) -> np.ndarray:
         """Destination and length of each segment, int64, found to agree with the head and the region."""
         if not (0 < frame.segments <= SEGMENTS_MAX and 0 < frame.payload_nbytes <= self._frame_bytes_max):
-            text = f"a frame of {frame.segments} segments and {frame.payload_nbytes} bytes"
-            raise StreamEnded(text, RefusalReason.OVERSIZED)
+            raise Refusal(RefusalReason.OVERSIZED)
         table = memoryview(self._table)[: frame.segments * SEGMENT_BYTES]
         have = self._head_have
         table[:have] = self._head[:have]
@@ -521,7 +470,7 @@ class ReceiveStream:
             have += self._read_some(table[have:])
         table_S2 = np.frombuffer(table, dtype=_TABLE_DTYPE).reshape(-1, 2)
         if not self._holds(frame, table_S2):
-            raise StreamEnded("a frame whose table contradicts itself or the region", RefusalReason.MALFORMED)
+            raise Refusal(RefusalReason.MALFORMED, "a frame whose table contradicts itself or the region")
         return table_S2
 
     def _holds(self, frame: Data, table_S2: np.ndarray) -> bool:
@@ -544,8 +493,7 @@ class ReceiveStream:
             if start is not None:
                 return np.array([[start, table_S2[:, 1].sum()]], table_S2.dtype)
             self._flush()
-            if self._stopped:
-                raise StreamEnded("stopped by this receiver")
+            self._check_stopped()
             time.sleep(POLL_INTERVAL_S)
 
     def _copy(self, frame: Data, start: int, table_S2: np.ndarray, *, received: bool) -> bool:
@@ -577,7 +525,7 @@ class ReceiveStream:
             time.sleep(POLL_INTERVAL_S)
 
     def _scatter(self, grant: GrantId, table_S2: np.ndarray) -> int:
-        """Receive straight to its place for as long as the grant may write. Returns the bytes still to come."""
+        """Receive straight to its place for as long as the grant may write. Returns the bytes that have not come."""
         assert self._memory_U8 is not None
         place = np.zeros(2, np.int64)
         while True:
@@ -591,29 +539,28 @@ class ReceiveStream:
                 case Received.NOTHING_YET:
                     self._wait(min(left_nbytes(table_S2, place), WAKE_BYTES_MAX))
                 case Received.EOF:
-                    raise self._cut_off()
+                    return left_nbytes(table_S2, place)
                 case Received.INTERRUPTED:
                     time.sleep(INTERRUPTED_PAUSE_S)
 
     def _read_some(self, into: memoryview, *, between_messages: bool = False) -> int:
         while True:
-            if self._stopped:
-                raise StreamEnded("stopped by this receiver")
+            self._check_stopped()
             try:
                 count = self._sock.recv_into(into)
             except BlockingIOError:
                 self._wait()
                 continue
-            if count == 0:
-                raise self._cut_off(between_messages=between_messages)
-            return count
+            if count:
+                return count
+            self._check_stopped()
+            if between_messages:
+                raise ConnectionResetError("closed without BYE")
+            raise Refusal(RefusalReason.TRUNCATED)
 
-    def _cut_off(self, *, between_messages: bool = False) -> StreamEnded:
+    def _check_stopped(self) -> None:
         if self._stopped:
-            return StreamEnded("stopped by this receiver")
-        if between_messages:
-            return StreamEnded("closed without BYE")
-        return StreamEnded("closed in the middle of a message", RefusalReason.TRUNCATED)
+            raise ConnectionAbortedError("stopped by this receiver")
 
     def _wait(self, wanted_nbytes: int = 1) -> None:
         """Nothing to read: acknowledge what has landed, and wait for so many bytes, or `stop`. May come back sooner."""
@@ -621,8 +568,7 @@ class ReceiveStream:
         if wanted_nbytes != self._low_water_nbytes:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted_nbytes)
             self._low_water_nbytes = wanted_nbytes
-        if self._stopped:
-            raise StreamEnded("stopped by this receiver")
+        self._check_stopped()
         polls_for = select.POLLIN | (select.POLLOUT if self._outbox else 0)
         if polls_for != self._polls_for:
             self._poll.modify(self._sock, polls_for)
@@ -656,22 +602,18 @@ class ReceiveStream:
             sent = 0
         del self._outbox[:sent]
         if len(self._outbox) > OUTBOX_BYTES_MAX:
-            raise StreamEnded("the writer does not read its acknowledgements", RefusalReason.ACKS_UNREAD)
+            raise Refusal(RefusalReason.ACKS_UNREAD)
 
     def _say_why(self) -> None:
         """Best effort: what is lost costs the writer time, never safety."""
-        last: wire.Message | None = None
-        if self._fence_epoch is not None:
-            last = wire.Fence(epoch=self._fence_epoch)
-        elif self.end is not None and self.end.refusal is not None:
-            last = wire.Refused(reason=self.end.refusal)
-        try:
+        last = self._last_word
+        if last is None and self.refused is not None:
+            last = wire.Refused(reason=self.refused)
+        with contextlib.suppress(OSError, Refusal):
             self._flush()
             if last is not None:
                 self._outbox += CODEC.encode(last)
                 self._flush()
-        except (OSError, StreamEnded):
-            return
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -681,9 +623,8 @@ class TcpConnection(Connection):
     index: int = 0
     """Of its stream in the link."""
     share: StagingShare[StagedFrame] | None = None
-    """Of a region on a device, until a stream owns it."""
+    """Of a region on a device."""
     stream: ReceiveStream | None = None
-    prove_timer: asyncio.TimerHandle | None = None
     unproved: bool = False
     """The device failed with copies of this connection queued."""
 
@@ -718,7 +659,7 @@ class TcpReceiverPort(ListeningPort[TcpConnection]):
         """See `ReceiverPort.allow`."""
         self._allowed[grant] = (pair, epoch, ranges)
         for stream in self._streams(pair):
-            if stream.hello.epoch == epoch:
+            if stream.connection.epoch == epoch:
                 stream.allow(grant, ranges)
 
     def forbid(self, grant: GrantId) -> bool:
@@ -731,26 +672,23 @@ class TcpReceiverPort(ListeningPort[TcpConnection]):
                 stream.forbid(grant)
             except DeviceError as error:
                 log.error("copies of a grant may still run: the device failed", reason=str(error))
-                self._unproved[grant] = stream.hello.pair
+                self._unproved[grant] = stream.connection.pair
         return grant not in self._unproved
 
     async def close(self) -> None:
         """Stop listening and receiving; no event is delivered any more. Writers see EOF. Idempotent."""
         if not self._closed:
-            streams = [c.stream for c in self._connections.values() if c.stream is not None]
-            for stream in streams:
-                stream.stop(None)
-            for stream in streams:
+            for stream in self._streams():
+                stream.stop()
+            for stream in self._streams():
                 stream.join()
-                stream.release_or_leave()
         await super().close()
         self._allowed.clear()
         self._repeats.close()
 
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""
-        streams = [c.stream for c in self._connections.values() if c.stream is not None]
-        total = sum((stream.counts() for stream in streams), self._counts)
+        total = sum((stream.counts for stream in self._streams()), self._counts)
         return {
             **super().describe(),
             "copies_unproved": sum(c.unproved for c in self._connections.values()),
@@ -759,9 +697,10 @@ class TcpReceiverPort(ListeningPort[TcpConnection]):
             **{name: total[name] for name in ("seals", "frames_landed", "frames_dropped", "bytes_landed")},
         }
 
-    def _streams(self, pair: Pair) -> list[ReceiveStream]:
-        streams = (c.stream for c in self._connections.values())
-        return [stream for stream in streams if stream is not None and stream.hello.pair == pair]
+    def _streams(self, pair: Pair | None = None) -> list[ReceiveStream]:
+        """Of one pair, or of all."""
+        connections = self._connections.values()
+        return [c.stream for c in connections if c.stream is not None and pair in (None, c.pair)]
 
     # Handshake.
 
@@ -787,22 +726,18 @@ class TcpReceiverPort(ListeningPort[TcpConnection]):
 
     def _start(self, connection: TcpConnection) -> None:
         """From here on the socket is the stream's: no message but the stream's own is taken or sent any more."""
-        sock, share, region = connection.sock, connection.share, self._region
-        assert sock is not None
-        self._loop.remove_reader(sock)
-        connection.sock = connection.share = None
+        assert connection.sock is not None
+        self._loop.remove_reader(connection.sock)
         try:
+            region = self._region
             stream = ReceiveStream(
-                sock=sock,
-                hello=connection.hello,
-                index=connection.index,
+                connection,
                 memory_U8=region.host_U8 if isinstance(region, StagedRegion) else region.array_U8,
                 region_nbytes=region.nbytes,
-                share=share,
                 frame_bytes_max=self._frame_bytes_max,
                 loop=self._loop,
                 sealed=self._seal,
-                ended=lambda _: self._ended(connection),
+                ended=self._ended,
             )
             for grant, (pair, epoch, ranges) in self._allowed.items():
                 if (pair, epoch) == (connection.pair, connection.epoch):
@@ -810,12 +745,9 @@ class TcpReceiverPort(ListeningPort[TcpConnection]):
             stream.start()
         except BaseException:
             # Nothing was received, so nothing is on a device.
-            sock.close()
-            connection.share = share
-            self._drop(connection)
-            self._proved(connection, Evidence.JOINED)
+            self._drop_proved(connection)
             raise
-        connection.stream = stream
+        connection.sock, connection.stream = None, stream
 
     # After the WELCOME a connection's messages go to its stream, and none to the port.
 
@@ -828,17 +760,17 @@ class TcpReceiverPort(ListeningPort[TcpConnection]):
         """No byte is taken any more when this returns; the threads are joined soon after, once a device is through with
         what they had queued there."""
         assert connection.stream is not None
-        connection.stream.stop(connection.epoch)
+        connection.stream.stop(wire.Fence(epoch=connection.epoch))
 
     # What streams report.
 
-    def _seal(self, stream: ReceiveStream, frame: wire.SealSent) -> None:
+    def _seal(self, connection: TcpConnection, frame: wire.SealSent) -> None:
         """Report a seal when it has come down every stream that it names."""
         if self._closed:
             return
-        hello = stream.hello
+        hello = connection.hello
         key = (hello.pair, hello.link, frame.seal.grant)
-        arrived = self._seals_partial.pop(key, 0) | 1 << stream.index
+        arrived = self._seals_partial.pop(key, 0) | 1 << connection.index
         if arrived & frame.ways_mask == frame.ways_mask:
             self._counts["seals"] += 1
             self._events.seal_landed(hello.pair, frame.seal)
@@ -855,47 +787,47 @@ class TcpReceiverPort(ListeningPort[TcpConnection]):
         stream = connection.stream
         assert stream is not None
         stream.join()
-        hello, end = stream.hello, stream.end
-        if end is not None and end.refusal is not None:
-            self._refused[end.refusal] += 1
-        # Not by `end`, which the thread sets: a seal that it reported before may still be queued for this thread.
-        if not any(s.hello.link == hello.link and not s.joined for s in self._streams(hello.pair)):
+        if stream.refused is not None:
+            self._refused[stream.refused] += 1
+        # Not by its thread's end: a seal that it reported before may still be queued for this thread.
+        hello = connection.hello
+        if not any(s.connection.hello.link == hello.link and not s.joined for s in self._streams(hello.pair)):
             for key in [k for k in self._seals_partial if k[:2] == (hello.pair, hello.link)]:
                 del self._seals_partial[key]
-        orderly = end is not None and end.by_bye
-        if not orderly:
+        if not stream.orderly:
             self._fence_own(connection)
-        self._prove(connection, stream)
+        self._prove(connection)
 
-    def _prove(self, connection: TcpConnection, stream: ReceiveStream) -> None:
+    def _prove(self, connection: TcpConnection) -> None:
         """Its thread has been joined. Once the device, if any, has finished, the connection can no longer write."""
         if self._closed:
             return
-        hello = stream.hello
-        writer = f"{hello.pair.writer:x}"
+        writer = f"{connection.pair.writer:x}"
         try:
-            released = stream.release()
+            settled = connection.share is None or connection.share.try_settle()
         except DeviceError as error:
-            connection.unproved, released = True, False
+            connection.unproved, settled = True, False
             self._repeats.error("a fence has no evidence yet: the device failed", peer=writer, reason=str(error))
             self._repeats.upkeep()
-        if not released:
-            connection.prove_timer = self._loop.call_later(PROVE_RETRY_MS / 1000, self._prove, connection, stream)
+        if not settled:
+            self._loop.call_later(PROVE_RETRY_MS / 1000, self._prove, connection)
             return
         if connection.unproved:
             self._repeats.over(writer, "the device has finished its copies")
-        self._counts.update(stream.counts())
-        self._drop(connection)
-        self._proved(connection, Evidence.JOINED)
+        assert connection.stream is not None
+        self._counts.update(connection.stream.counts)
+        self._drop_proved(connection)
 
     # Connections.
+
+    def _drop_proved(self, connection: TcpConnection) -> None:
+        self._drop(connection)
+        self._proved(connection, Evidence.JOINED)
 
     def _drop(self, connection: TcpConnection) -> None:
         if connection.share is not None:
             connection.share.give_back()
             connection.share = None
-        if connection.prove_timer is not None:
-            connection.prove_timer.cancel()
         connection.close_sock(self._loop)
         self._connections.pop(connection.number, None)
 

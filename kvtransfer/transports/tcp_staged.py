@@ -69,18 +69,13 @@ class Stager:
         self._source, self._share, self._loop = source, share, loop
         self._post, self._over = post, over
         self._copying: deque[_Piece] = deque()
-        self._settled = False
-        """The device has finished every copy into the share."""
         self._thread = threading.Thread(target=self._stage_all, name=name, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Let go of the thread and the share: after `over`, when all that was posted has completed."""
         self._thread.join()
-        if self._settled:
-            self._share.give_back()
-        else:
-            self._share.leave_behind()  # the device may still copy there: nobody else may send from these chunks
+        self._share.give_back()
 
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""
@@ -130,7 +125,6 @@ class Stager:
             try:
                 with contextlib.suppress(DeviceError):
                     self._share.settle()
-                    self._settled = True
             finally:
                 with self.queue.lock:
                     while self._copying:

@@ -22,7 +22,6 @@ from kvtransfer.transports.rdma import (
     Keys,
     LinkEnds,
     ProbeLost,
-    ProbePlace,
     QpAddress,
     RdmaLimits,
     RdmaRegion,
@@ -69,10 +68,10 @@ class DoubleDevice:
     def __init__(self, region: RdmaRegion, config: RdmaConfig, *, remote_writes: bool, limits: RdmaLimits) -> None:
         self.port, self.config, self.remote_writes = PORT, config, remote_writes
         registrar = DoubleRegistrar()
-        keys, self.registered_as = region.register(registrar, remote_writes=remote_writes)
-        self.base, self.lkey, self.rkey = keys
+        self.keys, how = region.register(registrar, remote_writes=remote_writes)
+        self.registered_as = f"{PORT.device}:{PORT.number}, {how}"
         self.nbytes, self.region_U8 = region.nbytes, registrar.registered_U8
-        self.probes = ProbePlace(base=next(_numbers), rkey=next(_numbers))
+        self.probe_keys = Keys(next(_numbers), next(_numbers), next(_numbers))
         self.mtu, self.lid, self.ethernet = 5, 0, True
         self.send_wrs_max, self.seals_max = limits.send_wrs_max, limits.seals_max
         self.closed = False
@@ -123,13 +122,15 @@ class DoubleQueuePairs:
     def poster(self, *, dst_base: int, rkey: int) -> DoublePoster:
         return DoublePoster(self, dst_base, rkey)
 
-    def post_probes(self, peer: LinkEnds, place: ProbePlace) -> None:
-        for index, end in enumerate(peer.qps):
+    def post_probes(self, dst_base: int, rkey: int) -> None:
+        assert self.peer is not None
+        for index, end in enumerate(self.peer.qps):
             status = self.probes_lost.get(index, 0)
             if status == 0:
                 with self.arriving:
                     there = self.alive[end.number]
-                    assert there.device.probes == place
+                    probes = there.device.probe_keys
+                    assert (probes.base, probes.rkey) == (dst_base, rkey)
                     there.immediate_came(index, index)
             if status is not None:
                 self.probed.append(status)
@@ -204,7 +205,7 @@ class DoublePoster:
             if peer is None:
                 return False
             to = peer[0].device
-            assert to.remote_writes and (to.base, to.rkey) == (self.dst_base, self.rkey)
+            assert to.remote_writes and (to.keys.base, to.keys.rkey) == (self.dst_base, self.rkey)
             for dst, piece_U8 in pieces:
                 to.region_U8[dst : dst + len(piece_U8)] = piece_U8
             return True
@@ -243,7 +244,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(rdma, "open_device", open_device)
     monkeypatch.setattr(rdma, "why_lost", lambda _: state["lost"])
     monkeypatch.setattr(rdma, "find_ports", find)
-    monkeypatch.setattr(rdma, "QueuePairs", DoubleQueuePairs)
     monkeypatch.setattr(rdma, "QueuePairs", DoubleQueuePairs)
     monkeypatch.setattr(DoubleQueuePairs, "fails_to_destroy", 0)
     monkeypatch.setattr(DoubleQueuePairs, "on_the_way", None)

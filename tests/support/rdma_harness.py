@@ -18,6 +18,7 @@ from kvtransfer.transports import rdma
 from kvtransfer.transports.rdma import (
     CODEC,
     HostBytes,
+    LinkEnds,
     RdmaLimits,
     RdmaLinkLimits,
     RdmaMemory,
@@ -41,7 +42,6 @@ LIMITS = RdmaLimits(seals_max=4, device_check_ms=5)
 def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """`lost`: why the device does not work, if it does not."""
     monkeypatch.setattr(rdma, "DESTROY_RETRY_MS", 5)
-    monkeypatch.setattr("kvtransfer.transports.rdma.DESTROY_RETRY_MS", 5)
     yield install(monkeypatch)
     assert not DoubleQueuePairs.alive
 
@@ -136,7 +136,7 @@ class Raw:
     async def welcome(self) -> RdmaWelcome:
         """Up to a link that is made."""
         welcome = await self.welcome_unproved()
-        self.qps.post_probes(welcome.ends, welcome.probes)
+        self.qps.post_probes(welcome.probe_base, welcome.probe_rkey)
         assert await self.hear() == wire.Ready()
         return welcome
 
@@ -150,7 +150,7 @@ class Raw:
         message = await self.hear()
         assert isinstance(message, wire.Welcome)
         welcome = RdmaWelcome.decode(message.payload)
-        self.qps.connect(welcome.ends)
+        self.qps.connect(LinkEnds.decode(welcome.ends))
         return welcome
 
     async def close(self) -> None:

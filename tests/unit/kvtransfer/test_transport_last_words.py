@@ -10,6 +10,7 @@ import socket
 import sys
 import termios
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -120,10 +121,9 @@ def test_a_fence_arrives_from_a_receiver_that_leaves_payload_unread() -> None:
         with theirs:
             ours.sendall(bytes(WAITING_BYTES))
             ended = asyncio.Event()
+            connection: Any = SimpleNamespace(sock=ours, pair=PAIR, epoch=EPOCH, index=0, share=None)
             stream = ReceiveStream(
-                sock=ours,
-                hello=wire.Hello(pair=PAIR, epoch=EPOCH, link=1),
-                index=0,
+                connection,
                 memory_U8=SOURCE_U8,
                 region_nbytes=len(SOURCE_U8),
                 frame_bytes_max=FRAME_BYTES_MAX,
@@ -132,7 +132,7 @@ def test_a_fence_arrives_from_a_receiver_that_leaves_payload_unread() -> None:
                 ended=lambda _: ended.set(),
             )
             stream.start()
-            stream.stop(EPOCH)
+            stream.stop(wire.Fence(epoch=EPOCH))
             async with asyncio.timeout(DEADLINE_S):
                 await ended.wait()
             theirs.send(b"payload")

@@ -19,7 +19,6 @@ from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.rdma import (
     CODEC,
     HostBytes,
-    ProbePlace,
     RdmaLinkLimits,
     RdmaMemory,
     RdmaReceiverPort,
@@ -50,7 +49,6 @@ from tests.support.shm_peer import source_bytes
 __all__ = ["double"]
 
 pytestmark = pytest.mark.usefixtures("double")
-PROBES = ProbePlace(base=1, rkey=1)
 
 
 def test_records_land_and_the_seal_waits_for_every_queue_pair_that_they_took() -> None:
@@ -169,7 +167,7 @@ def test_a_link_closes_though_its_queue_pairs_cannot_be_destroyed() -> None:
             limits = RdmaLinkLimits(connect_ms_max=2_000)
             link = await RdmaWriterLink.connect(r.port.expect(PAIR, EPOCH), PAIR, memory, events, loop, limits)
             device: Any = memory.device
-            own = link._qps
+            own: Any = link._hold.qps
             DoubleQueuePairs.fails_to_destroy = 1 << 20
             async with asyncio.timeout(DEADLINE_S):
                 await link.close()
@@ -338,8 +336,8 @@ def test_a_receiver_that_does_not_know_the_secret_gets_no_data() -> None:
                 await reader.read(4096)
                 writer.write(CODEC.encode(wire.Challenge(nonce=bytes(32))))
                 await reader.read(4096)
-                ends = next(iter(DoubleQueuePairs.alive.values())).ends
-                says = RdmaWelcome(region_nbytes=REGION_NBYTES, probes=PROBES, ends=ends)
+                ends = next(iter(DoubleQueuePairs.alive.values())).ends.encode()
+                says = RdmaWelcome(region_nbytes=REGION_NBYTES, probe_base=1, probe_rkey=1, ends=ends)
                 false = wire.Welcome(proof=bytes(32), payload=says.encode())
                 writer.write(CODEC.encode(false))
                 await writer.drain()

@@ -44,9 +44,9 @@ def test_a_fence_without_evidence_is_not_told_at_each_try(caplog: pytest.LogCapt
         run(test())
     what, writer = "a fence has no evidence yet", f"{PAIR.writer:x}"
     first, last = told(caplog, what)
-    assert (first[:2], first[2]["writer"]) == (("ERROR", what), writer)
+    assert (first[:2], first[2]["peer"]) == (("ERROR", what), writer)
     because = "its queue pairs are destroyed, the device is flushed"
-    assert last == ("INFO", f"{what}: no more", {"writer": writer, "times": TRIES - 1, "because": because})
+    assert last == ("INFO", f"{what}: no more", {"peer": writer, "times": TRIES - 1, "because": because})
 
 
 def test_a_link_that_keeps_its_source_does_not_say_so_at_each_try(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import socket
 import threading
@@ -19,20 +18,19 @@ from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports import rdma
 from kvtransfer.transports.rdma import (
     CODEC,
+    Hold,
     LinkEnds,
-    ProbePlace,
     QpAddress,
     RdmaWelcome,
     RdmaWriterLink,
     RegionAddress,
 )
 from kvtransfer.transports.rdma_verbs import (
-    Addresses,
     Poster,
     QueuePairFailed,
-    RdmaLibrary,
     rdma_library,
 )
+from tests.support.null_verbs import NullVerbs
 from tests.support.shm_harness import Recorder, pair_of
 
 WRITE, WRITE_WITH_IMM, SIGNALED = 0, 1, 2
@@ -43,33 +41,28 @@ POSTED = np.dtype(
         ("opcode", "u4"), ("flags", "u4"), ("immediate_be", "u4"), ("chain", "u4"), ("_", "u4"),
     ]
 )  # fmt: skip
-ADDRESSES = Addresses(src_base=1 << 40, lkey=3, dst_base=1 << 41, rkey=5)
-
-
-def the_library() -> RdmaLibrary:
-    library = rdma_library()
-    if library is None:
-        pytest.skip("the poster is built where libibverbs-dev is installed")
-    return library
 
 
 class NullDevice:
     """Keeps the first `log_max` requests; more are refused as a full queue refuses them."""
 
     def __init__(self, log_max: int) -> None:
-        self.library = the_library()
-        self.memory = ctypes.create_string_buffer(self.library.null_bytes())
+        library = rdma_library()
+        if library is None:
+            pytest.skip("the poster is built where libibverbs-dev is installed")
+        self.poll_max = library.poll_max
         self.log = np.zeros(log_max, POSTED)
-        at = ctypes.addressof(self.memory)
-        self.library.null_init(at, self.log.ctypes.data, log_max, 77)
+        self.null = NullVerbs(library, self.log)
         self.channel = os.eventfd(0)
         self.wake = os.eventfd(0)
         self.poster = Poster(
-            self.library,
-            qps=[self.library.null_qp(at)],
-            cq=self.library.null_cq(at),
+            qps=[self.null.qp],
+            cq=self.null.cq,
             channel_fd=self.channel,
-            addresses=ADDRESSES,
+            src_base=1 << 40,
+            lkey=3,
+            dst_base=1 << 41,
+            rkey=5,
             take_event=self._take_event,
         )
         self.events_taken = 0
@@ -79,7 +72,7 @@ class NullDevice:
 
     @property
     def posted(self) -> np.ndarray:
-        return self.log[: self.library.null_logged(ctypes.addressof(self.memory))]
+        return self.log[: self.null.logged]
 
     def close(self) -> None:
         os.close(self.channel)
@@ -159,7 +152,7 @@ def test_completions_beyond_one_call_come_with_the_next() -> None:
         device.poster.post_seal(0, number, number)
     first, _ = device.poster.wait(device.wake, 0, 0)
     second, _ = device.poster.wait(device.wake, 0, 0)
-    assert len(first) == device.library.poll_max
+    assert len(first) == device.poll_max
     assert [number for number, _ in first + second] == list(range(100))
     device.close()
 
@@ -204,7 +197,7 @@ def test_without_a_thread_to_post_with_nothing_is_kept(monkeypatch: pytest.Monke
     ends = LinkEnds(
         gid=bytes(16), lid=0, mtu=5, ethernet=True, seals_max=4, qps=(QpAddress(number=1, first_packet=1),) * 2
     )
-    welcome = RdmaWelcome(region_nbytes=64, probes=ProbePlace(base=1, rkey=1), ends=ends)
+    welcome = RdmaWelcome(region_nbytes=64, probe_base=1, probe_rkey=1, ends=ends.encode())
     qps = SimpleNamespace(
         ends=ends,
         connect=lambda _: None,
@@ -218,17 +211,20 @@ def test_without_a_thread_to_post_with_nothing_is_kept(monkeypatch: pytest.Monke
     async def shake_hands(*_: object) -> wire.Welcome:
         return wire.Welcome(proof=bytes(32), payload=welcome.encode())
 
-    async def prove(*arguments: Any) -> None:
-        arguments[-1].set_result(None)
+    async def prove(*_: object) -> None:
+        pass
 
     monkeypatch.setattr(wire.WriterChannel, "open", opened)
     monkeypatch.setattr(wire.WriterChannel, "shake_hands", shake_hands)
     monkeypatch.setattr(rdma, "QueuePairs", lambda *_, **__: qps)
     monkeypatch.setattr(rdma, "_prove", prove)
     monkeypatch.setattr(threading.Thread, "start", fail)
-    device = SimpleNamespace(config=SimpleNamespace(qps=2), send_wrs_max=8, nbytes=64)
-    hold = SimpleNamespace(device=device, release=lambda: happened.append("released"))
-    memory: Any = SimpleNamespace(acquire=lambda: hold)
+    device: Any = SimpleNamespace(config=SimpleNamespace(qps=2), send_wrs_max=8, seals_max=4, nbytes=64)
+    memory: Any = SimpleNamespace(
+        acquire=lambda: Hold(memory, device),
+        release=lambda _: happened.append("released"),
+        repeats=SimpleNamespace(over=lambda *_: None),
+    )
     address = RegionAddress(listens="127.0.0.1:1", base=0, rkey=0).encode()
     endpoint = DataEndpoint(transport=TransportName.RDMA, address=address, secret=b"", epoch=Epoch(3))
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvtransfer.transport import ConnectError, DataEndpoint, TransportName
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports.rdma import CODEC, HostBytes, ProbePlace, RdmaUnproved, RdmaWelcome, RegionAddress
+from kvtransfer.transports.rdma import CODEC, HostBytes, RdmaUnproved, RdmaWelcome, RegionAddress
 from tests.conformance.transport_kits import RDMA_KITS
 from tests.conformance.transport_suite import record_ops
 from tests.conformance.transport_suite_more import a_connect_that_is_given_up_at_any_step_leaves_nothing_to_fence
@@ -171,7 +171,7 @@ def test_a_receiver_that_ends_meanwhile_says_nothing_of_the_way(monkeypatch: pyt
 
     async def test() -> None:
         async with receiving() as r:
-            secret, nonce, probes = bytes(16), bytes(32), ProbePlace(base=1, rkey=1)
+            secret, nonce = bytes(16), bytes(32)
             there_U8 = np.zeros(REGION_NBYTES, np.uint8)
             device = DoubleDevice(HostBytes(lambda: there_U8), CONFIG, remote_writes=True, limits=LIMITS)
             theirs = DoubleQueuePairs(device, 2, sends=False)
@@ -181,7 +181,8 @@ def test_a_receiver_that_ends_meanwhile_says_nothing_of_the_way(monkeypatch: pyt
                 assert isinstance(hello, wire.Hello)
                 writer.write(CODEC.encode(wire.Challenge(nonce=nonce)))
                 await reader.read(4096)
-                says = RdmaWelcome(region_nbytes=REGION_NBYTES, probes=probes, ends=theirs.ends).encode()
+                ends = theirs.ends.encode()
+                says = RdmaWelcome(region_nbytes=REGION_NBYTES, probe_base=1, probe_rkey=1, ends=ends).encode()
                 proof = CODEC.receiver_proof(secret, hello, nonce, says)
                 welcome = wire.Welcome(proof=proof, payload=says)
                 writer.write(CODEC.encode(welcome))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -164,9 +165,9 @@ def test_else_it_is_peer_memory_and_why_is_told(driver: Driver, card: Card, why:
     """By the address that the device has; no descriptor stays open."""
     region = region_of(driver)
     made = DeviceBytes(region).register(card, remote_writes=True)
-    assert made.keys == Keys(region.address, 1, 2)
+    assert made[0] == Keys(region.address, 1, 2)
     assert card.asked[-1] == ("address", region.address, NBYTES)
-    assert re.fullmatch(rf"device memory as peer memory \({why}\)", made.how)
+    assert re.fullmatch(rf"device memory as peer memory \({why}\)", made[1])
     for fd in driver.fds:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
@@ -261,21 +262,22 @@ class FakeMr:
         return SimpleNamespace(lkey=number, rkey=100 + number, close=lambda: self.closed.append(number))
 
 
-def registrar(mr: FakeMr) -> Registrar:
+def registrar(mr: FakeMr, opened: ExitStack) -> Registrar:
     verbs: Any = SimpleNamespace(mr=mr, error=VerbsError)
-    return Registrar(verbs, "domain", 5)
+    return Registrar(verbs, "domain", 5, opened)
 
 
 def test_pyverbs_is_called_with_the_address_or_with_descriptor_and_offset() -> None:
     """A dma-buf is found at its offset by those who use its keys, which is what pyverbs makes its address. All is
     closed in the opposite order, once."""
     mr = FakeMr()
-    card = registrar(mr)
+    opened = ExitStack()
+    card = registrar(mr, opened)
     assert card.by_address(0x7000, NBYTES) == Keys(0x7000, 1, 101)
     assert card.by_dma_buf(9, 256, NBYTES) == Keys(256, 2, 102)
     assert mr.calls == [("domain", NBYTES, 5, 0x7000), ("domain", NBYTES, 5, 9, 256)]
-    card.close()
-    card.close()
+    opened.close()
+    opened.close()
     assert mr.closed == [2, 1]
 
 
@@ -289,7 +291,7 @@ def test_pyverbs_is_called_with_the_address_or_with_descriptor_and_offset() -> N
     ids=["an old pyverbs", "one that takes no descriptors", "a card that takes none"],
 )
 def test_what_pyverbs_cannot_do_is_a_refusal(mr: FakeMr, says: str) -> None:
-    card = registrar(mr)
+    card = registrar(mr, ExitStack())
     with pytest.raises(RegistrationRefused, match=says):
         card.by_dma_buf(9, 0, NBYTES)
     with pytest.raises(RegistrationRefused, match="Bad address"):

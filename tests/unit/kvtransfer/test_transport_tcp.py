@@ -176,12 +176,12 @@ def test_a_seal_counts_although_its_streams_have_ended_before_the_loop_looks() -
     async def test() -> None:
         async with receiving() as r, raw(r, 0) as one, raw(r, 1) as two:
             await wait_until(lambda: len(r.port._streams(PAIR)) == 2)
-            streams = {stream.index: stream for stream in r.port._streams(PAIR)}
+            streams = {stream.connection.index: stream for stream in r.port._streams(PAIR)}
             for index, each in enumerate((one, two)):
                 each.sock.send(CODEC.encode(wire.SealSent(number=0, seal=seal, ways_mask=0b11)))
                 each.sock.shutdown(socket.SHUT_WR)
                 deadline_s = time.monotonic() + DEADLINE_S
-                while streams[index].end is None:  # keeps the loop's thread
+                while streams[index]._thread.is_alive():  # keeps the loop's thread
                     assert time.monotonic() < deadline_s
             await r.events.until(lambda e: bool(e.seals))
             assert r.events.seals == [(PAIR, seal)]
