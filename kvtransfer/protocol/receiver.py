@@ -26,6 +26,7 @@ from enum import Enum
 
 from baton.ids import Attempt, BlockId, Epoch, GrantId, Pair, RequestId, RequestKey, ReserveNumber
 from cachestore.ledger import Ledger
+from kvtransfer.protocol.writer import LIVE_SPAN_MAX, STORY_STEPS_MAX
 from kvtransfer.transport import Seal
 
 
@@ -348,13 +349,11 @@ class CountRefused(ReceiverInstruction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiverLimits:
-    live_span_max: int = 4096
-    """Reserve numbers a writer may have between its lowest live one and its newest."""
+    live_span_max: int = LIVE_SPAN_MAX
     tombstones_max: int = 65_536
     """Cancelled requests remembered so that a late Reserve or Commit of them is refused; the oldest goes first."""
     revoke_rounds_before_fence: int = 1
     revoke_rounds_before_quarantine: int = 3
-    story_steps_max: int = 24
 
 
 @dataclass(slots=True, kw_only=True)
@@ -740,7 +739,7 @@ class ReceiverMachine:
         allowed = TRANSITIONS.get((grant.state, step), ())
         line = f"{grant.state.value} --{step.value}--> {to.value}"
         assert to in allowed, f"grant {grant.id.hex()}: {line} is not in the table; story: {grant.story}"
-        grant.story = (*grant.story, line)[-self.limits.story_steps_max :]
+        grant.story = (*grant.story, line)[-STORY_STEPS_MAX:]
         came_from, grant.state = grant.state, to
         if to is came_from:
             return
