@@ -115,7 +115,8 @@ class Receiver:
         self.holdings = WriterHoldings(grants, places=self._writers, now_s=loop.time)
         self._repeats = RepeatLog(log, loop.time)
         self._retiring: set[Pair] = set()
-        self._timers: dict[tuple[GrantId, TimerKind], asyncio.TimerHandle] = {}
+        self._timers: dict[GrantId, asyncio.TimerHandle] = {}
+        """The machine stops a grant's timers before it starts one of another kind."""
         self._commits: PendingCalls[GrantId, bool] = PendingCalls(loop)
         self._releases: PendingCalls[tuple[Pair, ReserveNumber], None] = PendingCalls(loop)
         self._tasks = Tasks(loop, log)
@@ -351,13 +352,13 @@ class Receiver:
         self._host.let_go(instruction.grant)
 
     def _start_timer(self, instruction: protocol.StartGrantTimer) -> None:
-        key = (instruction.grant, instruction.kind)
-        self._cancel_timer(key)
-        delay_ms = self.config.lease_ms if instruction.kind is TimerKind.LEASE else self.config.revoke_ms
-        self._timers[key] = self._loop.call_later(delay_ms / 1000, self._fire, *key)
+        grant, kind = instruction.grant, instruction.kind
+        self._cancel_timer(grant)
+        delay_ms = self.config.lease_ms if kind is TimerKind.LEASE else self.config.revoke_ms
+        self._timers[grant] = self._loop.call_later(delay_ms / 1000, self._fire, grant, kind)
 
     def _fire(self, grant: GrantId, kind: TimerKind) -> None:
-        del self._timers[grant, kind]
+        del self._timers[grant]
         writer = self.holdings.name_of(self.grants.entries[grant].pair)
         self._repeats.warning(_OVERDUE[kind], peer=writer, grant=grant.hex())
         self._handle(protocol.GrantTimerFired(grant=grant, kind=kind))
@@ -365,8 +366,7 @@ class Receiver:
     def _stop_timers(self, instruction: protocol.StopGrantTimers) -> None:
         """Comes when a grant is no longer open, before anything else can be done with its blocks."""
         self.ports.forbid(instruction.grant)
-        for kind in TimerKind:
-            self._cancel_timer((instruction.grant, kind))
+        self._cancel_timer(instruction.grant)
         if self.grants.state_of(instruction.grant) is not GrantState.COMMITTED:
             self._host.let_go(instruction.grant)
 
@@ -374,9 +374,8 @@ class Receiver:
         assert instruction.grant not in self._commits, instruction
         self.checks.forget(instruction.grant)
 
-    def _cancel_timer(self, key: tuple[GrantId, TimerKind]) -> None:
-        timer = self._timers.pop(key, None)
-        if timer is not None:
+    def _cancel_timer(self, grant: GrantId) -> None:
+        if timer := self._timers.pop(grant, None):
             timer.cancel()
 
     def _count_refused(self, instruction: protocol.CountRefused) -> None:
@@ -402,8 +401,7 @@ class LivenessStreams:
     async def serve(self, pair: Pair) -> AsyncGenerator[transfer_pb2.LivenessReply, None]:
         """The handler of one stream. Ends with `close`, or by being cancelled when the connection does."""
         self._calls[pair] = self._calls.get(pair, 0) + 1
-        timer = self._timers.pop(pair, None)
-        if timer is not None:
+        if timer := self._timers.pop(pair, None):
             timer.cancel()
         try:
             yield transfer_pb2.LivenessReply()

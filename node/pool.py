@@ -24,7 +24,7 @@ from engine.build import BuiltEngine, ComputeDevice, EngineConfig, build_runner
 from engine.core import Engine
 from engine.types import KvSpec, Runner, sampling_problem
 from kvtransfer.device.staging import StagedRegion, StagingConfig
-from kvtransfer.link import DEFAULT_TRANSPORTS, PROTOCOL_MAX, PROTOCOL_MIN, check_some_work, serving
+from kvtransfer.link import DEFAULT_TRANSPORTS, PROTOCOL_MAX, PROTOCOL_MIN, serving
 from kvtransfer.native.copy import copies_by
 from kvtransfer.region import Region
 from kvtransfer.transport import RegionKind, TransportName
@@ -322,7 +322,8 @@ def open_transports(
         opened.push_async_callback(rdma.close)
     works = {TransportName.RDMA: rdma is not None, TransportName.UCX: usable(serving, config.ucx.tls)}
     found = tuple(transport for transport in serving if works.get(transport, True))
-    check_some_work(found)
+    if not found:
+        raise InvalidField("transports", "names none that works on this machine; `baton doctor` says why")
     return RegionTransports(offered=found, rdma=rdma)
 
 
