@@ -116,7 +116,6 @@ class Receiver:
         self._repeats = RepeatLog(log, loop.time)
         self._retiring: set[Pair] = set()
         self._timers: dict[GrantId, asyncio.TimerHandle] = {}
-        """The machine stops a grant's timers before it starts one of another kind."""
         self._commits: PendingCalls[GrantId, bool] = PendingCalls(loop)
         self._releases: PendingCalls[tuple[Pair, ReserveNumber], None] = PendingCalls(loop)
         self._tasks = Tasks(loop, log)
@@ -288,9 +287,10 @@ class Receiver:
         """The event without what a port contradicts: a Release does not end the right to a grant while copies of it may
         still run on a device that has failed. Such a grant waits for a fence."""
         lowest_live = event.lowest_live
-        for number, grant in self.grants.uncommitted(event.pair):
+        for grant in self.grants.uncommitted(event.pair):
+            number = grant.number
             named = isinstance(event, WriterReleased) and number == event.number
-            if not (named or number < lowest_live) or self.ports.forbid(grant):
+            if not (named or number < lowest_live) or self.ports.forbid(grant.id):
                 continue
             event = replace(event, lowest_live=min(event.lowest_live, number))
             if isinstance(event, WriterReleased) and named:
