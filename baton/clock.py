@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class Clock:
@@ -24,11 +26,13 @@ class Clock:
         await asyncio.sleep(delay_s)
 
 
-async def first_of(*waits: Coroutine[Any, Any, object]) -> None:
-    """Wait for one of them and cancel the others."""
+async def first_of(*waits: Coroutine[Any, Any, T]) -> T:
+    """Wait for one of them and cancel the others. Returns what it returns, or raises what it raises; where several have
+    ended, the first of them counts."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(task for task in tasks if task.done()).result()
     finally:
         for task in tasks:
             task.cancel()

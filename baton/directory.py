@@ -57,25 +57,6 @@ class _Left:
     """The node did not remove itself."""
 
 
-class Standstill:
-    """Notices that this process itself stood still (stopped, paused or without a core): two looks were far apart.
-
-    A process that stands still hears from nobody.
-    """
-
-    def __init__(self, *, ms_min: int, now_s: float) -> None:
-        self._ms_min = ms_min
-        self._looked_s = now_s
-
-    def look(self, *, now_s: float) -> float:
-        """Seconds since the last look, less `ms_min`; 0 if that is negative.
-
-        Without the subtraction, a loop that is always slow would keep dead nodes forever.
-        """
-        gap_s, self._looked_s = now_s - self._looked_s, now_s
-        return max(0.0, gap_s - self._ms_min / 1e3)
-
-
 class DirectoryState:
     """Times are seconds of one monotonic clock, passed in. Every method first lets overdue records expire."""
 

@@ -10,7 +10,7 @@ from typing import Final
 from batonpb import directory_pb2, directory_pb2_grpc
 
 from baton.clock import Clock
-from baton.directory import DirectoryLimits, DirectoryState, PushOutcome, Standstill
+from baton.directory import DirectoryLimits, DirectoryState, PushOutcome
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.log import get_log
 from baton.rpc import RpcServer
@@ -31,8 +31,9 @@ class DirectoryConfig:
     expire_interval_ms: int = 100
     """Time between two looks for expired records."""
     standstill_ms_min: int = 400
-    """After a longer time between two looks, every expiry is extended once by what is beyond it: the directory itself
-    stood still."""
+    """After a longer time between two looks this process itself stood still (stopped, paused or without a core) and
+    heard from nobody: every expiry is extended once by what is beyond it. With less taken off, a loop that is always
+    slow would keep dead nodes forever."""
 
     def __post_init__(self) -> None:
         check_positive(self, "watchers_max", "watch_interval_ms", "expire_interval_ms")
@@ -47,7 +48,7 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
         self._config = config
         self._clock = clock
         self._state = DirectoryState(limits=config.limits)
-        self._standstill = Standstill(ms_min=config.standstill_ms_min, now_s=clock.monotonic_s())
+        self._looked_s = clock.monotonic_s()
         self._changed = asyncio.Event()
         self._seen_version = 0
         """The version at the last wake-up of the watchers."""
@@ -121,8 +122,9 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
         Returns the time that it used, which the caller uses too.
         """
         now_s = self._clock.monotonic_s()
-        gap_s = self._standstill.look(now_s=now_s)
-        if gap_s:
+        gap_s = now_s - self._looked_s - self._config.standstill_ms_min / 1e3
+        self._looked_s = now_s
+        if gap_s > 0:
             log.warning("stood still and heard from no node; all records are extended", ms=round(gap_s * 1e3))
             self._state.stood_still(gap_s=gap_s)
         for record in self._state.expire(now_s=now_s):

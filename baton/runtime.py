@@ -175,10 +175,6 @@ class NodeRuntime:
         self._lifecycle_seen()
         return self.endpoint
 
-    async def serve_until(self, stop: asyncio.Event, drain: asyncio.Event | None) -> None:
-        """Return when the node is to shut down: at `stop`, or after `drain` when empty or `drain_ms_max` later."""
-        await self.drain.serve_until(stop, drain, drain_ms_max=self.config.drain_ms_max)
-
     async def leave(self) -> None:
         """Take nothing new: not ready, out of the directory. Idempotent."""
         if self.endpoint:

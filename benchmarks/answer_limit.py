@@ -69,15 +69,17 @@ async def measure(args: argparse.Namespace) -> list[dict[str, dict[str, float]]]
     spec = ClusterSpec(prefill=1, decode=1, threads=1, model=str(args.model_dir))
     channels = Channels(limits=ChannelLimits())
     rounds = []
+    cluster = Cluster(spec)
     try:
-        async with Cluster(spec) as cluster:
-            client = InferenceClient(cluster.router, channels=channels, timeout_s=ANSWER_S_MAX)
-            await round_of(client, LIMIT, args, "warm-up")
-            for number in range(args.rounds):
-                kinds = list(KINDS.items())[:: 1 if number % 2 == 0 else -1]
-                rounds.append({kind: await round_of(client, limit, args, f"{number}") for kind, limit in kinds})
-                print(json.dumps(rounds[-1]), flush=True)
+        await cluster.start()
+        client = InferenceClient(cluster.router, channels=channels, timeout_s=ANSWER_S_MAX)
+        await round_of(client, LIMIT, args, "warm-up")
+        for number in range(args.rounds):
+            kinds = list(KINDS.items())[:: 1 if number % 2 == 0 else -1]
+            rounds.append({kind: await round_of(client, limit, args, f"{number}") for kind, limit in kinds})
+            print(json.dumps(rounds[-1]), flush=True)
     finally:
+        await cluster.stop()
         await channels.close()
     return rounds
 

@@ -175,11 +175,13 @@ async def ours(args: argparse.Namespace, *, mixed: bool) -> AsyncIterator[Target
         flags=dict.fromkeys((Service.PREFILL, Service.DECODE, Service.MIXED), engine),
     )  # fmt: skip
     channels = Channels(limits=ChannelLimits())
+    cluster = Cluster(spec)
     try:
-        async with Cluster(spec) as cluster:
-            target = RouterTarget(cluster.router, channels=channels, timeout_s=ANSWER_S_MAX, temperature=0.0)
-            yield target
+        await cluster.start()
+        target = RouterTarget(cluster.router, channels=channels, timeout_s=ANSWER_S_MAX, temperature=0.0)
+        yield target
     finally:
+        await cluster.stop()
         await channels.close()
 
 

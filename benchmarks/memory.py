@@ -109,26 +109,28 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     )  # fmt: skip
     channels = Channels(limits=ChannelLimits())
     samples: dict[str, list[tuple[float, int]]] = {}
+    cluster = Cluster(spec)
     try:
-        async with Cluster(spec) as cluster:
-            target = RouterTarget(cluster.router, channels=channels, timeout_s=ANSWER_S_MAX, temperature=0.8)
-            load = Load(target, args.seed)
-            workers = [asyncio.create_task(load.worker()) for _ in range(args.requests)]
-            try:
-                await asyncio.sleep(args.warm_up_s)
-                before, begin_s = load.ended, time.monotonic()
-                while (at_s := time.monotonic() - begin_s) < args.seconds:
-                    for name, pid in cluster.pids.items():
-                        samples.setdefault(name, []).append((at_s, resident_bytes(pid)))
-                    await asyncio.sleep(args.every_s)
-            finally:
-                for task in workers:
-                    task.cancel()
-                ends = await asyncio.gather(*workers, return_exceptions=True)
-            for end in ends:
-                if isinstance(end, Exception):
-                    raise end
+        await cluster.start()
+        target = RouterTarget(cluster.router, channels=channels, timeout_s=ANSWER_S_MAX, temperature=0.8)
+        load = Load(target, args.seed)
+        workers = [asyncio.create_task(load.worker()) for _ in range(args.requests)]
+        try:
+            await asyncio.sleep(args.warm_up_s)
+            before, begin_s = load.ended, time.monotonic()
+            while (at_s := time.monotonic() - begin_s) < args.seconds:
+                for name, pid in cluster.pids.items():
+                    samples.setdefault(name, []).append((at_s, resident_bytes(pid)))
+                await asyncio.sleep(args.every_s)
+        finally:
+            for task in workers:
+                task.cancel()
+            ends = await asyncio.gather(*workers, return_exceptions=True)
+        for end in ends:
+            if isinstance(end, Exception):
+                raise end
     finally:
+        await cluster.stop()
         await channels.close()
     found = {name: verdict(own) for name, own in samples.items()}
     counts = {"ended": load.ended - before, "given_up": load.given_up, "refused": load.refused}

@@ -1,7 +1,9 @@
 """A cluster of processes on this machine: started in order, watched, and stopped so that nothing is left.
 
-async with Cluster(ClusterSpec(prefill=2, decode=2, engine_kind=EngineKind.MOCK)) as cluster:
-    ... cluster.router, cluster.endpoints["decode-1"], cluster.send_signal("prefill-0", signal.SIGSTOP) ...
+cluster = Cluster(ClusterSpec(prefill=2, decode=2, engine_kind=EngineKind.MOCK))
+await cluster.start()
+... cluster.router, cluster.endpoints["decode-1"], cluster.pids["prefill-0"] ...
+await cluster.stop()
 
 Where they are to listen is checked before any of them is started.
 """
@@ -18,9 +20,10 @@ from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import Any, Final, Self, TypeVar
+from types import MappingProxyType
+from typing import Any, Final, NoReturn, TypeVar
 
+from baton.clock import first_of
 from baton.config import NO_SETTING, ConfigError, ConfigProblem, env_name, fixed, flag_name, setting
 from baton.cores import own_cores
 from baton.directory_setting import DIRECTORY_HELP, check_directory_setting
@@ -230,7 +233,7 @@ class ClusterError(BatonError):
 class Cluster:
     """The processes of one ClusterSpec, as children of this one. Lives on one event loop, in the main thread.
 
-    `start` once and `stop`, or `async with`. Nothing outlives `stop`, nor this process, were it killed.
+    `start` once, and `stop`. Nothing outlives `stop`, nor this process, were it killed.
     """
 
     def __init__(
@@ -327,10 +330,6 @@ class Cluster:
             raise self._ended(child, "while it was starting")
         self._on_ready(name, child.ready.result())
 
-    def send_signal(self, name: str, signum: signal.Signals) -> None:
-        """Send a signal to one process. Does nothing to one that has ended."""
-        self._children[name].send_signal(signum)
-
     async def watch(self) -> ClusterError:
         """Wait until a process ends by itself, and say which one, how, and what it logged last."""
         children = list(self._children.values())
@@ -340,16 +339,11 @@ class Cluster:
     async def run_beside(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Run `work` while the cluster runs. Raises ClusterError, with `work` cancelled, when a process ends by
         itself."""
-        working, watching = asyncio.ensure_future(work), asyncio.ensure_future(self.watch())
-        try:
-            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if watching.done():
-                raise watching.result()
-            return await working
-        finally:
-            working.cancel()
-            watching.cancel()
-            await asyncio.wait({working, watching})
+
+        async def until_broken() -> NoReturn:
+            raise await self.watch()
+
+        return await first_of(until_broken(), work)
 
     async def stop(self) -> list[str]:
         """Stop everything in the order router, prefill, decode, directory; says which processes did not stop well.
@@ -395,15 +389,6 @@ class Cluster:
             text = f"{child.name} {describe_exit(status)} when it was stopped."
         self._keep_logs = True
         return f"{text} The end of its log ({child.log_path}):\n{child.log_tail()}"
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.stop()
 
     def _command(self, name: str, service: Service, directory: str) -> list[str]:
         # -P: a folder of the user's that is called engine or cli is not ours.

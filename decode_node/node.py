@@ -177,7 +177,7 @@ class DecodeNode:
         """
         assert self.reserving.has_place, seq.key
         self.receiver.supersede(seq.key)
-        self.reserving.waits_no_more(seq.key)
+        self.reserving.resumed_first.waits_no_more(seq.key)
         footprint = len(seq.block_table) + (self.ledger.promise_left(seq.promise_key) or 0)
         self.streams.open(self._start(seq, None, router, deadline_s, footprint=footprint).output)
 
@@ -196,7 +196,7 @@ class DecodeNode:
         """
         job = self._by_key.get(key)
         self.receiver.cancel(key)
-        self.reserving.waits_no_more(key)
+        self.reserving.resumed_first.waits_no_more(key)
         if job is not None:
             job.output.end(error=f"cancelled: {reason}")
             if not notify_router:

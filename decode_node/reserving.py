@@ -75,7 +75,7 @@ class ResumedFirst:
         if len(self._waits) > WAITING_MAX:
             self._forget(next(iter(self._waits)))
 
-    def granted(self, key: RequestKey) -> None:
+    def waits_no_more(self, key: RequestKey) -> None:
         """This attempt has its room, here or on another node, or wants none any more: it waits no longer, if it did."""
         known = self._waits.get(key.request)
         if known is not None and known.attempt <= key.attempt:
@@ -119,7 +119,7 @@ class Reserving:
         """Whether promises may be covered by host memory."""
         self._jobs = jobs
         self._loop = asyncio.get_running_loop()
-        self._resumed_first = ResumedFirst(wait_ms=config.resumed_wait_ms, hold_ms_max=config.resumed_hold_ms_max)
+        self.resumed_first = ResumedFirst(wait_ms=config.resumed_wait_ms, hold_ms_max=config.resumed_hold_ms_max)
         self._blocks_freed, self.requests_ended = LeaveRate(), LeaveRate()
         if self._spill is not None:
             pool.blocks.prefix_cache.may_pin = lambda: self._all_fit(pins_more=1)
@@ -182,12 +182,12 @@ class Reserving:
         if isinstance(answer, AnswerRefused):
             if answer.refusal is Refusal.BUSY:
                 if request.output and not repeated:
-                    self._resumed_first.refused(key, len(request.output), self._loop.time())
+                    self.resumed_first.refused(key, len(request.output), self._loop.time())
                 return self._busy(key, why_not or NO_BLOCKS, blocks_lacking=footprint - self._ledger.available)
             if answer.refusal in (Refusal.FENCING, Refusal.SPAN):
                 return self._busy(key, answer.refusal.value, blocks_lacking=0)
             return transfer_pb2.ReserveReply(reject=transfer_pb2.Reject(reason=answer.refusal.value))
-        self.waits_no_more(key)
+        self.resumed_first.waits_no_more(key)
         return Granted(answer=answer, seq=seq, footprint=footprint)
 
     @property
@@ -197,11 +197,7 @@ class Reserving:
 
     def yields(self, *, resumed: bool) -> bool:
         """Whether what room there is goes to requests in the middle of their answer, and this is none."""
-        return not resumed and self._resumed_first.waiting(self._loop.time())
-
-    def waits_no_more(self, key: RequestKey) -> None:
-        """The request has its room, or wants none any more."""
-        self._resumed_first.granted(key)
+        return not resumed and self.resumed_first.waiting(self._loop.time())
 
     def ended(self, footprint: int) -> None:
         """A request has ended that might have come to hold so many blocks."""

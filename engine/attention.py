@@ -18,30 +18,29 @@ from engine.types import Batch, SequenceSlice
 
 
 class PagedAttention(Protocol):
-    """Attention of some slices over one pool, where a layer's new K and V are stored before `attend`. Used by the
-    engine thread only."""
+    """Attention of slices over one pool. A layer's new K and V are stored before `attend`. Engine thread only."""
 
     def prepare(self, slices: Sequence[SequenceSlice]) -> Any:
-        """Once per step: what `attend` needs in every layer."""
+        """The plan for `attend` in all layers, once per step."""
         ...
 
     def attend(self, layer: int, q_THD: torch.Tensor, plan: Any) -> torch.Tensor:
-        """Each query over its sequence up to and including itself -> [T, H, D]."""
+        """Each query over its sequence up to its own token -> [T, H, D]."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
-    """The rows that tokens are drawn from, where those are not all rows. They alone go through the last layer to its
-    end: of the others it is asked for K and V."""
+    """The rows that tokens are drawn from, if not all. Only they are computed to the end of the last layer; for the
+    others it stores K and V."""
 
     rows_W: torch.Tensor
     """int64, on the pool's device."""
     batch: Batch
-    """These rows alone."""
+    """Only these rows."""
 
     def attend(self, attention: PagedAttention, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
-        """Of the last layer -> [W, H, D]. Prepares a plan only now, as a backend may keep one at a time."""
+        """Of the last layer -> [W, H, D]. Prepares its plan here, because a backend may keep one at a time."""
         q_WHD = q_THD[self.rows_W]
         return attention.attend(layer, q_WHD, attention.prepare(self.batch.slices)) if len(q_WHD) else q_WHD
 
@@ -63,19 +62,19 @@ class _SequencePlan:
     num_rows: int
     context_len: int
     runs_2Kn: torch.Tensor
-    """Rows of `KvPool.runs` that make up the context, K before V, flat."""
+    """Rows of `KvPool.runs` with the context, K before V, flat."""
     is_causal: bool
-    """The whole context is new: row i sees columns 0..i, which needs no mask in memory."""
+    """The whole context is new: row i sees columns 0..i, without a mask in memory."""
     mask_TC: torch.Tensor | None
-    """Added to the scores: 0 where row i (position start + i) may look, -inf elsewhere. None: no mask is needed."""
+    """Added to the scores: 0 where row i (position start + i) may look, -inf elsewhere. None: not needed."""
 
 
 class TorchAttention:
-    """The reference, on every device: each sequence's blocks are copied together, then torch's own attention runs over
-    them. Slots past the end of a context are never read into a result: they may hold anything, NaN too."""
+    """The reference, on any device: copies each sequence's blocks together and runs torch's own attention over them.
+    Slots past the end of a context do not affect the result: they may hold anything, even NaN."""
 
     def __init__(self, pool: KvPool, num_heads: int | None = None) -> None:
-        """`num_heads` is what other attentions have to know."""
+        """`num_heads` is for other attentions."""
         del num_heads
         self.pool = pool
 

@@ -59,7 +59,7 @@ QUANTISATIONS = {
     ComputeDevice.CUDA: (Quantisation.FP8, Quantisation.INT4),
     ComputeDevice.CPU_KERNELS: (Quantisation.FP8, Quantisation.INT4),
 }
-"""How weights may be rounded, besides not at all, on the devices that can multiply by rounded ones."""
+"""How weights may be rounded, on devices that multiply by rounded ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,20 +167,20 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltEngine:
-    """A runner that is not bound to a region yet, and what it is."""
+    """A runner that is not bound to a region yet, and facts about it."""
 
     runner: Runner
     model_name: str
     fingerprint: str
-    """Digest of configuration and weights: nodes that differ in it never hand over."""
+    """Digest of configuration and weights: nodes hand over only to nodes of the same."""
     quantisation: str = ""
-    """How the weights are rounded, which is no part of the digest; empty: not at all."""
+    """How the weights are rounded, which the digest does not cover; empty: not rounded."""
     block_freed: Callable[[BlockId], None] | None = None
-    """Called with each block that becomes free, where the runner needs that."""
+    """To be called with each block that becomes free, if the runner needs it."""
     on_device: GpuRunner | None = None
-    """The runner again, where its region is to lie in its device's memory."""
+    """The same runner, if its region has to be in its device's memory."""
     arithmetic: str = ""
-    """For people: what computes, where the runner does not describe itself. Empty: nothing is computed."""
+    """For people: what computes, if the runner does not describe itself. Empty: the mock engine."""
 
 
 def build_runner(config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> BuiltEngine:

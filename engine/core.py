@@ -1,7 +1,7 @@
 """The engine: queues, blocks and stop rules around a runner. Knows no network.
 
-Everything is called on the node's control thread but `Engine.run`, which runs one step on the engine thread and touches
-nothing but the batch. Meanwhile the control thread may submit, resume and abort.
+All calls are on the node's control thread, except `Engine.run`: it runs one step on the engine thread and touches only
+the batch. Meanwhile the control thread may submit, resume and abort.
 
 Overlap scheduling (NanoFlow, Zhu et al. 2024; SGLang), with an `OverlapRunner`: a step may be launched before the one
 before is collected. A sequence that ends in the first has a surplus slice in the second: its token is dropped, and the
@@ -33,7 +33,7 @@ from engine.types import (
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class TokenEvent:
-    """Something happened to a sequence: a token was drawn, it ended, or both. Not changed once made.
+    """A sequence has drawn a token, has ended, or both. Not changed once made.
 
     A PREFILL_ONLY sequence leaves the engine with its first token, whether `finish` is set or not.
     """
@@ -41,34 +41,34 @@ class TokenEvent:
     seq: Sequence
     token: int | None
     index: int
-    """Index of `token` among the output; without a token, how many output tokens there are."""
+    """Index of `token` in the output; without a token, the number of output tokens."""
     finish: FinishReason | None
     logprobs: TokenLogprobs | None = None
-    """Of `token`, where the request asks."""
+    """Of `token`, if the request asks."""
 
 
 @dataclass(slots=True, eq=False)
 class EngineCounters:
-    """Totals since the start. The engine's to change."""
+    """Totals since the start. Only the engine changes them."""
 
     steps: int = 0
     steps_overlapped: int = 0
-    """Of `steps`, those launched while the one before was in flight."""
+    """Those of `steps` that were launched while the step before was in flight."""
     steps_held_back: int = 0
-    """Times that the next step had to wait for the one in flight: a request draws by what the host has to know or look
-    at, or memory has to be made room in."""
+    """Times that the next step waited for the one in flight: a draw needs tokens or scores on the host, or blocks have
+    to move to host memory first."""
     tokens_computed: int = 0
-    """Without those of surplus slices."""
+    """Surplus slices do not count."""
     tokens_drawn: int = 0
     tokens_surplus: int = 0
-    """Drawn for sequences that had ended, and dropped."""
+    """Dropped, as their sequences had ended."""
     not_finite: int = 0
     """Sequences that ended because their scores were not numbers."""
 
 
 class Engine:
-    """One runner, bound to its region, and its sequences, each from `submit` or `resume` until the event in which it
-    leaves. In COMPLETE mode the engine then releases blocks and promise; in PREFILL_ONLY mode the caller the blocks.
+    """One runner, bound to its region, and its sequences, each from `submit` or `resume` until it leaves with an event.
+    Then the engine releases blocks and promise in COMPLETE mode, the caller the blocks in PREFILL_ONLY mode.
     """
 
     def __init__(self, runner: Runner, blocks: BlockManager, config: SchedulerConfig) -> None:
@@ -78,24 +78,24 @@ class Engine:
         self.scheduler = Scheduler(config, blocks)
         self.counters = EngineCounters()
         self.overlap: OverlapRunner | None = None
-        """The runner, where steps are launched and collected instead of run."""
+        """The runner, if steps are launched and collected instead of run."""
         if isinstance(runner, OverlapRunner) and config.rows_max <= runner.overlap_rows_max:
             self.overlap = runner
         self._flights: deque[tuple[Batch, list[Sequence]]] = deque()
-        """Steps that are not over, each with the sequences of its slices."""
+        """Steps in flight, each with the sequences of its slices."""
         self._aborting: set[RequestKey] = set()
         self._events: list[TokenEvent] = []
         self.changed: Callable[[], None] = lambda: None
-        """Called when there may be something to do: a sequence has come or is to leave. Set by the loop that steps."""
+        """Called when a sequence has come or is to leave: there may be work. Set by the loop that steps."""
 
     @property
     def has_work(self) -> bool:
-        """There is something to compute, or a step is in flight, or a sequence is swapped out."""
+        """Whether a sequence is here or a step is in flight."""
         scheduler = self.scheduler
         return scheduler.running + scheduler.waiting + scheduler.swapped_out > 0 or bool(self._flights)
 
     def describe(self) -> dict[str, str]:
-        """For people: how steps and the host's work overlap, where they may, and what the model failed at."""
+        """For people: how many steps overlapped the host's work, and how many requests had no usable scores."""
         counters = self.counters
         facts = {"requests ended by scores that are not numbers": str(counters.not_finite)}
         if self.overlap is None:
@@ -104,7 +104,7 @@ class Engine:
         return {"steps overlapped": f"{counts}, {counters.tokens_surplus} surplus tokens", **facts}
 
     def submit(self, seq: Sequence) -> None:
-        """Take a sequence to compute. Its blocks are held, its promise made (see `Scheduler.submit`).
+        """Take a sequence to compute. Its blocks are held and its promise is made (see `Scheduler.submit`).
 
         Raises EngineFullError: too many are waiting; the sequence stays the caller's.
         """
@@ -113,7 +113,7 @@ class Engine:
         self._entered(seq)
 
     def resume(self, seq: Sequence) -> None:
-        """Take a sequence whose tokens but the last are computed, and whose last token is known: decode on.
+        """Take a sequence to decode: all its tokens but the last are computed.
 
         Raises EngineFullError: too many are waiting; the sequence stays the caller's.
         """
@@ -130,14 +130,14 @@ class Engine:
         self.scheduler.overcommit.swapped_out(seq)
 
     def has(self, key: RequestKey) -> bool:
-        """Whether a sequence of this key is here, one that is being aborted counted."""
+        """Whether a sequence with this key is here, even one that is being aborted."""
         return self.scheduler.find(key) is not None
 
     def abort(self, key: RequestKey) -> bool:
-        """End a sequence; False when it is not here. Idempotent until its event is out.
+        """End a sequence; False if it is not here. Idempotent until its event is out.
 
-        If steps in flight contain it, the last one's `postprocess` has its event, and no token comes before. Otherwise
-        it leaves at once, and `take_events` has the event.
+        If steps in flight contain it, it draws no further token, and the last one's `postprocess` returns its event.
+        Otherwise it leaves at once, and `take_events` returns the event.
         """
         seq = self.scheduler.find(key)
         if seq is None:
@@ -150,18 +150,18 @@ class Engine:
         return True
 
     def take_events(self) -> list[TokenEvent]:
-        """Events of sequences that ended outside a step. `postprocess` and `fail_step` hand these out too."""
+        """Events of sequences that ended outside a step. `postprocess` and `fail_step` return them too."""
         events, self._events = self._events, []
         return events
 
     def schedule(self) -> Batch | None:
-        """The next step's batch, or None when there is nothing to do. No step is in flight."""
+        """The next step's batch; None if there is nothing to do. No step is in flight."""
         assert not self._flights, "a step is in flight"
         return self._take_off(self.scheduler.schedule())
 
     def schedule_overlapped(self) -> Batch | None:
-        """The batch of the step behind the one in flight. None: the runner takes none, there is nothing to do, or it
-        is held back (see `EngineCounters`); the step in flight is to be collected then."""
+        """The batch of the step behind the one in flight. None: collect that one first, as the runner does not overlap,
+        there is nothing to do, or the step is held back (see `EngineCounters`)."""
         if self.overlap is None:
             return None
         ((ahead, seqs),) = self._flights
@@ -183,11 +183,11 @@ class Engine:
         return self._take_off(batch)
 
     def run(self, batch: Batch, sink: KvSink) -> StepResult:
-        """Compute the batch. On any thread; whatever the runner raises comes through."""
+        """Compute the batch, on any thread. Raises what the runner raises."""
         return self._runner.run(batch, sink)
 
     def postprocess(self, batch: Batch, result: StepResult) -> list[TokenEvent]:
-        """The oldest step is over: tokens appended, full blocks indexed, ended sequences gone -> events."""
+        """Take in the oldest step, which is over: append tokens, index full blocks, end sequences -> events."""
         seqs, events = self._land(batch), self.take_events()
         self.counters.tokens_computed += batch.num_tokens
         for seq, piece in zip(seqs, batch.slices, strict=True):
@@ -198,8 +198,8 @@ class Engine:
         return events
 
     def fail_step(self, batch: Batch) -> list[TokenEvent]:
-        """The oldest step failed, and is over: abort every sequence of the batch, one that is in the step behind too
-        when that is over. What was half written is not indexed."""
+        """Take in the oldest step, which has failed: abort its sequences, those in the next step too when that is over.
+        The blocks that it wrote are not indexed."""
         seqs, events = self._land(batch), self.take_events()
         for seq in seqs:
             seq.steps_in_flight -= 1
@@ -270,7 +270,7 @@ class Engine:
             self._release_if_over(seq)
             return None
         before, stop, size = seq.computed, piece.stop, self._blocks.block_size
-        # Otherwise a step before this one was not taken in, and the sequence is being aborted.
+        # Otherwise the step before has failed, and the sequence is being aborted.
         if piece.start == before and stop <= len(seq.tokens):
             seq.computed = stop
             if stop // size > before // size:
@@ -294,7 +294,7 @@ class Engine:
         return TokenEvent(seq=seq, token=token, index=piece.output_index, finish=None, logprobs=logprobs)
 
     def _finish_reason(self, seq: Sequence, known: int, token: int | None) -> FinishReason | None:
-        """Why it ends with `known` tokens, of which `token` is the last; None where that one is not known yet."""
+        """Why it ends with `known` tokens, if it does. `token` is the last of them; None: not known yet."""
         params, runner, output = seq.params, self._runner, known - seq.prompt_len
         ends = token in params.stop_token_ids or (not params.ignore_eos and token in runner.eos_token_ids)
         if ends and output > params.min_tokens:
@@ -319,7 +319,7 @@ class Engine:
         return TokenEvent(seq=seq, token=token, index=index, finish=finish, logprobs=logprobs)
 
     def _release_if_over(self, seq: Sequence) -> None:
-        """Give the blocks of a sequence that has left back, unless a launched step may still write to them (I4)."""
+        """Release the blocks of a sequence that has left, unless a launched step may still write to them (I4)."""
         if seq.steps_in_flight == 0:
             self._blocks.release(seq.block_table)
             seq.block_table.clear()

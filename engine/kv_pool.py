@@ -1,8 +1,8 @@
 """The region seen as tensors, and a device's own copy of a region that lies in host memory.
 
-Before a step, blocks that something else has filled are copied to the device; after each layer, the records that the
-step has written are copied back, and only then is the layer reported. Every copy is waited for: plain, exact and slow,
-for devices that no transport writes to.
+Before a step, blocks that something else has filled are copied to the device. After each layer, the records that the
+step has written are copied back, and then the layer is reported. The copies are synchronous, and so slow; they serve
+devices that no transport writes to.
 
 Shape suffixes as in engine/types.py; "2" is K then V   R bytes of a record   n some blocks.
 """
@@ -21,10 +21,10 @@ from engine.types import Batch, KvSink, KvSpec, NullSink
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy on `device`, queued behind what is queued there; on the CPU the array itself.
+    """A copy on `device`, queued behind earlier work there; on the CPU the array itself.
 
-    Through pinned memory: for any other, the host waits until the device has done all that was queued before. PyTorch
-    keeps the pinned copy until it has been read. The array may be changed at once where the device is not the CPU.
+    Copies through pinned memory, or the host would wait for all queued work. PyTorch keeps the pinned copy until it has
+    been read; the array may change at once where the device is not the CPU.
     """
     tensor = torch.from_numpy(array)
     if device.type != "cuda":
@@ -33,14 +33,13 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def record_bytes(spec: KvSpec) -> int:
-    """Of one layer of one block."""
+    """Bytes of one layer of one block."""
     return 2 * spec.num_kv_heads * spec.block_size * spec.head_dim * int(getattr(torch, spec.dtype).itemsize)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotMapping:
-    """Where each new token is in its sequence, and the block id and slot of its K and V: int64 [T] each, on the pool's
-    device."""
+    """Each new token's position in its sequence, block and slot: int64 [T], on the pool's device."""
 
     positions_T: torch.Tensor
     blocks_T: torch.Tensor
@@ -75,7 +74,7 @@ class KvPool:
         return self.kv_LN2KSD.dtype
 
     def map_slots(self, batch: Batch) -> SlotMapping:
-        """Where the new tokens of a batch go; once per step, for all layers."""
+        """Where the new tokens of a batch are stored; once per step, for all layers."""
         block_size = self.spec.block_size
         positions = [np.arange(s.start, s.stop, dtype=np.int64) for s in batch.slices]
         blocks = [
@@ -91,7 +90,7 @@ class KvPool:
         )
 
     def store(self, layer: int, k_TKD: torch.Tensor, v_TKD: torch.Tensor, where: SlotMapping) -> None:
-        """Write the K and V of the new tokens of one layer into their slots; no other byte is touched."""
+        """Write the K and V of one layer's new tokens into their slots, and no other byte."""
         kv_N2KSD = self.kv_LN2KSD[layer]
         kv_N2KSD[where.blocks_T, 0, :, where.slots_T] = k_TKD
         kv_N2KSD[where.blocks_T, 1, :, where.slots_T] = v_TKD
@@ -102,11 +101,10 @@ class KvPool:
 
 
 class DeviceMirror:
-    """One region's copy on one device. `forget` is the control thread's, all else the engine thread's.
+    """One region's copy on one device. The control thread calls `forget`, the engine thread everything else.
 
-    A block is *current* when its records are on the device as far as they were ever computed. It is so from its first
-    step until it is freed: what a transport, or a copy from another tier, writes to is a block that no step has used
-    since it was free.
+    A block is *current* when all its computed records are on the device. That holds from its first step until it is
+    free: transports and copies from other tiers write only to blocks that no step has used since they were free.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -139,12 +137,12 @@ class DeviceMirror:
         self._device_LNR = torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def forget(self, block: BlockId) -> None:
-        """The block is free: what the device has of it is worth nothing. It is not part of a step in flight."""
+        """The block is free, so the device's copy of it is void. No step in flight has it."""
         self._is_current_N[block] = False
 
     def begin(self, batch: Batch, sink: KvSink) -> KvSink:
-        """Bring what the batch reads and the device lacks -> itself, which copies each layer back before `sink` hears
-        of it."""
+        """Copy the blocks that the batch reads and the device lacks -> the sink of the step: this mirror, which copies
+        each layer back and calls `sink`."""
         host_LNR = self._host_LNR
         assert host_LNR is not None, "open comes before a step"
         size = self._block_size
@@ -163,7 +161,7 @@ class DeviceMirror:
         return self
 
     def layer_done(self, layer: int) -> None:
-        """Wait for the layer's K and V of this step, and copy the blocks that it wrote."""
+        """Wait for the layer's K and V, and copy the blocks that the step writes to the region."""
         assert self._host_LNR is not None, "a step is running, and the region is there"
         where_n = torch.from_numpy(self._written_n).to(self.device)
         self._host_LNR[layer][self._written_n] = self._device_LNR[layer][where_n].cpu().numpy()

@@ -23,7 +23,7 @@ _BLAKE2B_BYTES_MAX = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MockConfig:
-    """The mock model. Two runners give the same tokens if and only if they agree in all but the last two fields."""
+    """The mock model. Two runners draw the same tokens if and only if all fields but the last two are equal."""
 
     num_layers: int = 4
     head_dim: int = 8
@@ -47,7 +47,7 @@ class MockConfig:
 
     @property
     def banned(self) -> list[int]:
-        """The tokens that are never drawn, ascending."""
+        """Tokens that are never drawn, ascending."""
         return [] if self.draws_eos else sorted(t for t in self.eos_token_ids if 0 <= t < self.vocab_size)
 
 
@@ -74,7 +74,7 @@ def _draw(last_slots: bytes, context_digests: bytes, params: SamplingParams, ind
 
 
 class MockRunner:
-    """An `engine.types.Runner` on NumPy. The result of a sequence never depends on what else is in the batch."""
+    """A `Runner` on NumPy. A sequence's result does not depend on the rest of the batch."""
 
     def __init__(self, config: MockConfig, *, pause: Callable[[float], None] = time.sleep) -> None:
         self.config = config
@@ -92,7 +92,7 @@ class MockRunner:
         self._kv_LN2SD: np.ndarray | None = None
 
     def bind(self, region_U8: np.ndarray, num_blocks: int) -> None:
-        """Take the region as the paged pool; bytes past its last record are left alone."""
+        """Use the region as the paged pool; bytes past its last record are not touched."""
         shape = (self.config.num_layers, num_blocks, 2, self.config.block_size, self.config.head_dim)
         size = int(np.prod(shape))
         assert region_U8.dtype == np.uint8, region_U8.dtype
@@ -106,7 +106,7 @@ class MockRunner:
         self._kv_LN2SD = None
 
     def run(self, batch: Batch, sink: KvSink) -> StepResult:
-        """Compute the batch layer by layer, then draw. Raises nothing of its own but AssertionError."""
+        """Compute the batch layer by layer, then draw. Raises AssertionError: a slice is wrong."""
         for piece in batch.slices:
             self._check(piece)
         for layer in range(self.config.num_layers):

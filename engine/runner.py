@@ -1,6 +1,6 @@
 """Runs a Hugging Face model over the paged region, in float32 or bfloat16.
 
-Shape suffixes as in engine/types.py; P int64 numbers, one after another.
+Shape suffixes as in engine/types.py; P packed int64 numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engine.model_config import (
 )
 from engine.models.decoder import Decoder, rotate
 from engine.models.matmul import NativePacking, OneDnnPacking, Packing
-from engine.models.native_decoder import NativeDecoder, supports
+from engine.models.native_decoder import HEAD_DIM_MAX, NativeDecoder
 from engine.native.kernels import PACKED_ROWS_MIN, TASK_ROWS_MAX, AttentionPlan, Kernels, Workspace, native_kernels
 from engine.sampler import ScoredRows, draw_kernel, sample
 from engine.types import Batch, KvSink, KvSpec, NullSink, SequenceSlice, StepResult
@@ -48,7 +48,7 @@ class Forward(Protocol):
 
 
 def token_ids(batch: Batch, vocab_size: int) -> torch.Tensor:
-    """The new tokens of a batch -> int64 [T]; 0 for a token that is pending."""
+    """The new tokens of a batch -> int64 [T]; 0 for a pending token."""
     if all(s.stop - s.start == 1 for s in batch.slices):
         tokens = np.array([0 if s.token_pending else s.tokens[s.start] for s in batch.slices], dtype=np.int64)
     else:
@@ -59,7 +59,7 @@ def token_ids(batch: Batch, vocab_size: int) -> torch.Tensor:
 
 
 class TorchForward:
-    """PyTorch's own operations: any device, float32 or bfloat16. What the others are measured by."""
+    """PyTorch's own operations: any device, float32 or bfloat16. The reference for the others."""
 
     def __init__(self, decoder: Decoder, pool: KvPool, attention: PagedAttention | None = None) -> None:
         self.decoder = decoder
@@ -89,8 +89,8 @@ class TorchForward:
         attend: Callable[[int, torch.Tensor], torch.Tensor],
         rows_W: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """All layers; `attend` gets each layer's number and queries, once K and V are stored. With `rows_W` the last
-        layer is computed to its end for these rows only."""
+        """All layers. `attend` gets each layer and its queries, once K and V are stored. With `rows_W` only these rows
+        are computed to the end of the last layer."""
         angles, last = self.decoder.angles(slots.positions_T), self.decoder.config.num_layers - 1
         for layer in range(last + 1):
             x_TE = self.run_layer(layer, x_TE, slots, angles, attend, rows_W if layer == last else None)
@@ -127,7 +127,7 @@ class TorchForward:
         angles: tuple[torch.Tensor, torch.Tensor],
         slots: SlotMapping,
     ) -> torch.Tensor:
-        """K and V into the pool -> the queries to attend with."""
+        """Rotate, and store K and V in the pool -> the rotated queries."""
         self.pool.store(layer, rotate(k_TKD, *angles), v_TKD, slots)
         return rotate(q_THD, *angles)
 
@@ -165,7 +165,7 @@ class DeterministicForward(TorchForward):
 
 
 class NativeForward:
-    """kernels.c between packed matrices: bfloat16 on a CPU. A step that nobody listens to is one call of it."""
+    """kernels.c with packed matrices: bfloat16 on a CPU. A step with a `NullSink` is one call of it."""
 
     def __init__(self, decoder: NativeDecoder, pool: KvPool) -> None:
         self._decoder = decoder
@@ -187,7 +187,7 @@ class NativeForward:
 
 
 def plan_attention(batch: Batch, pool: KvPool) -> tuple[AttentionPlan, torch.Tensor]:
-    """What kernels.c needs of a batch, and the positions of its new tokens. Block ids are checked here."""
+    """The plan of a batch for kernels.c, and the positions of its new tokens. Checks the block ids."""
     slices, block_size = batch.slices, pool.spec.block_size
     tables = [np.asarray(s.block_table[: -(-s.stop // block_size)], dtype=np.int64) for s in slices]
     starts, stops = (np.array([getattr(s, name) for s in slices], dtype=np.int64) for name in ("start", "stop"))
@@ -219,15 +219,15 @@ def plan_attention(batch: Batch, pool: KvPool) -> tuple[AttentionPlan, torch.Ten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedStep:
-    """Its tokens and log-probabilities are on their way to the host, in one copy."""
+    """A step whose tokens and log-probabilities are being copied to the host, in one copy."""
 
     slices: list[SequenceSlice]
-    """Those that draw."""
+    """The slices that draw."""
     scored: ScoredRows | None
     packed_P: torch.Tensor | None
-    """In pinned memory where there is a device. None: nothing is drawn."""
+    """In pinned memory where the device is a GPU. None: nothing is drawn."""
     done: torch.cuda.Event | None
-    """Behind the copy, and so behind all of the step."""
+    """Recorded after the copy, and so after the whole step."""
 
     @classmethod
     def of(
@@ -238,7 +238,7 @@ class LaunchedStep:
         *,
         device: torch.device,
     ) -> LaunchedStep:
-        """Queues the copy, on the current stream; to be called once all else of the step is queued."""
+        """Queue the copy on the current stream, after all other work of the step."""
         on_gpu, packed_P, done = device.type == "cuda", None, None
         if tokens_B is not None:
             drawn_P = tokens_B if scored is None else torch.cat([tokens_B, scored.packed()])
@@ -250,7 +250,7 @@ class LaunchedStep:
         return cls(slices=slices, scored=scored, packed_P=packed_P, done=done)
 
     def result(self) -> StepResult:
-        """Waits for the step."""
+        """Wait for the step."""
         if self.done is not None:
             self.done.synchronize()
         if self.packed_P is None:
@@ -265,7 +265,7 @@ class LaunchedStep:
 
 
 class ModelRunner:
-    """What the runners of Hugging Face models share: what they are, how they are loaded, and the draw of a step."""
+    """Shared by the runners of Hugging Face models: their shapes, how they are loaded and how they draw."""
 
     def __init__(
         self,
@@ -275,7 +275,7 @@ class ModelRunner:
         block_size: int,
         device: torch.device | str,
     ) -> None:
-        """The tensors are of one type, which is that of the KV cache too."""
+        """The tensors have one type, which is the KV cache's too."""
         dtypes = {tensor.dtype for tensor in tensors.values()}
         assert len(dtypes) == 1 and dtypes <= {torch.float32, torch.bfloat16, torch.float16}, dtypes
         self.config = config
@@ -302,11 +302,11 @@ class ModelRunner:
         progress: Progress | None = None,
         **settings: Any,
     ) -> Self:
-        """Read a checkpoint folder. Blocks for as long as the disk takes; `progress` is called on this thread.
+        """Read a checkpoint folder; blocks while the disk reads. `progress` is called on this thread.
 
-        `settings` are those of the class: all but `config` and `tensors`.
+        `settings` are the class's other arguments.
 
-        Raises ModelError: the folder, its config or its weights cannot be used, or not quantised on this device.
+        Raises ModelError: the folder, its config or its weights cannot be used, or cannot be quantised on this device.
         """
         config = load_model_config(folder)
         torch_dtype = torch.bfloat16 if dtype.resolve(config.stored_dtype) is ComputeDtype.BFLOAT16 else torch.float32
@@ -316,8 +316,7 @@ class ModelRunner:
     def draw(
         self, drawn: Sequence[SequenceSlice], logits_BV: torch.Tensor, *, blind: bool = False
     ) -> tuple[torch.Tensor, ScoredRows | None]:
-        """A token for each of these slices, int64 [B], and the log-probabilities that are asked for. `blind`: see
-        `sample`."""
+        """A token for each slice, int64 [B], and the requested log-probabilities. `blind`: see `sample`."""
         params = [s.params for s in drawn]
         tokens_B = sample(
             logits_BV,
@@ -349,11 +348,11 @@ class TorchRunner(ModelRunner):
         quantisation: Quantisation = Quantisation.NONE,
         mirrored: bool | None = None,
     ) -> None:
-        """Takes the tensors of `weight_shapes(config)`; those on `device` already are not copied.
+        """Takes the tensors of `weight_shapes(config)`, all float32 or all bfloat16; copies those not on `device`.
 
-        All are of one type, float32 or bfloat16, which is the type of the KV cache too. `deterministic`: the scores
-        of a token, bit for bit, depend on the tokens before it alone (I6); see `DeterministicForward`. `mirrored`:
-        compute on a copy of the region (engine/kv_pool.py); None: where the device is not the CPU.
+        `deterministic`: the scores of a token, bit for bit, depend only on the tokens before it (I6); see
+        `DeterministicForward`. `mirrored`: compute on a copy of the region (engine/kv_pool.py); None: unless the device
+        is the CPU.
         """
         super().__init__(config, tensors, block_size=block_size, device=device)
         assert self.kv_spec.dtype in ("float32", "bfloat16"), self.kv_spec.dtype
@@ -361,11 +360,11 @@ class TorchRunner(ModelRunner):
         if mirrored or (mirrored is None and self.device.type != "cpu"):
             self.mirror = DeviceMirror(self.device)
         self.arithmetic = f"PyTorch's operations{', a token at a time' * deterministic} ({self.kv_spec.dtype})"
-        """For people: what computes, and with which numbers."""
+        """For people: what computes, and with which type of number."""
         self._native: NativeDecoder | None = None
-        # A deterministic runner stays with the operations whose results it was compared by.
+        # The deterministic results were compared with PyTorch's operations only.
         may_be_native = self.kv_spec.dtype == "bfloat16" and self.device.type == "cpu" and not deterministic
-        kernels = native_kernels() if may_be_native and supports(config) else None
+        kernels = native_kernels() if may_be_native and config.head_dim <= HEAD_DIM_MAX else None
         if quantisation is Quantisation.FP8:
             raise UnsupportedModelError("weights can be fp8 on a GPU only; a CPU takes int8 and int4")
         if kernels is not None:
@@ -378,12 +377,12 @@ class TorchRunner(ModelRunner):
         else:
             self._decoder = Decoder(config, {name: tensor.to(self.device) for name, tensor in tensors.items()})
         if self.device.type == "cpu":
-            draw_kernel()  # built now, if it has to be, and not in the first step
+            draw_kernel()  # compiled now if needed, and not in the first step
 
     def bind(self, region_U8: Any, num_blocks: int) -> None:
-        """See `Runner.bind`. A tensor on this runner's device, or an array. With a mirror a copy is made on the device.
+        """See `Runner.bind`. A tensor on this runner's device, or an array. A mirror allocates a copy on the device.
 
-        Raises torch.OutOfMemoryError: it has not the room.
+        Raises torch.OutOfMemoryError: the copy does not fit.
         """
         assert isinstance(region_U8, torch.Tensor) or region_U8.flags.writeable, "the region is not writable"
         if self.mirror is not None:
@@ -405,10 +404,7 @@ class TorchRunner(ModelRunner):
 
     @torch.inference_mode()
     def run(self, batch: Batch, sink: KvSink) -> StepResult:
-        """See `Runner.run`. `sink.layer_done` comes as soon as the layer's K and V are in the region.
-
-        That is before the attention of the same layer, so the bytes travel while the rest of the layer is computed.
-        """
+        """See `Runner.run`, and `Forward.forward` for the sink."""
         forward, sink = self._begin(batch, sink)
         x_WE = forward.forward(batch, sink)
         drawn = [s for s in batch.slices if s.sample]

@@ -1,15 +1,15 @@
 """Draws tokens from scores: the whole batch in one pass, each row by its own parameters and nothing else's.
 
 Gumbel-max: argmax of (score / temperature + Gumbel noise) is a draw from the softmax. The noise of a token is a pure
-function of (seed, choice, output index, token id), so a request that is resumed elsewhere meets the same noise
-(I6). Nodes of different versions must agree on it: do not change it.
+function of (seed, choice, output index, token id), so a request that is resumed elsewhere gets the same noise (I6).
+Nodes of different versions must agree on it: do not change it.
 
-Only scores that something is done to are changed, for all rows at once. A pair of row and token is one number, row *
-vocabulary + token. Each of the filters min_p, top_k and top_p keeps a beginning of the ranking by score, ties by token
-id. The ranking is made as far as it is needed; how far does not change what is kept.
+Biases and penalties are applied to the affected scores only, for all rows at once. A pair of row and token is one
+number, row * vocabulary + token. The filters min_p, top_k and top_p each keep the first tokens of the ranking by score,
+then token id. The ranking is only as long as needed, which does not change the result.
 
 Shape suffixes: B rows   R some of them   V vocabulary   C candidates or alternatives   P pairs of a row and a token, or
-int64 numbers, one after another.
+packed int64 numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from engine.types import NO_TOKEN, SamplingParams, TokenLogprobs
 
 
 def has_penalty(params: SamplingParams) -> bool:
-    """Whether the scores hang on the tokens before."""
+    """Whether the scores depend on earlier tokens."""
     return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
 
 
@@ -42,15 +42,15 @@ def has_adjustment(params: SamplingParams, output_count: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adjusted:
-    """Scores that take the place of the model's own, by row and then by token id, each pair once. The scores are on
-    the device of the model's, the others on the host."""
+    """Scores that replace the model's own, sorted by row and token id, each pair once. `scores_P` is on the device of
+    the model's scores, the ids are on the host."""
 
     rows_P: np.ndarray
     ids_P: np.ndarray
     scores_P: torch.Tensor
 
     def put(self, scores_RV: torch.Tensor) -> None:
-        """Into their places."""
+        """Replace the scores."""
         device = scores_RV.device
         scores_RV[to_device(self.rows_P, device), to_device(self.ids_P, device)] = self.scores_P.to(scores_RV.dtype)
 
@@ -62,8 +62,7 @@ def adjusted_scores(
     output_counts: Sequence[int],
     eos_token_ids: Collection[int],
 ) -> Adjusted:
-    """In float64, mutates nothing; arguments and order as for `sample`. `tokens` of rows without penalties are not
-    looked at."""
+    """In float64; mutates nothing. Arguments and order as for `sample`. Only rows with penalties need `tokens`."""
     vocab_size, device = logits_BV.shape[1], logits_BV.device
     biases = [(row * vocab_size + token, bias) for row, p in enumerate(params) for token, bias in p.logit_bias]
     biased = np.array([pair for pair, _ in biases], dtype=np.int64)
@@ -108,7 +107,7 @@ def adjusted_scores(
 
 
 def _count(chosen: Sequence[tuple[int, Sequence[int]]], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Each row's distinct tokens, as row * vocab_size + token, ascending, and how often each is there."""
+    """Each row's distinct tokens, as row * vocab_size + token, ascending, and their counts."""
     if not chosen:
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
     flat = np.concatenate([row * vocab_size + np.asarray(ids, dtype=np.int64) for row, ids in chosen])
@@ -116,7 +115,7 @@ def _count(chosen: Sequence[tuple[int, Sequence[int]]], vocab_size: int) -> tupl
 
 
 def _distinct(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As `np.unique` with counts, which is several times slower here. `pairs` are the caller's to lose."""
+    """As `np.unique` with counts, which is several times slower here. Overwrites `pairs`."""
     pairs.sort()
     is_first = np.ones(len(pairs), dtype=bool)
     np.not_equal(pairs[1:], pairs[:-1], out=is_first[1:])
@@ -127,7 +126,7 @@ def _distinct(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 CANDIDATES_FIRST = 256
 CANDIDATES_GROWTH = 8
 TOP_K_BLIND_MAX = 1024
-"""A list of so many candidates is made without asking whether a shorter one would do."""
+"""Lists of up to so many candidates are made without a look at whether fewer would do."""
 
 
 class Candidates(NamedTuple):
@@ -144,30 +143,30 @@ def has_filter(params: SamplingParams) -> bool:
 
 
 def _length_known(params: SamplingParams) -> bool:
-    """Of the list of candidates."""
+    """Whether the length of the list of candidates is known without a look at the scores."""
     return 0 < params.top_k <= TOP_K_BLIND_MAX
 
 
 def _by_score_alone(params: SamplingParams) -> bool:
-    """The order of the vocabulary is not needed."""
+    """Whether no ranking is needed."""
     return params.top_k == 0 and params.top_p >= 1
 
 
 def candidates(
     scores_RV: torch.Tensor, params: Sequence[SamplingParams], *, blind: bool = False
 ) -> Iterator[Candidates]:
-    """The tokens that the filters keep, each row in exactly one of the parts. Mutates nothing.
+    """The tokens that the filters keep; each row is in exactly one of the parts. Mutates nothing.
 
-    `scores_RV` are divided by the temperature already. min_p is a fraction of the best token's probability; top_p is of
-    the probability that min_p and top_k have left, and includes the token that crosses it. `blind`: no value is looked
-    at for rows whose list has a known length, or that need none.
+    `scores_RV` are already divided by the temperature. min_p is a fraction of the best token's probability. top_p is a
+    share of what min_p and top_k leave, and includes the token that crosses it. `blind`: the host looks at no value for
+    rows whose list has a known length or that need no list.
     """
     device, vocab_size = scores_RV.device, scores_RV.shape[1]
     limits = _Limits.of(scores_RV, params)
     listed = [row for row, p in enumerate(params) if blind and _length_known(p)]
     masked = [row for row, p in enumerate(params) if blind and _by_score_alone(p)]
     looked = sorted(set(range(len(params))) - set(listed) - set(masked))
-    if listed:  # as many candidates as the largest top_k: sure
+    if listed:  # the largest top_k is long enough for all
         rows_R = _rows(listed, device)
         values_RC, ids_RC = best_blind(scores_RV[rows_R], max(params[row].top_k for row in listed))
         certain_R = torch.full(rows_R.shape, vocab_size, device=device)
@@ -179,7 +178,7 @@ def candidates(
         ids_RV = torch.arange(vocab_size, device=device).expand_as(part_RV)
         yield Candidates(rows_R, ids_RV, part_RV, _weights(part_RV, part.best) >= part.min_p[:, None])
     rows_R, width = _rows(looked, device) if looked else torch.empty(0, dtype=torch.int64), CANDIDATES_FIRST
-    while len(rows_R):  # in parts by how long a list each row needs
+    while len(rows_R):  # with longer lists for the rows that need them
         values_RC, ids_RC, certain_R = ranked(scores_RV[rows_R], width)
         kept_RC, done_R = limits.take(rows_R).keep(values_RC, certain_R, vocab_size)
         yield Candidates(rows_R[done_R], ids_RC[done_R], values_RC[done_R], kept_RC[done_R])
@@ -188,9 +187,9 @@ def candidates(
 
 
 def ranked(scores_RV: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The `width` best tokens, by score, equal ones by id -> (scores [R, C], ids [R, C], certain [R]).
+    """The `width` best tokens, by score, then id -> (scores [R, C], ids [R, C], certain [R]).
 
-    Only the first `certain` of a row are sure to be its best: more tokens may be as good as the last of the list.
+    Only the first `certain` of a row are sure to be its best: tokens outside may equal the last of the list.
     """
     if width >= scores_RV.shape[1]:
         values_RC, ids_RC = scores_RV.sort(dim=-1, descending=True, stable=True)
@@ -203,7 +202,7 @@ def ranked(scores_RV: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def best_ranked(scores_RV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` best tokens of each row (or all), by score, equal ones by id -> scores and ids, [R, count] each."""
+    """The `count` best tokens of each row (or all), by score, then id -> scores and ids, [R, count] each."""
     count, width = min(count, scores_RV.shape[1]), count + 1
     while True:
         values_RC, ids_RC, certain_R = ranked(scores_RV, width)
@@ -213,8 +212,8 @@ def best_ranked(scores_RV: torch.Tensor, count: int) -> tuple[torch.Tensor, torc
 
 
 def best_blind(scores_RV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `best_ranked`, by queued work alone: which of several equal scores are the last on the list is settled by
-    counting them off, and not by a longer list."""
+    """As `best_ranked`, by queued work only: it counts equal scores off at the end of the list, instead of making the
+    list longer."""
     rows, vocab_size = scores_RV.shape
     count = min(count, vocab_size)
     if count == 0:
@@ -238,8 +237,8 @@ def _weights(scores_RC: torch.Tensor, best_R: torch.Tensor) -> torch.Tensor:
 
 
 class _Limits(NamedTuple):
-    """The filters of some rows as tensors [R]. `mass` is the weight that min_p leaves of the whole vocabulary, where
-    top_p needs it; a token's weight is its probability as a fraction of the best one's.
+    """The filters of some rows as tensors [R]. A token's weight is its probability as a fraction of the best token's;
+    `mass` is the sum of the vocabulary's weights after min_p, where top_p needs it.
     """
 
     best: torch.Tensor
@@ -275,7 +274,7 @@ class _Limits(NamedTuple):
     def keep(
         self, values_RC: torch.Tensor, certain_R: torch.Tensor, vocab_size: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which of the ranked candidates stay -> bool [R, C]; for which rows the list was long enough -> bool [R]."""
+        """Which of the ranked candidates stay, bool [R, C]; for which rows the list is long enough, bool [R]."""
         ranks_C = torch.arange(values_RC.shape[1], device=values_RC.device)
         is_certain_RC = ranks_C < certain_R[:, None]
         weights_RC = _weights(values_RC, self.best)
@@ -296,11 +295,11 @@ class _Limits(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredRows:
-    """Of the rows that ask. The tensors are on the scores' device."""
+    """Log-probabilities for the rows that request them. The tensors are on the scores' device."""
 
     rows: list[int]
     counts: list[int]
-    """How many alternatives each asks for."""
+    """How many alternatives each requests."""
     drawn_R: torch.Tensor
     values_RC: torch.Tensor
     ids_RC: torch.Tensor
@@ -309,7 +308,7 @@ class ScoredRows:
     def of(
         cls, logits_BV: torch.Tensor, tokens_B: torch.Tensor, params: Sequence[SamplingParams], *, blind: bool = False
     ) -> ScoredRows | None:
-        """None when no row asks. In float64; a row depends on no other. `blind`: by queued work alone."""
+        """None if no row requests any. In float64; rows are independent. `blind`: by queued work only."""
         rows = [row for row, p in enumerate(params) if p.logprobs is not None]
         if not rows:
             return None
@@ -327,12 +326,12 @@ class ScoredRows:
         )
 
     def packed(self) -> torch.Tensor:
-        """All numbers in one tensor, for one copy to the host -> int64 [P], floating ones as their bits."""
+        """All numbers in one tensor, for one copy to the host -> int64 [P]; floats as their bits."""
         floats = (self.drawn_R, self.values_RC.reshape(-1))
         return torch.cat([*(part.contiguous().view(torch.int64) for part in floats), self.ids_RC.reshape(-1)])
 
     def by_row(self, packed_P: np.ndarray) -> dict[int, TokenLogprobs]:
-        """From what `packed` has become on the host: by row."""
+        """By row, from the host's copy of `packed`."""
         rows, width = self.values_RC.shape
         floats = packed_P[: rows * (width + 1)].view(np.float64)
         values, ids = floats[rows:].reshape(rows, width), packed_P[rows * (width + 1) :].reshape(rows, width)
@@ -351,7 +350,7 @@ _SHIFTS = (30, 27, 31)
 
 
 def draws_blind(params: SamplingParams) -> bool:
-    """Whether `sample` draws such a row without knowing its tokens and, with `blind`, without looking at its scores."""
+    """Whether `sample` needs no tokens of such a row and, with `blind`, no look at its scores."""
     return not has_penalty(params) and (params.temperature == 0 or _length_known(params) or _by_score_alone(params))
 
 
@@ -366,16 +365,15 @@ def sample(
 ) -> torch.Tensor:
     """Draw one token for each row -> int64 [B], NO_TOKEN for a row without one. Mutates nothing.
 
-    A row has none where a score is NaN, or the highest score is infinite: weights or KV are broken, or have overflowed.
-    The other rows are drawn as ever.
+    A row has no token if a score is NaN or its highest score is infinite: weights or KV are broken or have overflowed.
+    That does not affect other rows.
 
     In this order: logit_bias, min_tokens, repetition, frequency and presence penalty; temperature; min_p, top_k, top_p;
-    the draw. temperature 0 takes the highest score of the first group, the lowest id among equals. `tokens` are each
-    row's prompt and output, `output_indices` how many of them are output; they and the end-of-sequence tokens are used
-    by rows with penalties or min_tokens.
+    the draw. temperature 0 takes the highest score after the penalties, the lowest id among equals. `tokens` are each
+    row's prompt and output, `output_indices` the number of output tokens; rows with penalties or min_tokens need them
+    and the end-of-sequence tokens.
 
-    `blind`: the device's work is queued and not waited for, as long as `draws_blind` holds for every row with a filter.
-    The tokens are the same.
+    `blind`: does not wait for the device, if `draws_blind` holds for every row with a filter. The tokens are the same.
     """
     assert len(params) == len(output_indices) == logits_BV.shape[0], (len(params), len(output_indices), logits_BV.shape)
     adjusted = [has_adjustment(p, index) for p, index in zip(params, output_indices, strict=True)]
@@ -400,7 +398,7 @@ def _draw_each_kind(
     changed: Adjusted | None,
     blind: bool,
 ) -> torch.Tensor:
-    """PyTorch's operations: any device. Also what the kernel is compared with."""
+    """By PyTorch's operations: any device. The reference for the kernel."""
     device = logits_BV.device
     adjusted = set() if changed is None else set(changed.rows_P.tolist())
     hard = [i for i, p in enumerate(params) if p.temperature > 0 or i in adjusted]
@@ -432,7 +430,7 @@ def _highest(logits_BV: torch.Tensor) -> torch.Tensor:
 def _draw(
     scores_BV: torch.Tensor, params: Sequence[SamplingParams], output_indices: Sequence[int], blind: bool
 ) -> torch.Tensor:
-    """`scores_BV` are the caller's to lose."""
+    """Overwrites `scores_BV`."""
     device, vocab_size = scores_BV.device, scores_BV.shape[1]
     # Greedy rows go through unscaled, unfiltered and without noise: subtracting the maximum keeps their argmax.
     highest_B1 = scores_BV.amax(dim=-1, keepdim=True)  # NaN where any score of the row is
@@ -464,7 +462,7 @@ def _rows(rows: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def row_key(seed: int, choice: int, output_index: int) -> int:
-    """The 64-bit key of one draw: where its stream of noise over the vocabulary starts. All arguments modulo 2**64."""
+    """The 64-bit key of one draw, the start of its stream of noise. Arguments count modulo 2**64."""
     key = 0
     for part in (seed, choice, output_index):
         key = _mix((key ^ (part & _MASK64)) + _GOLDEN & _MASK64)
@@ -486,7 +484,7 @@ def _on_device(keys: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def noise_bits(keys_R: torch.Tensor, ids_RC: torch.Tensor) -> torch.Tensor:
-    """52 random bits of each of these tokens -> int64 [R, C]: of the splitmix64 stream that starts at the row's key.
+    """52 random bits for each token -> int64 [R, C], from the splitmix64 stream that starts at the row's key.
 
     52 and not 53: `(bits + 0.5) / 2**52` is then exact in float64 and strictly between 0 and 1.
     """
@@ -517,7 +515,7 @@ def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
 log = get_log("native")
 
 SHARED_TOKENS_MIN = 1 << 15
-"""Scores in all rows from which on several threads draw: below it, waking them takes longer."""
+"""From so many scores on several threads draw; for fewer, waking the threads takes longer."""
 
 _TYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float64: 2}
 _DRAW = np.dtype(
@@ -537,7 +535,7 @@ _DRAW = np.dtype(
 
 
 class DrawKernel:
-    """Draws the tokens of a batch by the definition in engine/sampler.py. Any thread may call it."""
+    """Draws a batch's tokens as `sample` defines. Any thread may call it."""
 
     def __init__(self, handle: ctypes.CDLL) -> None:
         integer = ctypes.c_int64
@@ -560,8 +558,8 @@ class DrawKernel:
         output_indices: Sequence[int],
         changed: Adjusted | None,
     ) -> torch.Tensor:
-        """One token for each row -> int64 [B], NO_TOKEN for a row without one. Lets go of the interpreter's lock;
-        mutates nothing."""
+        """One token for each row -> int64 [B], NO_TOKEN for a row without one. Releases the interpreter's lock; mutates
+        nothing."""
         assert self.takes(logits_BV), (logits_BV.device, logits_BV.dtype)
         rows, vocab_size = logits_BV.shape
         ends = np.zeros(rows + 1, dtype=np.int64)
@@ -590,7 +588,7 @@ class DrawKernel:
 
 @cache
 def draw_kernel() -> DrawKernel | None:
-    """None: no library; said once in the log. The first call may take seconds."""
+    """None: no library; logged once. The first call may take seconds."""
     library = load(Path(__file__).parent / "native" / "draw.c", ("m",))
     if library.handle is None:
         log.warning(

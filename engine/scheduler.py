@@ -33,14 +33,14 @@ class SequenceMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class After:
-    """What the step in flight will have done to a sequence, as far as the host can know before it is over."""
+    """What the host knows of a sequence's state after the step in flight."""
 
     computed: int
     """As `Sequence.computed`."""
     draws: bool
-    """There will be one token more."""
+    """It gets one more token."""
     leaves: bool
-    """It will leave the engine, whatever token is drawn."""
+    """It leaves the engine, whatever token is drawn."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -58,20 +58,20 @@ class Sequence:
     computed: int
     block_table: list[BlockId]
     promise_key: Hashable
-    """Names the ledger's promise that growth is drawn from (COMPLETE only)."""
+    """Key of the ledger's promise that growth is drawn from (COMPLETE only)."""
     mode: SequenceMode
     cache_salt: bytes = b""
     cached_tokens: int = 0
-    """How many leading tokens came from the prefix cache; for statistics."""
+    """Leading tokens from the prefix cache; for statistics."""
     index_cursor: IndexCursor = field(default_factory=IndexCursor)
     age: int = -1
-    """Its place in the order of entry into the engine, which sets it."""
+    """Its place in the order of entry; set by the engine."""
     steps_in_flight: int = 0
-    """Steps that contain it and are not over. Its blocks are not released before they are."""
+    """Steps in flight that contain it. Its blocks are not released before they are over."""
     has_left: bool = False
-    """It has ended, and a step that was launched before that was known is still to be over."""
+    """It has ended, while a step that was launched before may still be in flight."""
     after: After | None = None
-    """Set only while the step behind the one in flight is being put together."""
+    """Set only while the step behind the one in flight is scheduled."""
 
     def __post_init__(self) -> None:
         assert 0 < self.prompt_len <= len(self.tokens), (self.prompt_len, len(self.tokens))
@@ -80,12 +80,12 @@ class Sequence:
 
     @property
     def planned(self) -> int:
-        """How many of its tokens will be computed when the next step begins."""
+        """Its computed tokens when the next step begins."""
         return self.computed if self.after is None else self.after.computed
 
     @property
     def planned_len(self) -> int:
-        """How many tokens it will have when the next step begins."""
+        """Its tokens when the next step begins."""
         return len(self.tokens) if self.after is None else len(self.tokens) + self.after.draws
 
     @property
@@ -95,23 +95,23 @@ class Sequence:
 
 
 class Overcommit(Protocol):
-    """Called on the control thread, never while it is inside a call of the engine's that it made itself."""
+    """Moves sequences out of the region. Called on the control thread, never within its own calls of the engine."""
 
     def before_step(self, runners: Several[Sequence]) -> None:
-        """No step is in flight, the next one is about to be put together, and sequences may be swapped out. `runners`
-        are those that decode, oldest first."""
+        """The next step is about to be scheduled, none is in flight: sequences may be swapped out. `runners` decode,
+        oldest first."""
         ...
 
     def lets_step(self, runners: Several[Sequence]) -> bool:
-        """Whether `before_step` would change nothing: asked while a step is in flight, when none can be swapped out."""
+        """Whether `before_step` would change nothing. Called while a step is in flight."""
         ...
 
     def swapped_out(self, seq: Sequence) -> None:
-        """`seq` will not step until it is swapped in. Its block table, and the references in it, are the callee's."""
+        """`seq` does not step until it is swapped in. The callee takes over the references of its block table."""
         ...
 
     def left(self, seq: Sequence) -> None:
-        """`seq` has left the engine, wherever it was. What `swapped_out` passed on is to be released."""
+        """`seq` has left the engine. Release what `swapped_out` took over."""
         ...
 
 
@@ -125,13 +125,13 @@ class SchedulerConfig:
 
     tokens_per_step_max: int
     sequences_max: int
-    """Sequences that run at once: decoding, or with a prompt begun."""
+    """Sequences that decode, or whose prompt is begun, at once."""
     waiting_max: int
-    """Sequences that wait for a place among the running ones; one more is refused."""
+    """Sequences that may wait for a place; one more is refused."""
     logits_rows_max: int | None = None
-    """Tokens drawn in one step: rows of scores as wide as the vocabulary. None: as many as sequences."""
+    """Tokens drawn in one step: each takes a row of scores. None: `sequences_max`."""
     bypasses_max: int = 32
-    """Sequences that start to decode while a prompt that came before them waits; then it has the next place."""
+    """How many later sequences may start to decode while a prompt waits; then it gets the next place."""
 
     def __post_init__(self) -> None:
         for name in ("tokens_per_step_max", "sequences_max", "waiting_max", "bypasses_max"):
@@ -152,7 +152,7 @@ class SchedulerConfig:
 
 
 class Scheduler:
-    """The queues. Between `schedule` and the next one the owner moves the batch's sequences on, or removes them."""
+    """The queues. After each `schedule` the owner advances the batch's sequences, or removes them."""
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
         self.config = config
@@ -165,12 +165,12 @@ class Scheduler:
         self._entered = 0
         self._decodes_started = 0
         self._started_before: dict[RequestKey, int] = {}
-        """Of each waiting prompt: what `_decodes_started` was when it came."""
+        """For each waiting prompt, `_decodes_started` when it came."""
         self.overcommit: Overcommit | None = None
 
     @property
     def swapped_out(self) -> int:
-        """Sequences taken out of the running ones until `swap_in`. They have no place and no block table."""
+        """Sequences that wait for `swap_in`, without a place or a block table."""
         return len(self._swapped_out)
 
     @property
@@ -210,7 +210,7 @@ class Scheduler:
         self._enter(seq, self._resumed)
 
     def remove(self, seq: Sequence) -> None:
-        """Forget a sequence, wherever it is. Its blocks are untouched."""
+        """Remove a sequence. Its blocks are not released."""
         if self._begun is seq:
             self._begun = None
             return
@@ -231,17 +231,17 @@ class Scheduler:
         self._swapped_out[seq.key] = seq
 
     def swap_in(self, seq: Sequence) -> None:
-        """Let a swapped-out sequence decode on, ahead of others that wait for a place. Its block table is whole."""
+        """Let a swapped-out sequence decode again, before others that wait for a place. Its block table is whole."""
         assert len(seq.block_table) >= self._blocks.blocks_for(seq.computed), (seq.key, len(seq.block_table))
         del self._swapped_out[seq.key]
         self._resumed[seq.key] = seq
         self._resumed.move_to_end(seq.key, last=False)
 
     def schedule(self, *, overlapped: bool = False) -> Batch | None:
-        """The next step, or None when there is nothing to compute. Draws growth blocks from promises.
+        """The next step; None if there is nothing to compute. Takes growth blocks from promises.
 
-        `overlapped`: a step is in flight, whose sequences have their `after`; then None too where memory has to be made
-        room in first.
+        `overlapped`: a step is in flight, and its sequences have their `after`. None too if blocks have to move to host
+        memory first.
         """
         self._fill_places()
         if self.overcommit is not None and overlapped:
@@ -257,7 +257,7 @@ class Scheduler:
             start = prompt.planned
             stop = min(len(prompt.tokens), start + budget)
             if stop == len(prompt.tokens) and len(self._running) >= self.config.rows_max:
-                stop -= 1  # its last token waits for a row of scores, and whoever is behind it waits with it
+                stop -= 1  # its last token waits for a row of scores, and so do the prompts behind it
                 budget = 0
             if stop > start:
                 slices.append(_slice(prompt, start, stop))
@@ -287,8 +287,8 @@ class Scheduler:
             self._decodes_started += 1
 
     def _may_resume(self) -> bool:
-        """Whether there is a place for one more to decode; the last one is a prompt's that was bypassed too often, and
-        the last row of scores one's that lacks nothing else."""
+        """Whether one more may decode. The last place is kept for a prompt that was bypassed too often, the last row of
+        scores for a prompt of which only the last token is left."""
         begun = self._begun
         waits_for_row = begun is not None and begun.planned == len(begun.tokens) - 1
         if len(self._running) + waits_for_row >= self.config.rows_max:
@@ -303,7 +303,7 @@ class Scheduler:
     def _next_prompt(self) -> Sequence | None:
         if self._begun is not None:
             if self._begun.after is not None and self._begun.after.leaves:
-                return None  # its place is taken until it has left
+                return None  # it keeps its place until it has left
             prompt, self._begun = self._begun, None
             return prompt
         if self._prompts and len(self._running) < self.config.sequences_max:
@@ -313,7 +313,7 @@ class Scheduler:
         return None
 
     def _decode_slice(self, seq: Sequence) -> SequenceSlice | None:
-        """None when the block that it needs is not there yet, or it will have left."""
+        """None: it lacks a block, or leaves with the step in flight."""
         start, known, after = seq.computed, len(seq.tokens), seq.after
         if after is not None:
             if after.leaves:

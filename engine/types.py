@@ -38,9 +38,9 @@ NO_TOKEN = -1
 class SamplingParams:
     """How one request draws its tokens. Validated once, in the router; here it is trusted.
 
-    temperature 0 is greedy. top_k 0, top_p 1, min_p 0, repetition_penalty 1 and the other penalties 0 are off: such a
-    parameter changes nothing. The order in which they apply is `engine.sampler.sample`'s. The seed is always set: the
-    router draws one when the client gives none, so that a resumed request meets the same noise.
+    temperature 0 is greedy. top_k 0, top_p 1, min_p 0, repetition_penalty 1 and the other penalties 0 are off. See
+    `engine.sampler.sample` for the order in which they apply. The seed is always set: the router draws one where the
+    client gives none, so that a resumed request gets the same noise.
     """
 
     temperature: float
@@ -52,19 +52,19 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     min_p: float = 0.0
-    """Tokens less probable than this fraction of the best one's probability are out."""
+    """Excludes tokens less probable than this fraction of the best token's probability."""
     repetition_penalty: float = 1.0
-    """Scores of tokens of prompt and output: positive ones divided by this, negative ones multiplied."""
+    """For tokens of prompt and output: positive scores are divided by it, negative ones multiplied."""
     presence_penalty: float = 0.0
-    """Taken from the scores of tokens of the output."""
+    """Subtracted from the scores of tokens of the output."""
     frequency_penalty: float = 0.0
-    """Taken from the scores of tokens of the output, times how often each is there."""
+    """Subtracted from the scores of tokens of the output, once for each occurrence."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, what is added to its score); each id once."""
+    """(token id, number added to its score); each id once."""
     min_tokens: int = 0
-    """So many tokens are drawn before one that ends the answer may be."""
+    """No token that ends the answer is drawn before so many others."""
     logprobs: int | None = None
-    """How many of the best tokens to report log-probabilities of, besides the drawn one; None: report none at all."""
+    """How many of the best tokens to report log-probabilities of, besides the drawn one. None: no report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSpec:
-    """Shape of the KV cache that a runner reads and writes; the node turns it into a transfer layout."""
+    """Shape of a runner's KV cache; the node turns it into a transfer layout."""
 
     num_layers: int
     num_kv_heads: int
@@ -94,8 +94,8 @@ class SequenceSlice:
     """The part of one sequence that one step computes. Not changed once made (nor frozen, which costs time).
 
     `tokens[start:stop]` are the new tokens; the KV of `tokens[:start]` is in the region already. `block_table` covers
-    at least `ceil(stop / block_size)` blocks. `tokens` and `block_table` are the sequence's own, which nobody touches
-    while the step runs.
+    at least `ceil(stop / block_size)` blocks. `tokens` and `block_table` are the sequence's own lists, which do not
+    change while the step runs.
     """
 
     key: RequestKey
@@ -106,11 +106,11 @@ class SequenceSlice:
     sample: bool
     """True when `stop` is the end of the tokens known: draw the token at position `stop`."""
     output_index: int
-    """Index of the token to draw among the request's output tokens (the counter of the sampling noise)."""
+    """Index of the token to draw among the request's output tokens; the sampling noise depends on it."""
     params: SamplingParams
     token_pending: bool = False
-    """Its one new token is drawn by the step launched just before, which the host has not collected: `tokens` ends at
-    `start`, and the runner takes the token from where it drew it. For an `OverlapRunner` only."""
+    """Its one new token is drawn by the step before, which is not collected: `tokens` ends at `start`, and the token is
+    on the runner's device. For an `OverlapRunner` only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,12 +125,12 @@ class Batch:
 
     @property
     def drawing_rows(self) -> list[int]:
-        """Of the T rows, those that tokens are drawn from: the last of each slice with `sample`."""
+        """Which of the T rows tokens are drawn from: the last of each slice with `sample`."""
         ends = accumulate(s.stop - s.start for s in self.slices)
         return [end - 1 for s, end in zip(self.slices, ends, strict=True) if s.sample]
 
     def drawing(self) -> Batch:
-        """Those rows alone: the slices with `sample`, each cut to its last token. May be empty."""
+        """Only the slices with `sample`, each cut to its last token. May be empty."""
         return Batch(slices=tuple(replace(s, start=s.stop - 1) for s in self.slices if s.sample))
 
 
@@ -145,9 +145,9 @@ class StepResult:
 
 
 class KvSink(Protocol):
-    """Told, on the engine thread, that a layer of the step has been computed.
+    """Called on the engine thread when the K and V of one layer of the step are in the region.
 
-    Must not block and must not raise: the forward step never waits for the network.
+    Must not block or raise: the forward step never waits for the network.
     """
 
     def layer_done(self, layer: int) -> None: ...
@@ -161,7 +161,7 @@ class NullSink:
 
 
 class Runner(Protocol):
-    """One model on one device over one region. `run` is called from one thread at a time, not always the same."""
+    """One model on one device over one region. One thread at a time calls `run`, not always the same one."""
 
     kv_spec: KvSpec
     vocab_size: int
@@ -169,49 +169,49 @@ class Runner(Protocol):
     eos_token_ids: frozenset[int]
 
     def bind(self, region_U8: np.ndarray, num_blocks: int) -> None:
-        """Take the region (uint8, one dimension, writable) as the paged pool. The caller keeps it alive and frees it.
+        """Use this region (uint8, one dimension, writable) as the paged pool. The caller keeps it alive and frees it.
 
         Record `(layer, block)` lies at `(layer * num_blocks + block) * record_bytes`, laid out [K|V][K][S][D].
         """
         ...
 
     def unbind(self) -> None:
-        """Drop every view of the region, so that its owner can close it. Idempotent; `run` is not called afterwards."""
+        """Drop all views of the region, so that its owner can close it. Idempotent; `run` is not called afterwards."""
         ...
 
     def run(self, batch: Batch, sink: KvSink) -> StepResult:
-        """Compute the batch, write its KV to the region, call `sink.layer_done` after each layer, draw tokens."""
+        """Compute the batch, write its KV to the region, call `sink.layer_done` for each layer, draw tokens."""
         ...
 
 
 STEPS_IN_FLIGHT_MAX = 2
-"""Launched and not collected: one that the device computes, and one behind it."""
+"""Launched and not collected: the one that the device computes, and the next."""
 
 
 @runtime_checkable
 class OverlapRunner(Runner, Protocol):
-    """A runner that takes a step while its device computes the one before.
+    """A runner that takes a step while its device computes the one before: at most `STEPS_IN_FLIGHT_MAX` at a time.
 
-    Steps are collected in the order of their launches. At most `STEPS_IN_FLIGHT_MAX` are launched and not collected.
+    Steps are collected in the order of their launches.
     """
 
     overlap_rows_max: int
     """How many tokens a step may draw for the next one to overlap it. 0: no steps overlap."""
 
     def can_overlap(self, params: SamplingParams) -> bool:
-        """Whether such a token can be drawn while the host neither knows the one before nor looks at any score."""
+        """Whether a token can be drawn by `params` while the host knows neither the token before nor any score."""
         ...
 
     def launch(self, batch: Batch, sink: KvSink) -> Any:
-        """Queue the batch on the device, behind the step launched before -> what `collect` takes. Waits for nothing.
+        """Queue the batch on the device, behind the step before -> the argument of `collect`. Does not wait.
 
-        The batch is read before it returns. If it raises, nothing of it is written any more. `sink` as in `run`, where
-        a layer is done when it is queued.
+        Reads the batch before it returns. If it raises, nothing of the batch is written afterwards. `sink` is called
+        when a layer is queued.
         """
         ...
 
     def collect(self, in_flight: Any) -> StepResult:
-        """Wait for a launched step, once. When it returns or raises, nothing of that step is written any more."""
+        """Wait for a launched step, once. When it returns or raises, the step writes nothing any more."""
         ...
 
 
@@ -229,10 +229,10 @@ NOT_FINITE_MESSAGE = (
 
 
 def sampling_problem(spec: common_pb2.SamplingSpec, *, vocab_size: int) -> str | None:
-    """Why an engine of this vocabulary cannot draw by these parameters; None if it can.
+    """Why an engine with this vocabulary cannot draw by these parameters; None if it can.
 
-    The router checks the client's input against narrower limits. This is for a peer's mistake: one row that cannot be
-    drawn would end every sequence of its batch.
+    The router checks the client's input against narrower limits. This catches a peer's mistake: one row that cannot be
+    drawn would end all sequences of its batch.
     """
     penalty = spec.repetition_penalty if spec.HasField("repetition_penalty") else 1.0
     numbers = (spec.temperature, penalty, spec.presence_penalty, spec.frequency_penalty, *spec.logit_bias.values())

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from baton.clock import first_of
 from baton.errors import BatonError, Reason
 from baton.log import get_log
 from engine.core import Engine, TokenEvent
@@ -122,15 +123,7 @@ class EngineLoop:
 
 async def done_or_broken(serving: Coroutine[Any, Any, None], stepping: asyncio.Task[None]) -> None:
     """Return when `serving` does. Raises what ended the engine loop, which ends by itself only for a bug of ours."""
-    task = asyncio.ensure_future(serving)
-    try:
-        await asyncio.wait([task, stepping], return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        ended = task.done()
-        task.cancel()
-        await asyncio.wait([task])
-    if ended:
-        await task
+    await first_of(serving, asyncio.wait([stepping]))
     if stepping.done():
         log.error("the engine loop has ended; this node cannot go on", exc_info=stepping.exception())
         raise BatonError(Reason.INTERNAL, "The engine loop failed; the log says why.") from stepping.exception()

@@ -148,7 +148,10 @@ async def serve_node(
             half.open()
             _report(runtime, half, pool, transports)
             serving["on_ready"](await runtime.open())
-            await done_or_broken(runtime.serve_until(serving["stop"], serving.get("drain")), stepping)
+            until_drained = runtime.drain.serve_until(
+                serving["stop"], serving.get("drain"), drain_ms_max=config.drain_ms_max
+            )
+            await done_or_broken(until_drained, stepping)
         finally:
             await runtime.leave()
             await half.end_requests()

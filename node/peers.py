@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections import OrderedDict
 
-from batonpb import node_pb2, prefill_pb2, transfer_pb2
+from batonpb import node_pb2, transfer_pb2
 
 from baton.drain import Holdings
 from baton.errors import BatonError, Reason
@@ -128,22 +128,12 @@ class Peers:
         nodes = self.runtime.membership.nodes(Role.DECODE)
         return [record for record in nodes if record.incarnation != self.runtime.incarnation]
 
-    def granted_here(self) -> prefill_pb2.Granted:
-        """This node, as a decode node is named to a router."""
-        runtime = self.runtime
-        return prefill_pb2.Granted(
-            decode_node=runtime.name, decode_incarnation=runtime.incarnation, decode_endpoint=runtime.endpoint
-        )
-
     def find(self, receiver: Incarnation) -> WriterPeer | None:
         return self._peers.get(receiver)
 
-    def all(self) -> list[WriterPeer]:
-        return list(self._peers.values())
-
     def upkeep(self) -> None:
         """Called every second."""
-        for peer in self.all():
+        for peer in list(self._peers.values()):
             peer.upkeep()
         self.close_gone()
 

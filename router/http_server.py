@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from baton import baton_version
+from baton.clock import first_of
 from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import RequestId
@@ -69,16 +70,7 @@ class CallReply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._asgi, self._send = (scope, receive, send), send
-        work = asyncio.create_task(self._run())
-        gone = asyncio.create_task(_disconnected(receive))
-        try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
-        finally:
-            work.cancel()
-            gone.cancel()
-            await asyncio.wait({work, gone})
+        await first_of(self._run(), _disconnected(receive))
 
     async def _run(self) -> None:
         answer = self._stream if self._call.stream else self._whole

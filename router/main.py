@@ -95,7 +95,7 @@ async def serve(
             http = HttpServer(OpenAiApp(node, metrics).asgi(), config, refused=refused)
             log.info("HTTP is served", endpoint=http.start(config.http_listen))
         on_ready(endpoint)
-        await runtime.serve_until(stop, drain)
+        await runtime.drain.serve_until(stop, drain, drain_ms_max=config.drain_ms_max)
     finally:
         await runtime.leave()
         await renewing.cancel()

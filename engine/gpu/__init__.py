@@ -1,1 +1,1 @@
-"""The engine on a GPU. Without one only tests import it, which run the kernels in Triton's interpreter."""
+"""The engine on a GPU. Without a GPU only tests import it; they run the kernels in Triton's interpreter."""

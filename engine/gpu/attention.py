@@ -1,10 +1,10 @@
-"""Attention on a GPU: one backend for slices of one token (decode), one for longer ones (prefill), chosen apart.
+"""Attention on a GPU: a backend for slices of one token (decode) and a backend for longer ones (prefill).
 
-Importing a library says little: a wheel may be built for another torch, another architecture or other page sizes, and
-some compute nonsense instead of refusing. So each candidate is run at start, over a small pool of NaN of the node's own
+That a library can be imported proves little: its wheel may be built for another torch, architecture or page size, and
+some compute nonsense instead of failing. So each candidate runs at start, over a small pool of NaN with the node's own
 shape, type and block size. A node uses the best one that agrees with the torch reference.
 
-Shape suffixes as in engine/attention.py; R query rows of the slices of one part, M columns of the block tables.
+Shape suffixes as in engine/attention.py; R query rows of decode or prefill, M columns of the block tables.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from engine.types import Batch, KvSpec, SamplingParams, SequenceSlice
 
 
 class BackendUnfit(Exception):
-    """A backend cannot serve this shape, type or device; the text says what it would need."""
+    """A backend cannot serve this shape, type or device; the text says what it needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class DecodePlan:
 
 
 class TritonDecode:
-    """Our split-KV kernel over the region as it lies: `kernels.decode`. Any block size, head dimension and type."""
+    """Our split-KV kernel, `kernels.decode`, reads the region in place. Any block size, head dimension and type."""
 
     def __init__(self, pool: KvPool, num_heads: int) -> None:
         """Raises BackendUnfit."""
@@ -65,7 +65,7 @@ class TritonDecode:
         )
 
     def num_splits(self, rows: int, context_max: int) -> int:
-        """For launches with so many rows, none of which has a longer context."""
+        """For launches with so many rows and contexts of at most `context_max`."""
         return kernels.choose_splits(rows, self._pool.spec.num_kv_heads, context_max, self._processors)
 
     def attend(self, layer: int, q_RHD: torch.Tensor, plan: DecodePlan) -> torch.Tensor:
@@ -73,7 +73,7 @@ class TritonDecode:
 
 
 def processors(device: torch.device) -> int:
-    """Streaming multiprocessors; 1 where there are none."""
+    """Streaming multiprocessors; 1 for a device without."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -99,8 +99,8 @@ def _tables(pool: KvPool, slices: Sequence[SequenceSlice]) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VarlenPlan:
-    """Where each sequence's queries and keys begin (int32 [sequences + 1]), and where its keys are: contexts to gather,
-    or the block tables and context lengths, int32, of a backend that reads pages."""
+    """Where each sequence's queries and keys start (int32 [sequences + 1]), and where its keys are: contexts to gather,
+    or block tables and context lengths (int32) for a backend that reads pages."""
 
     contexts: kernels.GatherPlan | None
     tables_BM: torch.Tensor | None
@@ -112,13 +112,13 @@ class VarlenPlan:
 
 
 VarlenCall = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, VarlenPlan], torch.Tensor]
-"""(q_RHD, K, V, plan) -> causal attention of sequences one after another, [R, H, D]: the last query of each sees its
-last key. K and V are [C, K, D]; of a backend that reads pages the region's own, [N, S, K, D] with strides."""
+"""(q_RHD, K, V, plan) -> causal attention of concatenated sequences, [R, H, D]: the last query of each sees its last
+key. K and V are [C, K, D]; for a backend that reads pages the region's own, [N, S, K, D] with strides."""
 
 
 class Varlen:
-    """A library's kernel for uneven lengths. Without `pages` contexts are copied together, once in each layer: small
-    beside the attention of some hundred tokens, and free of any rule about pages."""
+    """A library's kernel for uneven lengths. Without `pages` it copies the contexts together in each layer: that costs
+    little beside the attention of some hundred tokens, and no page size is refused."""
 
     def __init__(self, pool: KvPool, call: VarlenCall, *, pages: bool = False) -> None:
         self._pool = pool
@@ -149,7 +149,7 @@ class Varlen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StepPlan:
-    """A part without slices has no rows."""
+    """Decode or prefill is None where it has no slices."""
 
     decode: Any
     prefill: Any
@@ -170,7 +170,7 @@ class GpuAttention:
         long = [s for s in slices if s.stop - s.start > 1]
         decode_rows: slice | torch.Tensor = slice(None, len(short))
         prefill_rows: slice | torch.Tensor = slice(len(short), None)
-        # The scheduler puts running sequences first, so rows seldom have to be picked apart.
+        # The scheduler puts running sequences first, so rows are seldom mixed.
         if list(slices) != short + long:
             lengths = np.array([s.stop - s.start for s in slices])
             is_short_T = np.repeat(lengths == 1, lengths)
@@ -207,7 +207,7 @@ def _need_half(pool: KvPool, name: str) -> None:
 
 
 def _output(result: Any) -> torch.Tensor:
-    """Some versions give the log-sum-exp as well."""
+    """Some versions return the log-sum-exp as well."""
     out: torch.Tensor = result[0] if isinstance(result, tuple) else result
     return out
 
@@ -224,7 +224,7 @@ def torch_varlen(pool: KvPool, num_heads: int) -> Varlen:
     if group > 1 and "enable_gqa" in names:
         options["enable_gqa"] = True
     elif group > 1:
-        # This version of torch wants as many KV heads as query heads.
+        # This version of torch needs as many KV heads as query heads.
         repeats = group
 
     def call(q_RHD: torch.Tensor, k_CKD: torch.Tensor, v_CKD: torch.Tensor, plan: VarlenPlan) -> torch.Tensor:
@@ -237,8 +237,8 @@ def torch_varlen(pool: KvPool, num_heads: int) -> Varlen:
 
 
 def flash_varlen(module: str, *, pages: bool = False) -> Callable[[KvPool, int], Varlen]:
-    """`flash_attn_varlen_func` of a flash-attention package: 2 in `flash_attn`, 3 in `flash_attn_interface`, or
-    `fa3_fwd_interface`, the build of 3 on PyPI, which has no general paged mode. `pages`: with the block tables of 2.
+    """`flash_attn_varlen_func` of a package: `flash_attn` is flash-attention 2, `flash_attn_interface` version 3, and
+    `fa3_fwd_interface` its build on PyPI, without a general paged mode. `pages`: with version 2's block tables.
     """
 
     def make(pool: KvPool, num_heads: int) -> Varlen:
@@ -291,7 +291,7 @@ def flash3_paged(pool: KvPool, num_heads: int) -> Varlen:
 
 
 class FlashInferPaged:
-    """FlashInfer's paged prefill over head-major pages [N, 2, K, S, D]: the region as it lies."""
+    """FlashInfer's paged prefill over head-major pages [N, 2, K, S, D]: it reads the region in place."""
 
     def __init__(self, pool: KvPool, num_heads: int) -> None:
         """Raises ImportError or BackendUnfit."""
@@ -303,7 +303,7 @@ class FlashInferPaged:
         self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace_U8, kv_layout="HND")
 
     def prepare(self, slices: Sequence[SequenceSlice]) -> None:
-        """The plan is kept in the wrapper: one step at a time."""
+        """The wrapper keeps the plan, so only one step at a time."""
         spec, device = self._pool.spec, self._pool.device
         used = [-(-s.stop // spec.block_size) for s in slices]
         blocks = np.concatenate([np.asarray(s.block_table[:n], np.int32) for s, n in zip(slices, used, strict=True)])
@@ -355,18 +355,18 @@ CANDIDATES: dict[Phase, dict[str, Maker]] = {
     },
     Phase.DECODE: {"triton": TritonDecode, "flashinfer": FlashInferPaged, "torch": TorchAttention},
 }
-"""By name, best first. The reference ends each list: it is never refused."""
+"""By name, best first. Each list ends with the reference, which is never refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
-    """The backend of one phase, and why it and not a better one."""
+    """The backend of one phase, and why better ones were rejected."""
 
     phase: Phase
     backend: PagedAttention
     name: str
     rejected: dict[str, str]
-    """Why, by name, in the order of the trials."""
+    """Reasons by name, in the order of the trials."""
 
     def __str__(self) -> str:
         """For `baton describe`."""
@@ -405,7 +405,7 @@ def admit(
 
 
 def try_out(name: str, make: Maker, spec: KvSpec, num_heads: int, phase: Phase, device: torch.device) -> str | None:
-    """Run one candidate on a pool of its own -> what is wrong with it. Never raises."""
+    """Run one candidate on a small pool -> what is wrong with it, if anything. Never raises."""
     pool, batch, q_RHD, wanted_RHD = _trial(spec, num_heads, phase, device)
     try:
         backend = make(pool, num_heads)
@@ -419,7 +419,7 @@ def try_out(name: str, make: Maker, spec: KvSpec, num_heads: int, phase: Phase, 
     except BackendUnfit as unfit:
         return str(unfit)
     except Exception as failure:
-        # Foreign code: whatever it raises, the node goes on with the next one.
+        # Foreign code: after any error the node tries the next one.
         log.exception("attention backend failed its trial", backend=name, phase=phase.value)
         return f"failed: {type(failure).__name__}: {str(failure)[:200]}"
     limit = ERROR_MAX[spec.dtype]
@@ -431,9 +431,9 @@ def _trial(
 ) -> tuple[KvPool, Batch, torch.Tensor, torch.Tensor]:
     """A pool of NaN, four sequences in scattered blocks, a batch over them, queries, and the reference's answer."""
     spec, size = replace(spec, num_layers=2), spec.block_size
-    # The long one: a kernel's loop goes round, and the last of its splits has one token.
+    # In the longest a kernel's loop repeats, and the last split has one token.
     lengths = (2 * size + 1, size, max(1, size // 2), 3 * SPLIT_TOKENS_MIN + 1)
-    # Scattered blocks, none next to another of its own sequence, one unused at either end.
+    # Scattered blocks: no neighbours belong to the same sequence, and the first and the last are unused.
     counts = [-(-length // size) for length in lengths]
     order = iter(sorted(range(1, sum(counts) + 1), key=lambda block: (block % 3, -block)))
     tables = [[BlockId(block) for block in islice(order, count)] for count in counts]
@@ -450,7 +450,7 @@ def _trial(
             SequenceSlice(
                 key=RequestKey(request=RequestId(f"trial-{i}"), attempt=Attempt(0)),
                 tokens=[0] * length,
-                # Two go on inside a block, one is whole: both masks are met.
+                # Two start inside a block, the others at 0: both masks are used.
                 start=length - 1 if phase is Phase.DECODE else (length // 2 if i in (0, 3) else 0),
                 stop=length,
                 block_table=table,

@@ -1,4 +1,4 @@
-"""What can be chosen about the GPU's part of an engine. Imports no torch."""
+"""Settings of an engine on a GPU. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AUTO: Final = "auto"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphConfig:
-    """Which decode steps run as graphs; others run as they are, kernel by kernel."""
+    """Which decode steps run as graphs; others run kernel by kernel."""
 
     graph_rows_max: int = setting(
         64,
@@ -35,7 +35,7 @@ class GraphConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuConfig:
-    """Of an engine whose device has a region of its own."""
+    """For engines whose region is in the device's memory."""
 
     attention_prefill: str = setting(
         AUTO,

@@ -1,7 +1,7 @@
-"""Decode steps as CUDA graphs: a step of some hundred kernels becomes one launch.
+"""Decode steps as CUDA graphs: one launch instead of some hundred kernels.
 
 A graph is captured for each of a few batch sizes ("buckets"); a batch runs in the smallest that holds it. Padding rows
-write into one block that is set aside for them.
+write to a block that is reserved for them.
 
 Shape suffixes: B rows of a bucket   M columns of the block tables   V vocabulary
 """
@@ -20,9 +20,9 @@ from engine.gpu.config import GraphConfig
 from engine.types import SequenceSlice
 
 HOST_KNOWS = -1
-"""In the place of a row: the token is the host's to give."""
+"""Instead of a row: the host has the token."""
 _FIXED_COLUMNS = 3
-"""Of a packed row, before its block table: token id, position, row of the token among those of the step before."""
+"""At the start of a packed row, before its block table: token id, position, row of the token in the step before."""
 
 
 def bucket_sizes(rows_max: int) -> tuple[int, ...]:
@@ -36,20 +36,19 @@ def bucket_sizes(rows_max: int) -> tuple[int, ...]:
 
 
 class Capture:
-    """How a computation on fixed tensors becomes something to launch again and again. This one is for a device without
-    graphs: it computes again."""
+    """How a computation on fixed tensors is captured. This one is for a device without graphs: it computes again."""
 
     def capture(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Run `compute` at least once, and return what repeats it: same tensors read, same tensor written.
+        """Run `compute` at least once -> a function that repeats it, with the same inputs and output tensor.
 
-        The returned tensor is overwritten by the next repetition of this or any other graph of the same capture.
+        The next repetition of any graph of this capture may overwrite the output.
         """
         out = compute().clone()
         return lambda: out.copy_(compute())
 
 
 class CudaCapture(Capture):
-    """torch.cuda.CUDAGraph, all graphs out of one memory pool. Runs on a GPU only."""
+    """torch.cuda.CUDAGraph, with one memory pool for all graphs. On a GPU only."""
 
     WARM_UP_RUNS = 2
 
@@ -58,8 +57,8 @@ class CudaCapture(Capture):
         self._memory = torch.cuda.graph_pool_handle()
 
     def capture(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """See `Capture.capture`. Warms up first: kernels are compiled and libraries make their workspaces then, which
-        is not allowed during a capture."""
+        """See `Capture.capture`. Runs `compute` before: kernels must not be compiled, nor workspaces allocated, during
+        a capture."""
         side = torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
@@ -68,7 +67,7 @@ class CudaCapture(Capture):
         torch.cuda.current_stream(self._device).wait_stream(side)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may go on with the device meanwhile (copies of records): only this thread's calls are checked.
+        # Other threads may use the device meanwhile (copies of records): only this thread's calls are checked.
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             out = compute()
 
@@ -81,7 +80,7 @@ class CudaCapture(Capture):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeInputs:
-    """The inputs of one decode step on the device, as `forward` of `DecodeGraphs` gets them; views of one buffer."""
+    """Inputs of a decode step on the device: views of one buffer."""
 
     ids_B: torch.Tensor
     positions_B: torch.Tensor
@@ -91,14 +90,14 @@ class DecodeInputs:
 
 
 Forward = Callable[[DecodeInputs], torch.Tensor]
-"""From the inputs of a bucket's rows to the scores of the next token of each, [B, V]. Must not look at values."""
+"""From the inputs of a bucket to each row's scores of the next token, [B, V]. The host must not look at values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Graph:
     inputs: torch.Tensor
     staging: torch.Tensor
-    """Pinned host memory of the same shape where there is a device: written by the CPU, copied in one go."""
+    """Of the same shape, in host memory (pinned for a GPU): filled by the CPU, then copied at once."""
     replay: Callable[[], torch.Tensor]
 
 
@@ -116,7 +115,7 @@ class DecodeGraphs:
         capture: Capture,
         config: GraphConfig,
     ) -> None:
-        """`row_of`: where a slice's token is, as `FutureTokens.row_of` says it."""
+        """`row_of`: `FutureTokens.row_of`."""
         self._forward = forward
         self._row_of = row_of
         self._block_size = block_size
@@ -145,7 +144,7 @@ class DecodeGraphs:
             self._graphs[rows] = self._captured(rows)
 
     def fits(self, slices: Sequence[SequenceSlice]) -> bool:
-        """Whether a batch can run as a graph: one token of each sequence, not too many, none too long."""
+        """Whether a batch can run as a graph: one token of each sequence, few enough, none too long."""
         return 0 < len(slices) <= self._rows_max and all(
             s.stop - s.start == 1 and s.stop <= self._context_max for s in slices
         )
@@ -155,7 +154,7 @@ class DecodeGraphs:
         assert self.fits(slices), len(slices)
         graph = self._graphs[self._sizes[bisect_left(self._sizes, len(slices))]]
         if self._copied is not None:
-            # The step before may still be in flight, and the device may still have to read its inputs.
+            # The device may still have to read the inputs of the step before.
             self._copied.synchronize()
         self._fill(graph.staging.numpy(), slices)
         graph.inputs.copy_(graph.staging, non_blocking=True)
@@ -177,7 +176,7 @@ class DecodeGraphs:
             future_rows_B=inputs[:, 2],
             tables_BM=inputs[:, _FIXED_COLUMNS:],
         )
-        forward = self._forward  # and not through self: what is captured must not keep its graphs alive
+        forward = self._forward  # not self._forward: a graph must not keep all graphs alive
         return _Graph(inputs=inputs, staging=staging, replay=self._capture.capture(lambda: forward(views)))
 
     def _fill(self, staging: np.ndarray, slices: Sequence[SequenceSlice]) -> None:

@@ -1,12 +1,12 @@
 """Triton kernels over one layer of the paged region, whose records are [K|V][kv_head][slot][head_dim].
 
-Every kernel counts in elements from the layer's first one, in 64 bits: a region may hold more than 2**31 elements.
-Sizes that are no powers of two are padded to the next one and masked. A block id below 0 stands for "no block": nothing
-is read or written there. Slots past the end of a context are never read, so they may hold anything, NaN too.
+Kernels count elements from the start of the layer in 64 bits: a region may hold more than 2**31 elements. Sizes that
+are no powers of two are padded to the next one and masked. A block id below 0 means "no block": nothing is read or
+written there. Slots past the end of a context are never read, so they may hold anything, even NaN.
 
-Counts that differ from step to step are not specialised: the compiler would make a variant for 1 and one for multiples
-of 16, inside the request that first has such a count. Under TRITON_INTERPRET=1 (read by Triton when this module is
-imported) the kernels run on the CPU. Behind the kernels are the functions on tensors that launch them.
+Counts that differ from step to step are not specialised: the compiler would make variants for 1 and for multiples of 16
+while a request waits. Under TRITON_INTERPRET=1 (read by Triton when this module is imported) the kernels run on the
+CPU. The functions that launch the kernels follow below them.
 
 Shape suffixes as in engine/types.py; P splits of one context, G query heads that share one KV head.
 """
@@ -107,7 +107,7 @@ def gather_kernel(
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
 ) -> None:
-    """Copy the contexts of a step out of the region, token-major, for kernels that want them so. Grid (n, K)."""
+    """Copy the contexts of a step out of the region, token-major. Grid (n, K)."""
     at = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     block = tl.load(blocks + at)
@@ -130,7 +130,7 @@ def decode_split_kernel(
     tables: tl.tensor,  # int32 [B, columns]: block ids
     contexts: tl.tensor,  # int32 [B]: tokens of each context, 0 for a row of padding
     out_part: tl.tensor,  # float32 [B, H, P, D]: each split's weighted sum of values, over its own weights' sum
-    max_part: tl.tensor,  # float32 [B, H, P]: the largest score of the split, times log2(e)
+    max_part: tl.tensor,  # float32 [B, H, P]: the split's largest score, times log2(e)
     sum_part: tl.tensor,  # float32 [B, H, P]: the sum of the split's weights; 0 where the split is empty
     scale_log2: tl.tensor,  # head_dim**-0.5 * log2(e)
     table_columns: tl.tensor,
@@ -237,7 +237,7 @@ def scale_rows_kernel(
     WIDTH_OUT: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Each row over a scale of its own, by which its furthest value becomes `largest`; zeros past its end. Grid (T,).
+    """Each row over its own scale, so that its largest magnitude becomes `largest`; zeros past its end. Grid (T,).
 
     A row of zeros has scale 1. An infinite value makes its row NaN.
     """
@@ -270,9 +270,9 @@ def int4_rows_kernel(
     TILE_T: tl.constexpr,
     FACTOR_TYPE: tl.constexpr,
 ) -> None:
-    """Rows by a matrix in 4-bit tiles, which is read once for every TILE_T rows. Grid (tiles of outputs, of rows).
+    """Rows times a matrix in 4-bit tiles, which is read once for every TILE_T rows. Grid (tiles of outputs, of rows).
 
-    An output has 16 words for 128 inputs; the same nibble of each is a product of 16 inputs. The weights are the left
+    An output has 16 words for 128 inputs; one nibble of each makes a product of 16 inputs. The weights are the left
     operand, so that they go from registers to the tensor cores. Sums are float32, the factors of FACTOR_TYPE.
     """
     COLUMNS: tl.constexpr = INPUTS // 128
@@ -301,10 +301,10 @@ def int4_rows_kernel(
 STORE_TILE_TOKENS = 16
 DECODE_TILE_TOKENS = 64
 SPLIT_TOKENS_MIN = 128
-"""A split of fewer tokens costs more in joining than its parallel reading saves."""
+"""A split of fewer tokens costs more to join than parallel reading saves."""
 SPLITS_MAX = 32
 _DOT_ROWS_MIN = 16
-"""`tl.dot` takes no fewer rows."""
+"""The least rows that `tl.dot` takes."""
 
 
 def interpreted() -> bool:
@@ -313,7 +313,7 @@ def interpreted() -> bool:
 
 
 def factor_type(dtype: torch.dtype) -> tl.dtype:
-    """What kernels multiply numbers of this type as. The interpreter would take the bits of bfloat16 for integers."""
+    """The type in which kernels multiply numbers of `dtype`. The interpreter cannot multiply bfloat16."""
     return tl.float32 if interpreted() else getattr(tl, str(dtype).removeprefix("torch."))
 
 
@@ -371,7 +371,7 @@ def rotate_and_store(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherPlan:
-    """Which slots of the region make up the contexts of a step; int64 [n] each, on the pool's device."""
+    """The slots of the region with the contexts of a step; int64 [n] each, on the pool's device."""
 
     blocks_n: torch.Tensor
     first_rows_n: torch.Tensor
@@ -398,7 +398,7 @@ def plan_gather(pool: KvPool, slices: Sequence[SequenceSlice]) -> GatherPlan:
 
 
 def gather(pool: KvPool, layer: int, plan: GatherPlan) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of the contexts, token after token -> two of [C, K, D], which the caller may change."""
+    """K and V of the contexts, token after token -> two new tensors [C, K, D]."""
     spec = pool.spec
     shape = (plan.num_rows, spec.num_kv_heads, spec.head_dim)
     k_CKD = torch.empty(shape, dtype=pool.dtype, device=pool.device)
@@ -420,10 +420,10 @@ def gather(pool: KvPool, layer: int, plan: GatherPlan) -> tuple[torch.Tensor, to
 
 
 def choose_splits(rows: int, kv_heads: int, context_max: int, processors: int) -> int:
-    """How many parts each context is cut into: enough that two programs run on each processor, none of them tiny.
+    """How many parts each context is cut into: enough for two programs on each processor, but none tiny.
 
-    `context_max` bounds all contexts that the launch will see: a captured graph is launched again with longer ones.
-    Eight for long contexts in any case, or one long sequence among short ones would keep one processor busy alone.
+    `context_max` bounds all contexts of the launch: a captured graph is launched again with longer ones. Long contexts
+    get at least eight, so that one long sequence among short ones does not keep a single processor busy.
     """
     assert min(rows, kv_heads, context_max, processors) > 0, (rows, kv_heads, context_max, processors)
     wanted = max(math.ceil(2 * processors / (rows * kv_heads)), 8)
@@ -440,8 +440,8 @@ def decode(
 ) -> torch.Tensor:
     """Attention of one query token of each sequence over its own context -> [B, H, D].
 
-    `tables_BM` are block ids, int32, at least as many of each row as its context needs; `contexts_B` int32, the query
-    token counted (its K and V are stored already), 0 for a row of padding, whose output is zeros.
+    `tables_BM`: int32 block ids, enough for each row's context. `contexts_B`: int32 lengths including the query token,
+    whose K and V are already stored; 0 for a row of padding, whose output is zeros.
     """
     spec = pool.spec
     rows, num_heads, head_dim = q_BHD.shape

@@ -1,8 +1,8 @@
-"""A model's matrices as a GPU multiplies by them: as they are, in 8-bit floats, or in tiles of 4-bit numbers.
+"""A model's matrices on a GPU: as they are, in 8-bit floats, or in tiles of 4-bit numbers.
 
-On the CPU torch multiplies by the same rounded matrices, for tests. Some operations are private ones of torch
-(`_scaled_mm`, `_weight_int4pack_mm`), made for some devices only. So one of each of the model's products is run at
-start: a node uses only roundings whose products agree with torch's plain ones.
+On the CPU torch multiplies by the same rounded matrices, for tests. Some operations are private to torch (`_scaled_mm`,
+`_weight_int4pack_mm`) and exist on some devices only. So one of each of the model's products is tried at start: a node
+uses only roundings whose products agree with torch's plain ones.
 
 Shape suffixes as in engine/types.py; X inputs and Y outputs of a matrix, G groups of inputs that share a scale.
 """
@@ -26,27 +26,27 @@ from engine.models.matmul import Linear, Matmul, Packing, joined
 FP8 = torch.float8_e4m3fn
 FP8_LARGEST = 448.0
 FP8_MULTIPLE = 16
-"""torch._scaled_mm takes inputs and outputs in such multiples."""
+"""torch._scaled_mm takes inputs and outputs in multiples of this."""
 INT4_GROUP = 64
-"""Inputs that share a scale and a zero point, for each output. The kernel takes 32, 64, 128 and 256."""
+"""Inputs of an output that share a scale and a zero point. The kernel takes 32, 64, 128 and 256."""
 TORCH_TILE_ROWS_MAX = 16
-"""torch's kernel for 4-bit tiles reads the whole matrix once for every 16 rows; beyond, ours does for every 64."""
+"""torch's kernel for 4-bit tiles reads the matrix once for every 16 rows; ours, for more rows, once for every 64."""
 TILE_ROWS_MAX = 256
-"""From here on, unpacking the matrix and multiplying by it as by any other is expected to be faster."""
+"""For more rows it is expected to be faster to unpack the matrix and multiply by it as by any other."""
 _TILE_OUTPUTS = 8
 _KERNEL_ROWS = 64
 _DOT_ROWS_MIN = 16
 _KERNEL_INPUTS = 128
-"""Our kernel takes multiples of it."""
+"""Our kernel takes multiples of this."""
 _SCALE_TILE = 1024
 _NIBBLES = (0, 4, 8, 12, 16, 20, 24, 28)
 
 
 class GpuMatmul(Matmul, Protocol):
-    """Of a matrix [Y, X] without a bias. Not changed after it was packed."""
+    """A rounded matrix [Y, X] without a bias. Immutable."""
 
     def reference(self, x_TX: torch.Tensor) -> torch.Tensor:
-        """The same of the same rounded numbers, by torch's own operations -> float32 [T, Y]."""
+        """The same product of the same rounded numbers, by torch's own operations -> float32 [T, Y]."""
         ...
 
 
@@ -103,7 +103,7 @@ def round_rows(x_TX: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def scale_rows(x_TX: torch.Tensor, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `round_rows`, by one kernel, into any type. The last dimension of `x_TX` must be contiguous."""
+    """As `round_rows`, by one kernel, to any type. The last dimension of `x_TX` must be contiguous."""
     rows, inputs = x_TX.shape
     assert x_TX.stride(1) == 1 and width >= inputs, (x_TX.shape, x_TX.stride(), width)
     out_TX = torch.empty((rows, width), dtype=dtype, device=x_TX.device)
@@ -123,7 +123,7 @@ def scale_rows(x_TX: torch.Tensor, width: int, dtype: torch.dtype) -> tuple[torc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int4Matmul:
-    """4-bit numbers in the order of the tensor cores: torch's kernel takes it, and torchao calls it tile-packed.
+    """4-bit numbers in the order of the tensor cores, as torch's kernel takes them; torchao calls it tile-packed.
 
     A weight is (number - 8) * scale + zero; `scales_GY2` holds scale and zero side by side.
     """
@@ -164,7 +164,7 @@ class Int4Matmul:
         rows, outputs = len(x_TX), 8 * len(self.tiles)
         out_TY = torch.empty((rows, outputs), dtype=x_TX.dtype, device=x_TX.device)
         tile_rows = min(_KERNEL_ROWS, max(_DOT_ROWS_MIN, triton.next_power_of_2(rows)))
-        # Few outputs: smaller tiles, or processors would be left without any.
+        # With few outputs, larger tiles would leave processors idle.
         tile_outputs = 64 if outputs >= 64 * processors(x_TX.device) else 32
         kernels.int4_rows_kernel[(triton.cdiv(outputs, tile_outputs), triton.cdiv(rows, tile_rows))](
             in_nibble_order(x_TX),
@@ -182,14 +182,14 @@ class Int4Matmul:
         return _cut(out_TY, self.outputs)
 
     def unpacked(self, x_TX: torch.Tensor) -> torch.Tensor:
-        """By a bfloat16 matrix that is made from the tiles and thrown away."""
+        """By a temporary bfloat16 matrix."""
         return F.linear(x_TX, self.weight())
 
     def reference(self, x_TX: torch.Tensor) -> torch.Tensor:
         return F.linear(x_TX.float(), self.weight().float())
 
     def weight(self) -> torch.Tensor:
-        """What the kernel multiplies by, bfloat16 [Y, X]."""
+        """The weights that the kernel multiplies by, bfloat16 [Y, X]."""
         padded_YX = weights_of(unpack_tiles(self.tiles), self.scales_GY2)
         return padded_YX[: self.outputs, : self.inputs]
 
@@ -197,12 +197,12 @@ class Int4Matmul:
 def round_groups(weight_YX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """-> (uint8 [Y, X] of 0 to 15, bfloat16 [G, Y, 2] scales and zeros): the least of a group is 0, the greatest 15.
 
-    Numbers are chosen for scale and zero as they are kept, rounded.
+    The numbers fit scale and zero as stored, rounded.
     """
     outputs, inputs = weight_YX.shape
     parts_YGX = weight_YX.float().view(outputs, inputs // INT4_GROUP, INT4_GROUP)
     least_YG, most_YG = parts_YGX.aminmax(dim=-1)
-    # A group of equal values has a scale as well, small beside them; a group of zeros any.
+    # Equal values need a scale too, small beside them; for a group of zeros any will do.
     smallest_YG = least_YG.abs().clamp_(min=1e-6) * 2.0**-10
     scales_YG = torch.maximum((most_YG - least_YG) / 15, smallest_YG).bfloat16()
     zeros_YG = (least_YG + 8 * scales_YG.float()).bfloat16()
@@ -212,7 +212,7 @@ def round_groups(weight_YX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def weights_of(numbers_YX: torch.Tensor, scales_GY2: torch.Tensor) -> torch.Tensor:
-    """The other way: bfloat16 [Y, X], rounded once, as the kernel does it."""
+    """The inverse of `round_groups`: bfloat16 [Y, X], rounded once, as in the kernel."""
     outputs, inputs = numbers_YX.shape
     scales_YG, zeros_YG = scales_GY2.float().transpose(0, 1).unbind(dim=-1)
     parts_YGX = numbers_YX.view(outputs, -1, INT4_GROUP).float() - 8
@@ -237,14 +237,14 @@ def pack_tiles(numbers_YX: torch.Tensor) -> torch.Tensor:
 
 
 def in_nibble_order(x_TX: torch.Tensor) -> torch.Tensor:
-    """Each 128 inputs reordered to (h, b), (lane % 4, j): those that meet the same nibble of an output's 16 words."""
+    """Each 128 inputs reordered to (h, b), (lane % 4, j): the factors of one nibble of all 16 words of an output."""
     rows, inputs = x_TX.shape
     parts = x_TX.reshape(rows, inputs // _KERNEL_INPUTS, 4, 4, 4, 2)
     return parts.permute(0, 1, 5, 3, 4, 2).reshape(rows, inputs)
 
 
 def unpack_tiles(tiles: torch.Tensor) -> torch.Tensor:
-    """The other way -> uint8 [Y, X]."""
+    """The inverse of `pack_tiles` -> uint8 [Y, X]."""
     eights, columns, _, pairs = tiles.shape
     nibbles = torch.stack([(tiles >> shift & 15).to(torch.uint8) for shift in _NIBBLES], dim=-1)
     parts = nibbles.view(eights, columns, 8, 4, pairs, 2, 4)
@@ -259,7 +259,7 @@ PACKS: dict[Quantisation, Pack] = {
 
 
 class GpuPacking(Packing):
-    """How a model's matrices are kept on this device. They may come from any: they are moved, one after another."""
+    """How a model's matrices are kept on this device; they are moved to it one after another."""
 
     def __init__(
         self, pack: Callable[[torch.Tensor], Matmul], device: torch.device, *, registered: str, description: str
@@ -299,7 +299,7 @@ TRIAL_ROWS = (1, TORCH_TILE_ROWS_MAX + 1, 70, TILE_ROWS_MAX + 1)
 CAPABILITY_MIN = {Quantisation.FP8: (8, 9), Quantisation.INT4: (8, 0)}
 """Of CUDA devices: Ada for 8-bit floats, Ampere for bfloat16 on tensor cores."""
 REGISTERED = {Quantisation.FP8: "fp8", Quantisation.INT4: f"int4-groups-of-{INT4_GROUP}"}
-"""Reported to other nodes: a CPU's int4 is another rounding."""
+"""Names for other nodes: a CPU's int4 is another rounding."""
 
 
 def admit_weights(
@@ -309,9 +309,9 @@ def admit_weights(
     device: torch.device,
     dtype: torch.dtype,
 ) -> GpuPacking:
-    """Try the products of this quantisation out, if there is any. Runs kernels: takes seconds.
+    """Try the products of this quantisation, if any. Runs kernels: takes seconds.
 
-    Raises UnsupportedModelError: the device cannot do it, or what it does is wrong; the text says which.
+    Raises UnsupportedModelError: the device cannot compute them, or not correctly; the text says which.
     """
     if quantisation is Quantisation.NONE:
         numbers = str(dtype).removeprefix("torch.")
@@ -342,7 +342,7 @@ def product_shapes(config: ModelConfig) -> set[tuple[int, int]]:
 
 
 def _check_device(quantisation: Quantisation, device: torch.device, dtype: torch.dtype) -> None:
-    """What can be said without running anything. Raises BackendUnfit."""
+    """Check type and device without running anything. Raises BackendUnfit."""
     if dtype is not torch.bfloat16:
         raise BackendUnfit(f"that needs dtype bfloat16, and this is {str(dtype).removeprefix('torch.')}")
     if device.type == "cuda":
@@ -356,7 +356,7 @@ def _check_device(quantisation: Quantisation, device: torch.device, dtype: torch
 def _try_out(pack: Pack, outputs: int, inputs: int, device: torch.device) -> float:
     """-> the largest difference from the reference, of the largest reference value. Raises BackendUnfit."""
     generator = torch.Generator(device=device).manual_seed(0)
-    # Rows of different size, off centre, one of zeros: a wrong scale or zero point shows.
+    # Rows of different scale, off centre, one of zeros: they expose a wrong scale or zero point.
     weight_YX = torch.randn(outputs, inputs, generator=generator, device=device) + 0.5
     weight_YX *= torch.rand(outputs, 1, generator=generator, device=device) + 0.5
     weight_YX[0] = 0.0
@@ -374,7 +374,7 @@ def _try_out(pack: Pack, outputs: int, inputs: int, device: torch.device) -> flo
                 raise BackendUnfit(f"a product of {shape} is wrong by {error:.1e}, {limit:.0e} is allowed")
             worst = max(worst, error)
     except (RuntimeError, AttributeError, NotImplementedError, ValueError, TypeError) as failure:
-        # torch raises these for a missing or refused operation; an AttributeError means that it has none of the name.
+        # torch raises these for a missing or refused operation.
         log.exception("a rounding of the weights failed its trial", outputs=outputs, inputs=inputs)
         raise BackendUnfit(f"a product failed: {type(failure).__name__}: {str(failure)[:200]}") from failure
     return worst

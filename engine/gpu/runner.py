@@ -1,6 +1,6 @@
 """Runs a Hugging Face model on a GPU over the paged region. Shape suffixes as in engine/types.py; B rows that draw.
 
-A launched step leaves its tokens on the device for the step behind it, and one small copy for the host.
+A launched step keeps its tokens on the device for the next step, and queues one small copy for the host.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ from engine.sampler import draws_blind
 from engine.types import Batch, KvSink, NullSink, SamplingParams, SequenceSlice, StepResult
 
 OVERLAP_ROWS_MAX = 4096
-"""Tokens of one step that the next one may read on the device."""
+"""Tokens of a step that the next step may read on the device."""
 
 
 class FutureTokens:
-    """The tokens of the step launched last, on the device, where the one behind it reads them.
+    """The tokens of the step launched last, on the device, for the next step.
 
-    One place for each row serves all steps: on the stream, a step reads it before its own tokens are put there.
+    One buffer serves all steps: on the stream, a step reads it before it writes its own tokens.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.ids = torch.zeros(OVERLAP_ROWS_MAX, dtype=torch.int64, device=device)
-        """Stays where it is: captured graphs read it."""
+        """Never moves: captured graphs read it."""
         self._rows: dict[RequestKey, int] = {}
 
     def row_of(self, piece: SequenceSlice) -> int:
-        """Where the slice's one new token is; HOST_KNOWS when it is in `piece.tokens`."""
+        """The row of the slice's one new token; HOST_KNOWS if it is in `piece.tokens`."""
         return self._rows[piece.key] if piece.token_pending else HOST_KNOWS
 
     def keep(self, slices: Sequence[SequenceSlice], tokens_B: torch.Tensor | None) -> None:
-        """A step has been queued that draws these, in this order; None: it draws nothing."""
+        """Keep the tokens that a queued step draws for these slices, in this order; None: it draws none."""
         kept = slices[:OVERLAP_ROWS_MAX]
         self._rows = {piece.key: row for row, piece in enumerate(kept)}
         if tokens_B is not None:
-            # A sequence without a token leaves with this step, and its surplus slice needs an id that exists.
+            # A sequence without a token leaves with this step, but its surplus slice needs a valid id.
             self.ids[: len(kept)].copy_(tokens_B[: len(kept)].clamp(min=0))
 
 
 def pick(ids_B: torch.Tensor, rows_B: torch.Tensor, future_ids: torch.Tensor) -> torch.Tensor:
-    """The tokens of a step's rows: `ids_B`, but where a row of `future_ids` is named, that one."""
+    """The tokens of a step's rows: those of `future_ids` at `rows_B`, or of `ids_B` where that is HOST_KNOWS."""
     return torch.where(rows_B == HOST_KNOWS, ids_B.to(torch.int64), future_ids[rows_B.clamp(min=0)])
 
 
 class GpuForward(TorchForward):
-    """With Triton's kernels, and tokens that only the device knows."""
+    """With Triton's kernels, and tokens that may be only on the device."""
 
     attention: GpuAttention
 
@@ -88,7 +88,7 @@ class GpuForward(TorchForward):
         return kernels.rotate_and_store(self.pool, layer, q_THD, k_TKD, v_TKD, angles, slots.blocks_T, slots.slots_T)
 
     def decode(self, inputs: DecodeInputs, context_max: int) -> torch.Tensor:
-        """What a graph holds: everything from token ids to scores, without a look at any value."""
+        """From token ids to scores, without a look at any value: captured as a graph."""
         decoder, backend, size = self.decoder, self.attention.decode, self.pool.spec.block_size
         assert isinstance(backend, TritonDecode)
         positions_B = inputs.positions_B.to(torch.int64)
@@ -109,10 +109,10 @@ _REHEARSAL = RequestKey(request=RequestId("rehearsal"), attempt=Attempt(0))
 
 
 class GpuRunner(ModelRunner):
-    """An `OverlapRunner` for one model on one device, or on a "cpu" in Triton's interpreter: for tests.
+    """An `OverlapRunner` for one model on one device; for tests on the CPU, in Triton's interpreter.
 
-    When `run` returns or raises, the device is through with the step: its blocks may go to a remote writer then, whose
-    copies no stream orders behind the step's kernels.
+    When `run` returns or raises, the device has finished the step. Its blocks may then go to a remote writer, whose
+    copies are on no stream of ours.
     """
 
     def __init__(
@@ -126,10 +126,10 @@ class GpuRunner(ModelRunner):
         gpu: GpuConfig | None = None,
         capture: Capture | None = None,
     ) -> None:
-        """Takes the tensors of `weight_shapes(config)`, of one type, which is that of the KV cache too, on any device.
-        While it packs one matrix there is one more copy of that on `device`.
+        """Takes the tensors of `weight_shapes(config)`, on any device, of one type, which is the KV cache's too.
+        Packing needs room for one more copy of a matrix on `device`.
 
-        Raises UnsupportedModelError: the weights cannot be quantised so on this device.
+        Raises UnsupportedModelError: this device cannot use such quantised weights.
         """
         super().__init__(config, tensors, block_size=block_size, device=device)
         self.gpu = gpu or GpuConfig()
@@ -154,19 +154,19 @@ class GpuRunner(ModelRunner):
         heads = self.config.num_heads
         prefill = admit(pool, heads, Phase.PREFILL, wanted=self.gpu.attention_prefill)
         decode = admit(pool, heads, Phase.DECODE, wanted=self.gpu.attention_decode)
-        # As text: the backends hold the pool, which `unbind` has to let go of.
+        # As text, because backends hold the pool, which `unbind` has to release.
         self._attention_rows = {f"{each.phase.value} attention": str(each) for each in (prefill, decode)}
         attention = GpuAttention(pool, prefill=prefill.backend, decode=decode.backend)
         self._forward = self._bound = GpuForward(self._decoder, pool, attention, self._future)
 
     @property
     def padding_blocks(self) -> int:
-        """How many blocks of the region `warm_up` wants for itself: none where it captures nothing. After `bind`."""
+        """How many blocks of the region `warm_up` keeps: none if it captures nothing. After `bind`."""
         return 0 if self._unfit_for_graphs() else 1
 
     def rehearse(self, block: BlockId) -> None:
-        """Compute a prompt in `block`, which is nobody else's, and draw: kernels are compiled now, and not while the
-        first request waits. The block is the caller's again afterwards."""
+        """Compute a prompt in `block`, which nothing else uses meanwhile, and draw: kernels are compiled now, not while
+        the first request waits."""
         tokens = [0] * min(self.kv_spec.block_size, self.context_len_max)
         params = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0, max_tokens=1)
         prompt = SequenceSlice(
@@ -183,9 +183,9 @@ class GpuRunner(ModelRunner):
 
     @torch.inference_mode()
     def warm_up(self, padding_block: BlockId, progress: Callable[[int, int], None] | None = None) -> None:
-        """Capture the decode graphs. `padding_block` belongs to the runner from now on; nothing else is written.
+        """Capture the decode graphs, which write padding to `padding_block` from now on.
 
-        Without graphs where decode is not Triton's: the others plan each step on the host.
+        Captures nothing where decode is not Triton's: other backends plan each step on the host.
         """
         forward = self._bound
         assert forward is not None, "bind comes before warm_up"
@@ -206,7 +206,7 @@ class GpuRunner(ModelRunner):
         self._graphs = graphs
 
     def _unfit_for_graphs(self) -> str:
-        """Why `warm_up` captures nothing; empty where it does."""
+        """Why `warm_up` captures nothing; empty if it captures."""
         if self._bound is None:
             return "not bound"
         if not self.gpu.graphs.graph_rows_max:
@@ -216,8 +216,8 @@ class GpuRunner(ModelRunner):
         return ""
 
     def poison(self, block: BlockId) -> None:
-        """Fill a block that is free with NaN, and wait until it is: its next writer may be another process. Any thread,
-        beside a step too."""
+        """Fill a free block with NaN, and wait for that, as its next writer may be another process. Any thread, even
+        during a step."""
         assert self._bound is not None, "unbound"
         self._bound.pool.kv_LN2KSD[:, block] = float("nan")
         self._settle()
@@ -229,8 +229,8 @@ class GpuRunner(ModelRunner):
             torch.cuda.synchronize(self.device)
 
     def describe(self) -> dict[str, str]:
-        """For people: what computes the attention, and why; how the weights are kept; which decode steps run as graphs,
-        and how many have."""
+        """For people: which attention is used, and why; how the weights are kept; which decode steps run as graphs, and
+        how many did."""
         rows = {**self._attention_rows, "weights": self._weights_row}
         if self._graphs is None:
             return {**rows, "decode graphs": f"none ({self._unfit_for_graphs() or 'not captured'})"}
@@ -243,7 +243,7 @@ class GpuRunner(ModelRunner):
     def run(self, batch: Batch, sink: KvSink) -> StepResult:
         """See `Runner.run`. `sink.layer_done` is called when the layer's K and V are *queued* on the current stream.
 
-        A sink that copies them has to order its copies behind that stream (an event recorded there does).
+        A sink that copies them has to order its copies behind that stream, by an event recorded there.
         """
         return self.collect(self.launch(batch, sink))
 
@@ -253,7 +253,7 @@ class GpuRunner(ModelRunner):
 
     @torch.inference_mode()
     def launch(self, batch: Batch, sink: KvSink) -> LaunchedStep:
-        """See `OverlapRunner.launch`; `sink` as for `run`. Waits for the device only where sampling has to look."""
+        """See `OverlapRunner.launch`; `sink` as for `run`. Waits for the device only if sampling needs values."""
         drawn = [s for s in batch.slices if s.sample]
         try:
             logits_BV = self._logits(batch, sink)
@@ -261,7 +261,7 @@ class GpuRunner(ModelRunner):
             self._future.keep(drawn, tokens_B)
             return LaunchedStep.of(drawn, tokens_B, scored, device=self.device)
         except BaseException:
-            self._settle()  # what was queued before the error still writes
+            self._settle()  # the work queued before the error still writes
             raise
 
     def collect(self, in_flight: LaunchedStep) -> StepResult:
@@ -269,13 +269,13 @@ class GpuRunner(ModelRunner):
         return in_flight.result()
 
     def _logits(self, batch: Batch, sink: KvSink) -> torch.Tensor | None:
-        """Scores of the rows that draw; None where there is none. Overwritten by the next step."""
+        """Scores of the rows that draw; None without any. The next step overwrites them."""
         drawing = [row for row, s in enumerate(batch.slices) if s.sample]
         forward, sink = self._begin(batch, sink)
         if self._graphs is not None and self._graphs.fits(batch.slices):
             token_ids(batch, self.vocab_size)  # checks them
             logits_BV = self._graphs.run(batch.slices)
-            # One launch computes all layers, so none is done before the others.
+            # One launch computes all layers.
             for layer in range(self.kv_spec.num_layers):
                 sink.layer_done(layer)
             if 0 < len(drawing) < len(batch.slices):
@@ -285,6 +285,6 @@ class GpuRunner(ModelRunner):
         return forward.logits(x_WE) if drawing else None
 
     def _settle(self) -> None:
-        """Wait for what the calling thread's stream has."""
+        """Wait for the calling thread's stream."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()

@@ -19,7 +19,10 @@ from engine.kv_pool import KvPool
 from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder, Layer, rotary_angles
 from engine.models.matmul import Matmul, NativeMatmul, Packing
-from engine.native.kernels import HEAD_DIM_MAX, AttentionPlan, Ends, Kernels, Opening, Workspace, address
+from engine.native.kernels import AttentionPlan, Ends, Kernels, Opening, Workspace, address
+
+HEAD_DIM_MAX = 256
+"""The largest head dimension that kernels.c takes."""
 
 
 class _Operand(Structure):
@@ -69,13 +72,8 @@ def _operand(product: Matmul) -> _Operand:
     return _Operand(**places, bits=of.bits, columns=of.columns, inputs=of.inputs)
 
 
-def supports(config: ModelConfig) -> bool:
-    """Whether kernels.c takes heads of this size."""
-    return config.head_dim % 2 == 0 and config.head_dim <= HEAD_DIM_MAX
-
-
 class NativeDecoder(Decoder):
-    """Weights and what happens between the attentions. Used by one thread at a time: it keeps buffers and tables."""
+    """A model's weights and its forward pass. Used by one thread at a time: it keeps buffers and tables."""
 
     def __init__(
         self,
@@ -87,21 +85,21 @@ class NativeDecoder(Decoder):
         workspace: Workspace,
     ) -> None:
         """Takes the tensors of `weight_shapes(config)`, bfloat16, and copies the matrices."""
-        assert supports(config), config.head_dim
+        assert config.head_dim <= HEAD_DIM_MAX, config.head_dim
         super().__init__(config, tensors, packing)
         self._kernels = kernels
         self._workspace = workspace
         self._whole: Array[_Layer] | None = None
-        """None: the products are not those of kernels.c."""
+        """None: the matrices are not packed for kernels.c."""
         if isinstance(self.layers[0].qkv, NativeMatmul):
             self._whole = (_Layer * config.num_layers)(*map(_layer, self.layers))
         self._step = _Step()
         self._alive: tuple[Any, ...] = ()
-        """What the step has the addresses of."""
+        """Owners of the memory whose addresses the step has."""
         self._cosines = self._sines = torch.empty(0, config.head_dim // 2, dtype=torch.bfloat16)
 
     def angles(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rotary cosines and sines of a batch, [T, D/2] each, the same for all layers. Looked up, once computed."""
+        """The rotary cosines and sines of a batch, [T, D/2] each, for all layers. From a table that grows."""
         end = int(positions_T.max()) + 1
         if end > len(self._cosines):
             known = torch.arange(min(2 * end, max(end, self.config.context_len_max)))
@@ -118,16 +116,16 @@ class NativeDecoder(Decoder):
         layer_done: Callable[[int], None] | None,
         ends: Ends | None = None,
     ) -> torch.Tensor:
-        """The last layer's output -> [T, E], or that of the rows of `ends` alone -> [W, E]. Overwrites `x_TE`.
+        """The last layer's output -> [T, E], or with `ends` only of its rows -> [W, E]. Overwrites `x_TE`.
 
-        `layer_done`: the keys and values of a layer are in the pool.
+        `layer_done` is called when the keys and values of a layer are in the pool.
         """
         angles, whole = self.angles(positions_T), self._whole
         if whole is None:
             return self._run_parts(x_TE, angles, plan, pool, layer_done, ends)
         self._begin(whole, x_TE, angles, plan, pool)
         kernels, step, at = self._kernels, addressof(self._step), [addressof(each) for each in whole]
-        if layer_done is None and ends is None:  # nobody waits for a layer: the threads go through all together
+        if layer_done is None and ends is None:  # no call between layers: the threads compute all of them
             kernels.layers(at[0], len(at), step, pool.kv_LN2KSD.data_ptr(), pool.kv_LN2KSD.stride(0))
             return x_TE
         for layer, region in enumerate(pool.kv_LN2KSD):
@@ -155,7 +153,7 @@ class NativeDecoder(Decoder):
         plan: AttentionPlan,
         pool: KvPool,
     ) -> None:
-        """Fill in the step: `x_TE` becomes each layer's output in turn. Between layers: go on with other rows."""
+        """Fill in the step, whose `x_TE` becomes each layer's output in turn. Between layers: change the rows."""
         rows, hidden = x_TE.shape
         heads, kv_heads, head_dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
         first, take, threads = whole[0], self._workspace.take, torch.get_num_threads()
@@ -196,7 +194,7 @@ class NativeDecoder(Decoder):
         layer_done: Callable[[int], None] | None,
         ends: Ends | None,
     ) -> torch.Tensor:
-        """As `run_layers`, where the products are not those of kernels.c: a call for each part."""
+        """As `run_layers`, where kernels.c does not multiply: one call for each part of a layer."""
         kernels, config = self._kernels, self.config
         attention_TX = self._workspace.take("attended", len(x_TE), config.num_heads * config.head_dim)
         for layer, w in enumerate(self.layers):
@@ -216,7 +214,7 @@ class NativeDecoder(Decoder):
         return x_TE
 
     def logits(self, x_BE: torch.Tensor) -> torch.Tensor:
-        """Scores of the next token after each of the given rows of the last layer's output -> [B, V], a buffer."""
+        """Scores of the next token for each row of the last layer's output -> [B, V], in a reused buffer."""
         return self.output(self._norm(x_BE.contiguous(), self.final_norm))
 
     def _norm(self, x_TE: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """`kernels.c`, with its types and the layouts of its matrices: bfloat16 on a CPU with AVX512-BF16.
 
-All calls let go of the interpreter's lock and check nothing: shapes and ids are the caller's to have checked.
+All calls release the interpreter's lock. They check nothing: the caller has checked shapes and ids.
 
 Shape suffixes as in engine/types.py; of matrices Y outputs, X inputs, P panels of 32 outputs.
 """
@@ -24,19 +24,18 @@ from baton.native import load
 
 log = get_log("native")
 
-HEAD_DIM_MAX = 256
 TASK_ROWS_MAX = 256
-"""Rows of one sequence that one thread computes the attention of; beyond it the work is shared."""
+"""Rows of one sequence whose attention one thread computes; more are shared among threads."""
 PACKED_ROWS_MIN = 4
-"""From so many rows on, keys and values are packed for them; fewer read both where they lie, one row after another."""
+"""From so many rows on, keys and values are packed for them; fewer rows read them in place, one after another."""
 PANEL = 32
 SCALED = 64
-"""Inputs that share a scale, for each output."""
+"""Inputs of an output that share a scale."""
 _HUGE_PAGE = 2 << 20
 
 
 class Epilogue(IntEnum):
-    """What becomes of a product: the numbers are those of kernels.c."""
+    """What happens to a product, by kernels.c's numbers."""
 
     STORE = 0
     ADD = 1
@@ -44,7 +43,7 @@ class Epilogue(IntEnum):
 
 
 class Opening(IntEnum):
-    """What a layer is opened for: the numbers are those of kernels.c."""
+    """What a layer is opened for, by kernels.c's numbers."""
 
     QUERIES = 1  # those that `layer_close` attends with
     RECORDS = 2  # keys and values of the new tokens into their slots
@@ -52,13 +51,13 @@ class Opening(IntEnum):
 
 
 class Workspace:
-    """Buffers kept between calls, by name: fresh memory would be cleared by the kernel at every step, page by page."""
+    """Buffers by name, kept between calls: the system would clear fresh memory page by page in every step."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def take(self, name: str, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """[rows, columns] with whatever was in it. Valid until the next call with this name."""
+        """[rows, columns], uninitialised. Valid until the next call with this name."""
         size = rows * columns
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
@@ -68,13 +67,13 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """A weight [Y, X] as kernels.c reads it, the first `columns` of its outputs being wanted, and what to add."""
+    """A weight [Y, X] in kernels.c's layout, and its bias. The first `columns` outputs are used."""
 
     panels: torch.Tensor
     scales: torch.Tensor | None
     """[P, ceil(X / 64), 32] where `bits` is not 16."""
     bias: torch.Tensor | None
-    """For every output of every panel."""
+    """One for each output of all panels."""
     bits: int
     columns: int
     inputs: int
@@ -83,8 +82,8 @@ class Operand:
 def pack(
     weight_YX: torch.Tensor, bits: int = 16, *, bias_Y: torch.Tensor | None = None, columns: int | None = None
 ) -> Operand:
-    """Copy a bfloat16 matrix into panels, rounding it to whole numbers of `bits` times a scale if that is 8 or 4.
-    `columns`: None wants all outputs."""
+    """Copy a bfloat16 matrix into panels; with 8 or 4 `bits` as whole numbers of so many bits times a scale.
+    `columns` None: all outputs."""
     assert bits in (16, 8, 4), bits
     outputs, inputs = weight_YX.shape
     if bits == 16:
@@ -103,8 +102,8 @@ def pack(
 def quantise(weight_YX: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """-> (int8 [Y, X] of `bits` bits, float32 scales [Y / 32, X / 64, 32]).
 
-    8 bits: the largest of 64 weights becomes 127. 4 bits: the one of largest magnitude becomes -8, of which there is
-    one more than of +7.
+    8 bits: the largest magnitude of 64 weights becomes 127. 4 bits: the weight of largest magnitude becomes -8, as the
+    range is -8 to 7.
     """
     outputs, inputs = weight_YX.shape
     parts = weight_YX.float().view(outputs, inputs // SCALED, SCALED)
@@ -119,8 +118,8 @@ def quantise(weight_YX: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Te
 
 
 def huge_pages(num_bytes: int) -> torch.Tensor:
-    """Zeroed memory, uint8 [num_bytes], in pages of 2 MiB where the system gives them: weights are read from end to end
-    at every step, and small pages cost a table walk every 4 KiB."""
+    """Zeroed memory, uint8 [num_bytes], in pages of 2 MiB if the system has them: every step reads all weights, and
+    small pages cost a table walk every 4 KiB."""
     block = mmap.mmap(-1, num_bytes + _HUGE_PAGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         block.madvise(mmap.MADV_HUGEPAGE)
@@ -162,13 +161,13 @@ def _huge_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionPlan:
-    """Where one step's rows and contexts are, the same for all layers. int64 all."""
+    """Where the rows and contexts of a step are, for all layers. All int64."""
 
     tables: np.ndarray
     """Block ids of all sequences, one after another."""
     table_at_B: np.ndarray
     rows_at: np.ndarray
-    """[B + 1] first row of each sequence, and the number of rows."""
+    """[B + 1] first row of each sequence, then the number of rows."""
     contexts_B: np.ndarray
     tasks: np.ndarray
     """[tasks, 4] sequence, its first row, number of rows, whether keys and values are packed for them."""
@@ -176,9 +175,9 @@ class AttentionPlan:
     slots_T: np.ndarray
 
     def ends(self, sequences: np.ndarray) -> Ends:
-        """The last row of each of some sequences.
+        """The last row of each of these sequences.
 
-        Keys are packed where they would be for the row among the others: the same sums, in the same order.
+        Keys are packed exactly where they would be with all rows: the same sums, in the same order.
         """
         count, first_W, rows_W = len(sequences), self.rows_at[sequences], self.rows_at[sequences + 1] - 1
         tasks = np.zeros((count, 4), dtype=np.int64)
@@ -198,21 +197,21 @@ class AttentionPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
-    """Rows that go through the last layer to its end, where the others end with K and V; and how these rows attend."""
+    """The rows that are computed to the end of the last layer, and their attention."""
 
     rows_W: torch.Tensor
     plan: AttentionPlan
 
 
 def address(of: torch.Tensor | np.ndarray | None) -> int | None:
-    """Where its first element is; the caller keeps it alive."""
+    """Address of the first element; the caller keeps it alive."""
     if of is None:
         return None
     return of.data_ptr() if isinstance(of, torch.Tensor) else of.ctypes.data
 
 
 class Pointer:
-    """The type of an argument: a tensor, an array, None, or an address."""
+    """Type of an argument: a tensor, an array, None or an address."""
 
     @classmethod
     def from_param(cls, value: torch.Tensor | np.ndarray | int | None) -> ctypes.c_void_p:
@@ -223,10 +222,10 @@ class Kernels:
     """The functions of kernels.c. Any thread may call them; a workspace belongs to one caller at a time."""
 
     def __init__(self, handle: ctypes.CDLL, *, cores: int) -> None:
-        """`cores`: how many this process may use. With more threads than that none spins while it waits for another."""
+        """`cores`: how many this process may use. With more threads than that, waiting threads do not spin."""
         pointer, integer, flag, real = Pointer, ctypes.c_int64, ctypes.c_int, ctypes.c_float
         self.level = int(handle.baton_kernels_level())
-        """0: this CPU lacks the instructions. 1: it has them. 2: it has AMX, too."""
+        """0: this CPU lacks the instructions. 1: it has them. 2: it also has AMX."""
         if self.level == 0:
             return
 
@@ -244,7 +243,7 @@ class Kernels:
             *[flag, pointer, flag],
         )
         self.linear_scratch = function("baton_linear_scratch", integer, integer, integer, flag)
-        """32-bit words that `linear` needs: rows, inputs, bits."""
+        """(rows, inputs, bits) -> 32-bit words of scratch for `linear`."""
         self._rms_norm = function("baton_rms_norm", None, *[pointer] * 3, *[integer] * 2, real, flag)
         self._rotate_store = function("baton_rotate_store", None, flag, *[pointer] * 8, *[integer] * 5, real, flag)
         self._attention = function(
@@ -256,7 +255,7 @@ class Kernels:
             *[real, pointer, integer, flag],
         )
         self.attention_scratch = function("baton_attention_scratch", integer, integer, integer)
-        """Bytes for each thread: the longest context, the head's size."""
+        """(longest context, head dimension) -> bytes of scratch for each thread."""
         self._highest = function("baton_highest", None, *[pointer] * 2, *[integer] * 2, flag)
         place = ctypes.c_void_p
         self.layer_open = function("baton_layer_open", None, flag, *[place] * 3)
@@ -301,7 +300,7 @@ class Kernels:
         plan: AttentionPlan,
         eps: float,
     ) -> None:
-        """Norm and turn the queries of `qkv_TX` in place, and its keys; write keys and values to their slots."""
+        """Normalise and rotate the queries of `qkv_TX` in place, and its keys into their slots; copy its values too."""
         _, _, kv_heads, block_size, head_dim = layer_N2KSD.shape
         heads = qkv_TX.shape[1] // head_dim - 2 * kv_heads
         self._rotate_store(
@@ -317,7 +316,7 @@ class Kernels:
         out_TX: torch.Tensor,
         workspace: Workspace,
     ) -> None:
-        """The queries of `qkv_TX` over their sequences up to and including themselves -> `out_TX`."""
+        """Each query of `qkv_TX` over its sequence up to its own token, into `out_TX`."""
         _, _, kv_heads, block_size, head_dim = layer_N2KSD.shape
         threads = torch.get_num_threads()
         scratch_bytes = self.attention_scratch(int(plan.contexts_B.max()), head_dim)
@@ -332,7 +331,7 @@ class Kernels:
 
 @cache
 def native_kernels() -> Kernels | None:
-    """None: no library, or a CPU without the instructions; said once in the log. The first call may take seconds."""
+    """None: no library, or a CPU without the instructions; logged once. The first call may take seconds."""
     library = load(Path(__file__).with_name("kernels.c"))
     if library.handle is None:
         log.warning("compute kernels are missing: PyTorch's are used, which are slower", why=library.status)

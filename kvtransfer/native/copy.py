@@ -1,6 +1,6 @@
 """Copies of records from one mapped memory to another: by `copy.c`, loaded at its first use, or by NumPy.
 
-Shape suffixes: U8 = one-dimensional array of bytes; RN = records of N bytes, one in each row; B = one entry per record.
+Shape suffixes: U8 = one-dimensional array of bytes; B = one entry per record.
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ log = get_log("native")
 
 LEVELS = ("plain", "sse2", "avx2", "avx512")
 """Instructions that copy.c can use, by their number there."""
-
-COPY_SLICE_BYTES = 1 << 20
-"""Bound of the temporary that NumPy's copy of equal records makes: near the size of a second-level cache."""
 
 
 class NativeCopy:
@@ -101,22 +98,5 @@ def copy_checked(dst_U8: np.ndarray, src_U8: np.ndarray, ops: WriteOps) -> None:
 
 def copy_by_numpy(dst_U8: np.ndarray, src_U8: np.ndarray, ops: WriteOps) -> None:
     """What `copy_checked` does where there is no native library."""
-    if len(ops.src) == 0:
-        return
-    row_nbytes = int(ops.nbytes[0])
-    uniform = row_nbytes > 0 and bool((ops.nbytes == row_nbytes).all())
-    if uniform and not (ops.src % row_nbytes).any() and not (ops.dst % row_nbytes).any():
-        _copy_rows(dst_U8, src_U8, ops, row_nbytes)
-        return
     for src, dst, nbytes in zip(ops.src.tolist(), ops.dst.tolist(), ops.nbytes.tolist(), strict=True):
         dst_U8[dst : dst + nbytes] = src_U8[src : src + nbytes]
-
-
-def _copy_rows(dst_U8: np.ndarray, src_U8: np.ndarray, ops: WriteOps, row_nbytes: int) -> None:
-    """Equal records on a grid of their own size: NumPy gathers and scatters rows without holding the GIL."""
-    src_RN = src_U8[: len(src_U8) // row_nbytes * row_nbytes].reshape(-1, row_nbytes)
-    dst_RN = dst_U8[: len(dst_U8) // row_nbytes * row_nbytes].reshape(-1, row_nbytes)
-    src_row_B, dst_row_B = ops.src // row_nbytes, ops.dst // row_nbytes
-    step = max(1, COPY_SLICE_BYTES // row_nbytes)
-    for start in range(0, len(src_row_B), step):
-        dst_RN[dst_row_B[start : start + step]] = src_RN[src_row_B[start : start + step]]

@@ -17,21 +17,17 @@ device its context is lost and writes nothing more.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
-from baton.tasks import call_loop
 from kvtransfer.device.driver import POLL_INTERVAL_S, DeviceEvent, DeviceStreams
 from kvtransfer.device.region import DeviceRegion, OpenedRegion
 from kvtransfer.transport import ConnectError, DeviceError, TransportName, WriteOps
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports.post_queue import Batch, Completed, OpsPart, PostQueue, Taken
-from kvtransfer.transports.shm import OpenByDescriptor, ShmLinkLimits, ShmReceiverPort, ShmWriterLink, codec_of
+from kvtransfer.transports.post_queue import Batch, OpsPart, Taken
+from kvtransfer.transports.shm import CopyingLanes, CopyParts, ShmReceiverPort, ShmWriterLink, codec_of
 
 CODEC: Final = codec_of(TransportName.CUDA_IPC)
 BATCHES_IN_FLIGHT_MAX = 64
@@ -51,33 +47,19 @@ class CudaIpcWriterLink(ShmWriterLink):
     transport: ClassVar[TransportName] = TransportName.CUDA_IPC
     codec: ClassVar[wire.Codec] = CODEC
 
-    @classmethod
-    def _opener(cls, source: DeviceRegion) -> OpenByDescriptor:
+    @staticmethod
+    def _open_region(source: DeviceRegion, fd: int, nbytes: int, address: str) -> OpenedRegion:
         refusal = source.driver.refusal()
         if refusal is not None:
             raise ConnectError(f"cuda_ipc: {refusal}")
+        try:
+            return OpenedRegion(source.driver, fd, nbytes)
+        except DeviceError as error:
+            raise ConnectError(f"{address}: {error}") from error
 
-        def open_region(fd: int, nbytes: int, address: str) -> OpenedRegion:
-            try:
-                return OpenedRegion(source.driver, fd, nbytes)
-            except DeviceError as error:
-                raise ConnectError(f"{address}: {error}") from error
-
-        return open_region
-
-    def _make_lanes(
-        self,
-        mapping: Any,
-        region_nbytes: int,
-        source: DeviceRegion,
-        limits: ShmLinkLimits,
-        turns: AbstractContextManager[object],
-    ) -> DeviceLanes:
-        del limits, turns  # a device orders its own copies
-        assert isinstance(mapping, OpenedRegion)
+    def _make_lanes(self, mapping: OpenedRegion, region_nbytes: int, source: DeviceRegion) -> DeviceLanes:
         assert mapping.nbytes == region_nbytes, (mapping.nbytes, region_nbytes)
-        return DeviceLanes(
-            streams=mapping.driver.streams,
+        parts = CopyParts(
             dst=mapping.memory,
             src=source.memory,
             dst_nbytes=mapping.nbytes,
@@ -87,6 +69,7 @@ class CudaIpcWriterLink(ShmWriterLink):
             drained=self._drained,
             name=f"cuda-copy-{self._pair.receiver:x}",
         )
+        return DeviceLanes(parts, mapping.driver.streams)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -96,46 +79,19 @@ class DevicePart(OpsPart):
     ready: DeviceEvent
 
 
-class DeviceLanes:
-    """A side stream of a device that copies, a thread that looks for the end of each copy, and the queue of both.
+class DeviceLanes(CopyingLanes):
+    """A side stream of a device that copies, and a thread that looks for the end of each copy.
 
-    What is queued on the device cannot be called back: it completes as copied after `abandon` and `stop` too. `drained`
-    as of `CopyLanes`.
+    What is queued on the device cannot be called back: it completes as copied after `abandon` and `stop` too.
     """
 
-    def __init__(
-        self,
-        *,
-        streams: DeviceStreams,
-        dst: Any,
-        src: Any,
-        dst_nbytes: int,
-        src_nbytes: int,
-        loop: asyncio.AbstractEventLoop,
-        completed: Completed,
-        drained: Callable[[], None],
-        name: str,
-        poll_interval_s: float = POLL_INTERVAL_S,
-    ) -> None:
-        """Starts the polling thread. `dst` and `src` are memories as `streams.copy` takes them."""
-        self.queue: PostQueue[DevicePart, None] = PostQueue(
-            self._cut,
-            self,
-            src_nbytes=src_nbytes,
-            dst_nbytes=dst_nbytes,
-            loop=loop,
-            completed=completed,
-        )
-        self._loop = loop
-        self._drained = drained
+    def __init__(self, parts: CopyParts, streams: DeviceStreams, *, poll_interval_s: float = POLL_INTERVAL_S) -> None:
+        """The regions are memories as `streams.copy` takes them."""
+        super().__init__(parts, self._cut)
         self._streams = streams
-        self._dst: Any = dst
-        self._src: Any = src
         self._poll_interval_s = poll_interval_s
         self._side = streams.side()
         self._flying: deque[tuple[Taken[DevicePart], DeviceEvent]] = deque()
-        self._thread = threading.Thread(target=self._poll, name=name, daemon=True)
-        self._thread.start()
 
     def _cut(self, ops: WriteOps) -> tuple[DevicePart]:
         """By whoever posts: it is behind what their stream has queued so far."""
@@ -147,19 +103,10 @@ class DeviceLanes:
             self._launch()
         self.queue.lock.notify()
 
-    def stop(self) -> None:
-        """See `Lanes.stop`."""
-        self.queue.lock.notify_all()
-
-    def join(self) -> None:
-        """Let go of both memories and of the thread. Called after `drained`."""
-        assert self.queue.stopped
-        self._thread.join()
-        self._dst = self._src = None
-
     # The polling thread.
 
-    def _poll(self) -> None:
+    def _carry_all(self, lane: int) -> None:
+        del lane  # there is one
         try:
             while self._land_oldest():
                 with self.queue.lock:
@@ -174,7 +121,6 @@ class DeviceLanes:
             finally:
                 # After an error of the device nobody knows what was copied; the device can no longer write either.
                 self.queue.lose()
-                call_loop(self._loop, self._drained)
 
     def _land_oldest(self) -> bool:
         """Wait for the end of the oldest copy on the device, and complete it. False: stopped, and there is none."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import secrets
 import socket
 from abc import ABC, abstractmethod
@@ -170,6 +171,9 @@ class Connection:
     fence_sent: bool = False
     seals: SealGather | None = None
     """rdma and ucx: once seals may come."""
+    pid: int = 0
+    pidfd: int | None = None
+    """shm and ucx: the writer's process, where it is on this host."""
 
     def __post_init__(self) -> None:
         self.inbox = Inbox(self.codec)
@@ -194,6 +198,13 @@ class Connection:
             with contextlib.suppress(OSError):
                 self.sock.send(self.codec.encode(message))
 
+    def identify(self, pid: int) -> None:
+        """Take hold of the writer's process, unless it is gone or of another PID namespace (pid 0). Before the
+        CHALLENGE: its answer shows that the process was alive then, so that no other process can have the pid."""
+        self.pid = pid
+        with contextlib.suppress(OSError, OverflowError):
+            self.pidfd = os.pidfd_open(pid)
+
     def cancel_timer(self) -> None:
         if self.handshake_timer is not None:
             self.handshake_timer.cancel()
@@ -205,6 +216,14 @@ class Connection:
             loop.remove_reader(self.sock)
             wire.close_politely(self.sock)
             self.sock = None
+
+    def close(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The socket and the pidfd."""
+        self.close_sock(loop)
+        if self.pidfd is not None:
+            loop.remove_reader(self.pidfd)
+            os.close(self.pidfd)
+            self.pidfd = None
 
 
 ConnectionT = TypeVar("ConnectionT", bound=Connection)
@@ -357,16 +376,18 @@ class BasePort(ABC, Generic[ConnectionT]):
         )
         return connection
 
-    def _read(self, connection: ConnectionT) -> None:
+    def _read(self, connection: ConnectionT) -> bool:
+        """Handle what has come; False: nothing, or the connection is over."""
         if connection.sock is None:
-            return
+            return False
         try:
             data = connection.sock.recv(connection.inbox.read_bytes_max)
         except BlockingIOError:
-            return
+            return False
         except OSError:
             data = b""
         self._take_in(connection, data)
+        return bool(data)
 
     def _take_in(self, connection: ConnectionT, data: bytes) -> None:
         """Handle what has come; nothing: the connection is over."""
@@ -414,6 +435,8 @@ class BasePort(ABC, Generic[ConnectionT]):
                 if connection.channel.state is not wire.ChannelState.PROBING:
                     connection.cancel_timer()
                 self._opened(connection)
+                if connection.pidfd is not None:
+                    self._loop.add_reader(connection.pidfd, self._writer_died, connection)
             case Do.START:
                 self._start(connection)
             case Do.COUNT_SEAL_REFUSED:
@@ -443,6 +466,19 @@ class BasePort(ABC, Generic[ConnectionT]):
         if not self._closed and not self._pairs[connection.pair].is_fencing(connection.epoch):
             self.fence(connection.pair, connection.epoch)
 
+    def _writer_died(self, connection: ConnectionT) -> None:
+        """Its pidfd is readable. What it had still sent counts first, its seals and perhaps its BYE."""
+        while self._read(connection):
+            pass
+        if connection.pidfd is not None:
+            self._stopped_writing(connection, Evidence.DEAD)
+            self._fence_own(connection)
+
+    def _stopped_writing(self, connection: ConnectionT, evidence: Evidence) -> None:
+        """The one place where a connection with a pidfd stops counting as one that may write."""
+        self._proved(connection, evidence)
+        self._drop(connection)
+
     # Pairs.
 
     def _secret(self, pair: Pair, epoch: Epoch) -> bytes:
@@ -455,9 +491,9 @@ class BasePort(ABC, Generic[ConnectionT]):
             raise Refusal(RefusalReason.EPOCH)
         return secret
 
-    def _proved(self, connection: ConnectionT, evidence: Evidence, pid: int = 0) -> None:
+    def _proved(self, connection: ConnectionT, evidence: Evidence) -> None:
         """It can no longer write. Fences that waited for it are reported soon."""
-        self._pairs[connection.pair].closed(connection.number, evidence, pid)
+        self._pairs[connection.pair].closed(connection.number, evidence, connection.pid)
         self._loop.call_soon(self._settle, connection.pair)
 
     def _settle(self, pair: Pair) -> None:
@@ -477,9 +513,9 @@ class BasePort(ABC, Generic[ConnectionT]):
     def _admit(self, sock: socket.socket) -> None:
         """A new connection, which does not block; it is the port's."""
 
-    @abstractmethod
     def _is_writing(self, connection: ConnectionT) -> bool:
         """It may write, and is connected."""
+        return connection.channel.opened and connection.sock is not None
 
     @abstractmethod
     def _identify(self, connection: ConnectionT) -> None:
@@ -513,9 +549,10 @@ class BasePort(ABC, Generic[ConnectionT]):
     def _fenced(self, connection: ConnectionT) -> None:
         """A fence covers it; FENCE has been sent."""
 
-    @abstractmethod
     def _drop(self, connection: ConnectionT) -> None:
-        """Close and forget one that never could write, or at the end of the port any."""
+        """Close and forget one that never could write, or cannot any more, or at the end of the port any."""
+        connection.close(self._loop)
+        self._connections.pop(connection.number, None)
 
 
 class ListeningPort(BasePort[ConnectionT]):

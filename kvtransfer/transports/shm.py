@@ -27,26 +27,25 @@ import asyncio
 import contextlib
 import fcntl
 import hmac
-import itertools
 import mmap
 import os
 import secrets
 import socket
 import struct
 import threading
-import traceback
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import length_hint
-from typing import Any, ClassVar, Final, Protocol, Self
+from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 
 from baton.ids import Pair
 from baton.tasks import call_loop
 from kvtransfer.device.region import DeviceRegion
-from kvtransfer.native.copy import contiguous, copies_by, copy_checked
+from kvtransfer.native.copy import contiguous, copy_checked
 from kvtransfer.region import Region, populate
 from kvtransfer.transport import ConnectError, DataEndpoint, ReceiverEvents, Seal, TransportName, WriteOps, WriterEvents
 from kvtransfer.transports import control_channel as wire
@@ -115,14 +114,8 @@ async def connect_socket(sock: socket.socket, endpoint: DataEndpoint) -> None:
         raise ConnectError(f"{endpoint.address}: the listener runs as user {uid}, we as {os.geteuid()}")
 
 
-class OpenRegion(Protocol):
-    """A receiver's region, open in this process."""
-
-    def close(self) -> None: ...
-
-
 def map_region(fd: int, nbytes: int, address: str) -> mmap.mmap:
-    """An `OpenByDescriptor`."""
+    """Map the region behind a descriptor, which stays the caller's. Raises ConnectError, OSError."""
     status = os.fstat(fd)
     whole_blocks = -(-nbytes // status.st_blksize) * status.st_blksize  # huge pages are never cut
     if not nbytes or status.st_size not in (nbytes, whole_blocks):
@@ -138,32 +131,11 @@ def map_region(fd: int, nbytes: int, address: str) -> mmap.mmap:
     return mapping
 
 
-OpenByDescriptor = Callable[[int, int, str], OpenRegion]
-"""From (descriptor, bytes of the region, address for people). The caller closes the descriptor. Raises ConnectError,
-OSError."""
-
-
 class ShmChannel(WriterChannel):
-    """The handshake on a Unix socket, up to the opened region."""
+    """On a Unix socket."""
 
-    _fd: int | None = None
+    fd: int | None = None
     """It came with the last packet."""
-
-    async def connect(
-        self, endpoint: DataEndpoint, pair: Pair, open_region: OpenByDescriptor
-    ) -> tuple[OpenRegion, int]:
-        """The opened region, the caller's, and how many bytes from its start on are the receiver's blocks.
-
-        Raises ConnectError, OSError, MalformedMessage.
-        """
-        try:
-            hello = wire.Hello(pair=pair, epoch=endpoint.epoch)
-            region_nbytes = ShmWelcome.decode((await self.shake_hands(endpoint.secret, hello)).payload).region_nbytes
-            if self._fd is None:
-                raise ConnectError(f"{endpoint.address}: the receiver sent no file descriptor")
-            return open_region(self._fd, region_nbytes, endpoint.address), region_nbytes
-        finally:
-            self._close_fd()
 
     async def send(self, message: wire.Message) -> None:
         self.sock.send(self.codec.encode(message))
@@ -178,16 +150,16 @@ class ShmChannel(WriterChannel):
         packet, ancillary, _, _ = self.sock.recvmsg(
             MESSAGE_BYTES_MAX + 1, socket.CMSG_LEN(struct.calcsize("i")), socket.MSG_CMSG_CLOEXEC
         )
-        self._close_fd()
+        self.close_fd()
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                self._fd = array.array("i", data)[0]
+                self.fd = array.array("i", data)[0]
         return packet
 
-    def _close_fd(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+    def close_fd(self) -> None:
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
 
 
 def give_up(channel: ShmChannel, endpoint: DataEndpoint) -> None:
@@ -227,23 +199,7 @@ MESSAGES_PER_WAKE_MAX = 64
 SHM_PORT_LIMITS: Final = PortLimits(handshake_ms_max=2000)
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class ShmConnection(Connection):
-    pid: int = 0
-    region_fd: int = -1
-    pidfd: int | None = None
-
-    def send(self, message: wire.Message) -> None:
-        """Best effort: what is lost costs time, never safety. The region's descriptor goes with the WELCOME: a writer
-        that is gone shows as EOF, and one that waits in vain sends BYE at its deadline."""
-        if self.sock is None or not isinstance(message, wire.Welcome):
-            Connection.send(self, message)
-            return
-        with contextlib.suppress(OSError):
-            socket.send_fds(self.sock, [self.codec.encode(message)], [self.region_fd])
-
-
-class ShmReceiverPort(BasePort[ShmConnection]):
+class ShmReceiverPort(BasePort[Connection]):
     """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`).
 
     Listens in the abstract socket namespace: a killed process leaves no file behind, and no directory is needed. Such a
@@ -267,7 +223,7 @@ class ShmReceiverPort(BasePort[ShmConnection]):
         except BaseException:
             listener.close()
             raise
-        super().__init__(ShmConnection, listener=listener, address=address, events=events, limits=limits)
+        super().__init__(Connection, listener=listener, address=address, events=events, limits=limits)
         self._region = region
 
     def describe(self) -> dict[str, object]:
@@ -277,28 +233,25 @@ class ShmReceiverPort(BasePort[ShmConnection]):
             **super().describe(),
             "region_bytes": self._region.nbytes,
             "region_huge_bytes": self._region.huge_bytes,
-            "connections_unproved": sum(c.channel.may_write and c.sock is None for c in connections),
+            "connections_unproved": sum(c.channel.opened and c.sock is None for c in connections),
             **{name: self._counts[name] for name in ("seals", "seals_refused")},
         }
 
     # What comes.
 
     def _admit(self, sock: socket.socket) -> None:
-        pid, uid = peer_credentials(sock)
+        _, uid = peer_credentials(sock)
         surplus = len(self._connections) - self._limits.connections_max
         connection = self._connect(sock, surplus=surplus >= 0)
-        connection.pid, connection.region_fd = pid, self._region.fd
         if uid != os.geteuid():
             self._handle(connection, Refusal(RefusalReason.USER))
         elif surplus >= LATE_BYES_MAX:
             self._handle(connection, Refusal(RefusalReason.CONNECTIONS_MAX))
 
-    def _read(self, connection: ShmConnection) -> None:
-        for _ in range(MESSAGES_PER_WAKE_MAX):
-            if not self._read_one(connection):
-                return
+    def _read(self, connection: Connection) -> bool:
+        return all(self._read_one(connection) for _ in range(MESSAGES_PER_WAKE_MAX))
 
-    def _read_one(self, connection: ShmConnection) -> bool:
+    def _read_one(self, connection: Connection) -> bool:
         """Handle one packet; False when there is none, or the socket is closed."""
         if connection.sock is None:
             return False
@@ -318,27 +271,26 @@ class ShmReceiverPort(BasePort[ShmConnection]):
         self._take_in(connection, packet)
         return bool(packet)
 
-    def _is_writing(self, connection: ShmConnection) -> bool:
-        return connection.channel.may_write and connection.sock is not None
-
-    def _identify(self, connection: ShmConnection) -> None:
-        # The pid is that of the process that connected. Had it died before pidfd_open, another process could have the
-        # pid by now. The answer to a nonce that is sent after pidfd_open shows that it was alive then, so the pidfd is
-        # its own. Pid 0: the peer lives in another PID namespace.
-        with contextlib.suppress(OSError):
-            connection.pidfd = os.pidfd_open(connection.pid) if connection.pid > 0 else None
+    def _identify(self, connection: Connection) -> None:
+        assert connection.sock is not None
+        pid, _ = peer_credentials(connection.sock)
+        connection.identify(pid)
         if connection.pidfd is None:
             raise Refusal(RefusalReason.NO_PIDFD)
 
-    def _prepare(self, connection: ShmConnection) -> None:
+    def _prepare(self, connection: Connection) -> None:
         self._handle(connection, wire.Prepared(payload=ShmWelcome(region_nbytes=self._region.nbytes).encode()))
 
-    def _opened(self, connection: ShmConnection) -> None:
-        """Before the descriptor leaves: whatever sending reports, the writer may have it from here on."""
-        assert connection.pidfd is not None
-        self._loop.add_reader(connection.pidfd, self._writer_died, connection)
+    def _carry_out(self, connection: Connection, instruction: wire.Instruction) -> None:
+        """The region's descriptor goes with the WELCOME. Best effort: a writer that is gone shows as EOF, and one that
+        waits in vain sends BYE at its deadline."""
+        if connection.sock is None or not isinstance(instruction, wire.Welcome):
+            super()._carry_out(connection, instruction)
+            return
+        with contextlib.suppress(OSError):
+            socket.send_fds(connection.sock, [self.codec.encode(instruction)], [self._region.fd])
 
-    def _deliver(self, connection: ShmConnection, message: wire.SealSent | wire.LateBye) -> None:
+    def _deliver(self, connection: Connection, message: wire.SealSent | wire.LateBye) -> None:
         if isinstance(message, wire.LateBye):
             self._late_bye(message.nonce)
         elif message.seal.epoch != connection.epoch:
@@ -351,46 +303,23 @@ class ShmReceiverPort(BasePort[ShmConnection]):
         """About a connection that broke before its BYE. Only its writer knows the nonce."""
         for connection in list(self._connections.values()):
             if connection.channel.nonce and hmac.compare_digest(connection.channel.nonce, nonce):
-                if connection.channel.may_write:
-                    self._prove(connection, Evidence.ACKNOWLEDGED)
+                if connection.channel.opened:
+                    self._stopped_writing(connection, Evidence.ACKNOWLEDGED)
                 else:
                     self._handle(connection, Signal.EOF)
 
-    def _writer_died(self, connection: ShmConnection) -> None:
-        # What the dead writer had still sent is delivered first, its seals and perhaps its BYE; it can add nothing.
-        while self._read_one(connection):
-            pass
-        if connection.number not in self._connections:
-            return
-        self._prove(connection, Evidence.DEAD)
-        self._fence_own(connection)
-
     # Ends.
 
-    def _left(self, connection: ShmConnection, *, drained: bool) -> None:
+    def _left(self, connection: Connection, *, drained: bool) -> None:
         del drained  # it has unmapped the region
-        self._prove(connection, Evidence.ACKNOWLEDGED)
+        self._stopped_writing(connection, Evidence.ACKNOWLEDGED)
 
-    def _lost(self, connection: ShmConnection) -> None:
+    def _lost(self, connection: Connection) -> None:
         """It stays, watched through its pidfd."""
         connection.close_sock(self._loop)
 
-    def _broken(self, connection: ShmConnection, reason: RefusalReason) -> None:
+    def _broken(self, connection: Connection, reason: RefusalReason) -> None:
         """It can still send BYE."""
-
-    def _prove(self, connection: ShmConnection, evidence: Evidence) -> None:
-        """The one place where a connection stops counting as a writer."""
-        assert connection.channel.may_write
-        self._proved(connection, evidence, connection.pid)
-        self._drop(connection)
-
-    def _drop(self, connection: ShmConnection) -> None:
-        connection.close_sock(self._loop)
-        if connection.pidfd is not None:
-            self._loop.remove_reader(connection.pidfd)
-            os.close(connection.pidfd)
-            connection.pidfd = None
-        self._connections.pop(connection.number, None)
 
 
 CHUNK_BYTES_MIN = 1 << 18
@@ -411,115 +340,76 @@ class ShmLinkLimits(LinkLimits):
 SHM_LINK_LIMITS: Final = ShmLinkLimits()
 
 
-def chunk_borders(nbytes_B: np.ndarray, threads: int, limits: ShmLinkLimits) -> list[int]:
-    """Where to cut a batch: chunk i is the ops from border i up to border i + 1. Always at least one chunk.
-
-    A chunk ends with the op that fills it, so it may be larger than `copy_chunk_bytes_max` by less than one op.
-    """
-    count, total_bytes = len(nbytes_B), int(nbytes_B.sum())
-    ends = _byte_borders(total_bytes, threads, limits.copy_chunk_bytes_max)
-    if not ends and count <= limits.copy_chunk_ops_max:
-        return [0, count]
-    by_bytes = np.searchsorted(np.cumsum(nbytes_B), np.array(ends, np.int64)) + 1
-    by_ops = np.arange(0, count, limits.copy_chunk_ops_max)
-    borders: list[int] = np.unique(np.concatenate(([0, count], by_bytes, by_ops))).tolist()
-    return borders
-
-
-def _byte_borders(total_bytes: int, threads: int, chunk_bytes_max: int) -> list[int]:
-    """Where chunks would end, but for the last, if ops could be cut. A small batch is cut into equal shares for the
+def cut_chunks(ops: WriteOps, threads: int, limits: ShmLinkLimits) -> Iterator[OpsPart]:
+    """A batch in chunks, each of which ends with the op that fills it. A small batch is cut into equal shares for the
     threads; a large one, again and again, into a thread's share of what is left."""
-    if total_bytes <= threads * LAST_CHUNK_BYTES:
-        chunk_bytes = min(max(CHUNK_BYTES_MIN, -(-total_bytes // threads)), chunk_bytes_max)
-        return list(range(chunk_bytes, total_bytes, chunk_bytes))
-    ends: list[int] = []
-    end = 0
-    while True:
-        share_bytes = max(LAST_CHUNK_BYTES, -(-(total_bytes - end) // threads))
-        end += min(share_bytes, chunk_bytes_max)
-        if end >= total_bytes:
-            return ends
-        ends.append(end)
-
-
-def cut_chunks(ops: WriteOps, threads: int, limits: ShmLinkLimits) -> list[OpsPart]:
-    """All copies of a batch, in chunks: see `chunk_borders`."""
     ops = contiguous(ops)
-    borders = chunk_borders(ops.nbytes, threads, limits)
-    if len(borders) == 2:
-        return [OpsPart(ops=ops, nbytes=ops.total_bytes)]
-    chunks = []
-    for start, end in itertools.pairwise(borders):
+    left_bytes, start = ops.total_bytes, 0
+    bytes_min = min(max(CHUNK_BYTES_MIN, -(-left_bytes // threads)), LAST_CHUNK_BYTES)
+    while start < len(ops.src):
+        full_bytes = min(max(bytes_min, -(-left_bytes // threads)), limits.copy_chunk_bytes_max)
+        ends_B = np.cumsum(ops.nbytes[start : start + limits.copy_chunk_ops_max])
+        count = min(int(np.searchsorted(ends_B, full_bytes)) + 1, len(ends_B))
+        end, nbytes = start + count, int(ends_B[count - 1])
         chunk = WriteOps(src=ops.src[start:end], dst=ops.dst[start:end], nbytes=ops.nbytes[start:end])
-        chunks.append(OpsPart(ops=chunk, nbytes=chunk.total_bytes))
-    return chunks
+        yield OpsPart(ops=chunk, nbytes=nbytes)
+        start, left_bytes = end, left_bytes - nbytes
 
 
-def _step(work: Iterator[object]) -> bool:
-    """False: that was the last."""
-    try:
-        next(work)
-    except (StopIteration, OSError):
-        return False
-    return True
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyParts:
+    """Two open regions, and whom a link's lanes report to."""
+
+    dst: Any
+    src: Any
+    dst_nbytes: int
+    src_nbytes: int
+    loop: asyncio.AbstractEventLoop
+    completed: Completed
+    drained: Callable[[], None]
+    """See `CopyingLanes`."""
+    name: str
+    """Of the threads."""
 
 
-class CopyLanes:
-    """Threads that copy from one mapped region into another, and the queue of what they copy.
+class CopyingLanes(ABC):
+    """Threads that have one open region copied into another, and the queue of what they copy.
 
-    After a stop or a failed copy, when no thread will touch the regions again, `drained` is called on the loop's
-    thread, once, after the last completion. If the loop is closed by then, neither is called.
+    After a stop or a failed copy, when nothing will touch the regions again, `drained` is called on the loop's thread,
+    once, after the last completion. If the loop is closed by then, neither is called.
     """
 
-    def __init__(
-        self,
-        *,
-        dst_U8: np.ndarray,
-        src_U8: np.ndarray,
-        loop: asyncio.AbstractEventLoop,
-        completed: Completed,
-        drained: Callable[[], None],
-        threads: int,
-        limits: ShmLinkLimits,
-        turns: AbstractContextManager[object],
-        name: str,
-        idle_work: Iterator[object] | None = None,
-    ) -> None:
-        """Starts the threads, all or none. Each chunk is copied within `turns`, a semaphore that bounds the copying
-        threads of a process. While there is nothing to copy, the threads do steps of `idle_work`; its OSError ends it.
-
-        Raises RuntimeError: a thread cannot be started.
-        """
-        self.queue: PostQueue[OpsPart, None] = PostQueue(
-            lambda ops: cut_chunks(ops, threads, limits),
+    def __init__(self, parts: CopyParts, cut: Callable[[WriteOps], Iterable[Any]], *, threads: int = 1) -> None:
+        """Nothing is copied before `start`."""
+        self.queue: PostQueue[Any, None] = PostQueue(
+            cut,
             self,
-            src_nbytes=len(src_U8),
-            dst_nbytes=len(dst_U8),
-            loop=loop,
-            completed=completed,
+            src_nbytes=parts.src_nbytes,
+            dst_nbytes=parts.dst_nbytes,
+            loop=parts.loop,
+            completed=parts.completed,
         )
-        self._loop = loop
-        self._drained = drained
-        self._dst_U8: np.ndarray | None = dst_U8
-        self._src_U8: np.ndarray | None = src_U8
-        self._turns = turns
-        self._idle_work: Iterator[object] | None = idle_work
+        self._dst, self._src = parts.dst, parts.src
+        self._loop, self._drained = parts.loop, parts.drained
         self._threads_left = threads
         self._threads = [
-            threading.Thread(target=self._run, args=(i,), name=f"{name}-{i}", daemon=True) for i in range(threads)
+            threading.Thread(target=self._run, args=(i,), name=f"{parts.name}-{i}", daemon=True) for i in range(threads)
         ]
+
+    def start(self) -> None:
+        """Raises RuntimeError: a thread cannot be started. Then all is stopped, up to `drained`."""
         for i, thread in enumerate(self._threads):
             try:
                 thread.start()
             except RuntimeError:
-                self._threads = self._threads[:i]
-                self.queue.stop()
-                self.join()
+                for _ in self._threads[i:]:
+                    self._leave()
+                del self._threads[i:]
                 raise
 
-    def offer(self, batch: Batch[OpsPart]) -> None:
-        """See `Lanes.offer`: wakes as many threads as it has chunks."""
-        self.queue.lock.notify(max(1, length_hint(batch.parts)))
+    @abstractmethod
+    def offer(self, batch: Batch[Any]) -> None:
+        """See `Lanes.offer`."""
 
     def stop(self) -> None:
         """See `Lanes.stop`."""
@@ -530,18 +420,59 @@ class CopyLanes:
         assert self.queue.stopped
         for thread in self._threads:
             thread.join()
-        self._dst_U8 = self._src_U8 = self._idle_work = None
+        self._dst = self._src = None
 
-    # Copying threads.
+    @abstractmethod
+    def _carry_all(self, lane: int) -> None:
+        """On each thread: copy until the queue is stopped."""
 
     def _run(self, lane: int) -> None:
         try:
-            while self._wait():
-                with self._turns:
-                    self._copy_next(lane)
+            self._carry_all(lane)
         finally:
             # Also on an unforeseen error: the error goes to threading.excepthook, and nobody waits for ever.
             self._leave()
+
+    def _leave(self) -> None:
+        self.queue.stop()
+        with self.queue.lock:
+            self._threads_left -= 1
+            if self._threads_left == 0:
+                call_loop(self._loop, self._drained)
+
+
+class CopyLanes(CopyingLanes):
+    """Threads that copy from one mapped region into another."""
+
+    def __init__(
+        self,
+        parts: CopyParts,
+        *,
+        threads: int,
+        limits: ShmLinkLimits,
+        turns: AbstractContextManager[object],
+        idle_work: Iterator[int] | None = None,
+    ) -> None:
+        """The regions are uint8 arrays. Each chunk is copied within `turns`, a semaphore that bounds the copying
+        threads of a process. While there is nothing to copy, the threads do steps of `idle_work`."""
+        super().__init__(parts, lambda ops: list(cut_chunks(ops, threads, limits)), threads=threads)
+        self._turns = turns
+        self._idle_work: Iterator[int] | None = idle_work
+
+    def offer(self, batch: Batch[OpsPart]) -> None:
+        """See `Lanes.offer`: wakes as many threads as it has chunks."""
+        self.queue.lock.notify(max(1, length_hint(batch.parts)))
+
+    def join(self) -> None:
+        super().join()
+        self._idle_work = None
+
+    # Copying threads.
+
+    def _carry_all(self, lane: int) -> None:
+        while self._wait():
+            with self._turns:
+                self._copy_next(lane)
 
     def _wait(self) -> bool:
         """Until there is a chunk to copy; False: stopped."""
@@ -554,7 +485,7 @@ class CopyLanes:
                     continue
                 lock.release()
                 try:
-                    more = _step(work)
+                    more = next(work, None) is not None
                 finally:
                     lock.acquire()
                 self._idle_work = work if more else None
@@ -570,35 +501,15 @@ class CopyLanes:
                 self.queue.lock.notify()
         copied = False
         try:
-            assert self._dst_U8 is not None
-            assert self._src_U8 is not None
-            copy_checked(self._dst_U8, self._src_U8, taken.part.ops)
+            copy_checked(self._dst, self._src, taken.part.ops)
             copied = True
         finally:
             self.queue.finished(taken, copied=copied)
-
-    def _leave(self) -> None:
-        self.queue.stop()
-        with self.queue.lock:
-            self._threads_left -= 1
-            if self._threads_left == 0:
-                call_loop(self._loop, self._drained)
 
 
 def copy_turns(config: ShmConfig) -> threading.Semaphore:
     """Bounds the copying threads of all links of a process: made once, passed to each `connect`."""
     return threading.Semaphore(config.copy_threads)
-
-
-class CopyingLanes(Protocol):
-    """What copies into the opened region: threads, or a device (cuda_ipc)."""
-
-    @property
-    def queue(self) -> PostQueue[Any, None]: ...
-
-    def join(self) -> None:
-        """Release both regions. Called after `drained`: nothing touches them any more."""
-        ...
 
 
 class ShmWriterLink(ChannelLink):
@@ -612,58 +523,56 @@ class ShmWriterLink(ChannelLink):
 
     transport: ClassVar[TransportName] = TransportName.SHM
     codec: ClassVar[wire.Codec] = CODEC
-    _queue: PostQueue[Any, None]
+    _limits: ShmLinkLimits
 
     def __init__(
         self,
         channel: ShmChannel,
-        mapping: OpenRegion,
+        parts: LinkParts,
+        limits: ShmLinkLimits,
+        *,
+        mapping: Any,
         region_nbytes: int,
         source: Any,
-        parts: LinkParts,
-        *,
         config: ShmConfig,
-        limits: ShmLinkLimits,
         turns: AbstractContextManager[object],
     ) -> None:
         """Takes ownership of the channel's socket and the mapping. Use `connect`."""
         super().__init__(channel, parts, limits)
-        self._mapping: OpenRegion | None = mapping
+        self._mapping = mapping
         self._nonce = channel.nonce
-        self._config = config
+        self._config, self._turns = config, turns
         self._bye_timer: asyncio.TimerHandle | None = None
         self._bye_sent = False
         self._pages_ready_bytes = 0
-        self._lanes = self._make_lanes(mapping, region_nbytes, source, limits, turns)
+        self._lanes = self._make_lanes(mapping, region_nbytes, source)
         self._queue = self._lanes.queue
         self._loop.add_reader(self._sock, self._read)
 
-    @classmethod
-    def _opener(cls, source: Any) -> OpenByDescriptor:
-        """What opens the receiver's region. Raises ConnectError. cuda_ipc has its own, and its own lanes."""
+    @staticmethod
+    def _open_region(source: Any, fd: int, nbytes: int, address: str) -> Any:
+        """The receiver's region, open, with a `close`. The descriptor stays the caller's. cuda_ipc has its own way, and
+        its own lanes. Raises ConnectError, OSError."""
         del source
-        return map_region
+        return map_region(fd, nbytes, address)
 
-    def _make_lanes(
-        self,
-        mapping: Any,
-        region_nbytes: int,
-        source: Any,
-        limits: ShmLinkLimits,
-        turns: AbstractContextManager[object],
-    ) -> CopyingLanes:
+    def _make_lanes(self, mapping: Any, region_nbytes: int, source: Any) -> CopyingLanes:
         """What copies from `source` into the opened region."""
-        assert isinstance(mapping, mmap.mmap)
-        return CopyLanes(
-            dst_U8=np.frombuffer(mapping, dtype=np.uint8, count=region_nbytes),
-            src_U8=source,
+        parts = CopyParts(
+            dst=np.frombuffer(mapping, dtype=np.uint8, count=region_nbytes),
+            src=source,
+            dst_nbytes=region_nbytes,
+            src_nbytes=len(source),
             loop=self._loop,
             completed=self._events.writes_completed,
             drained=self._drained,
-            threads=self._config.copy_threads,
-            limits=limits,
-            turns=turns,
             name=f"shm-copy-{self._pair.receiver:x}",
+        )
+        return CopyLanes(
+            parts,
+            threads=self._config.copy_threads,
+            limits=self._limits,
+            turns=self._turns,
             idle_work=self._enter_pages(mapping),
         )
 
@@ -687,55 +596,55 @@ class ShmWriterLink(ChannelLink):
         Raises:
             ConnectError: refused, unreachable, not done within `connect_ms_max`, or the region cannot be opened here.
         """
-        config, open_region = config or ShmConfig(), cls._opener(source)
+        config = config or ShmConfig()
+        parts = LinkParts(endpoint=endpoint, pair=pair, events=events, loop=loop)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         channel = ShmChannel(sock, loop, cls.codec, address=endpoint.address)
         with connect_errors(endpoint.address, limits.connect_ms_max):
             try:
                 async with asyncio.timeout(limits.connect_ms_max / 1000):
                     await connect_socket(sock, endpoint)
-                    mapping, region_nbytes = await channel.connect(endpoint, pair, open_region)
+                    welcome = await channel.shake_hands(endpoint.secret, wire.Hello(pair=pair, epoch=endpoint.epoch))
+                region_nbytes = ShmWelcome.decode(welcome.payload).region_nbytes
+                if channel.fd is None:
+                    raise ConnectError(f"{endpoint.address}: the receiver sent no file descriptor")
+                mapping = cls._open_region(source, channel.fd, region_nbytes, endpoint.address)
             except BaseException:
                 give_up(channel, endpoint)
                 raise
+            finally:
+                channel.close_fd()
+        link = cls(
+            channel,
+            parts,
+            limits,
+            mapping=mapping,
+            region_nbytes=region_nbytes,
+            source=source,
+            config=config,
+            turns=turns or copy_turns(config),
+        )
         try:
-            return cls(
-                channel,
-                mapping,
-                region_nbytes,
-                source,
-                LinkParts(endpoint=endpoint, pair=pair, events=events, loop=loop),
-                config=config,
-                limits=limits,
-                turns=turns or copy_turns(config),
-            )
-        except BaseException as error:
-            # No thread could be started. Only the frames that the error came through still see the region.
-            traceback.clear_frames(error.__traceback__)
-            try:
-                mapping.close()
-            except BaseException:
-                sock.close()  # it is still mapped, so no BYE
-                raise
-            give_up(channel, endpoint)
-            if isinstance(error, RuntimeError):
-                raise ConnectError(f"{endpoint.address}: no thread to copy with: {error}") from error
-            raise
+            link._lanes.start()
+        except RuntimeError as error:
+            await link.close()
+            raise ConnectError(f"{endpoint.address}: no thread to copy with: {error}") from error
+        return link
 
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""
         return {
             **super().describe(),
-            "copies_by": copies_by(),
             "copy_threads": self._config.copy_threads,
             "pages_ready_bytes": self._pages_ready_bytes,
             "bye_sent": self._bye_sent,
         }
 
-    def _enter_pages(self, mapping: mmap.mmap) -> Iterator[object]:
+    def _enter_pages(self, mapping: mmap.mmap) -> Iterator[int]:
         """The receiver's pages exist, but each would still cost a fault at its first copy. On a copying thread."""
-        for self._pages_ready_bytes in populate(mapping, in_use=True):
-            yield None
+        with contextlib.suppress(OSError):
+            for self._pages_ready_bytes in populate(mapping, in_use=True):
+                yield self._pages_ready_bytes
 
     def _send_seal(self, seal: Seal) -> None:
         self._queue.lanes_to_seal(seal.grant)
@@ -755,7 +664,6 @@ class ShmWriterLink(ChannelLink):
         """No thread will copy any more: unmap, and only then acknowledge."""
         self._end("a copy thread failed")
         self._lanes.join()
-        assert self._mapping is not None
         try:
             self._mapping.close()
         except BaseException:
@@ -763,7 +671,6 @@ class ShmWriterLink(ChannelLink):
             # the receiver keeps waiting.
             self._finish()
             raise
-        self._mapping = None
         self._bye_timer = self._loop.call_later(self._limits.bye_ms_max / 1000, self._finish)
         self._send_message(wire.Bye(epoch=self._epoch))
 

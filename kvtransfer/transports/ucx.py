@@ -29,18 +29,16 @@ import contextlib
 import importlib
 import importlib.util
 import os
-import socket
 import struct
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from baton.errors import InvalidField
 from baton.ids import Pair
 from baton.log import get_log
 from kvtransfer.link import host_identity
@@ -314,27 +312,6 @@ def try_ucx(tls: str) -> str:
     return ucx_transports(tls)
 
 
-def usable(transports: Sequence[TransportName], tls: str) -> bool:
-    """Whether ucx is to be offered and can be, which is logged. Called once, at start: NIXL is loaded here.
-
-    Raises:
-        InvalidField: ucx alone is to be offered, and it does not work here.
-    """
-    if TransportName.UCX not in transports:
-        return False
-    try:
-        used = try_ucx(tls)
-    except UcxUnavailable as error:
-        if len(transports) == 1:
-            raise InvalidField(
-                "transports", f"has ucx alone, which does not work here: {error}. `baton doctor` says more"
-            ) from error
-        log.warning("ucx is not offered", reason=str(error))
-        return False
-    log.info("ucx is offered", ucx_transports=used, fence="own" if destruction_fences(used) else "needs the writer")
-    return True
-
-
 UCX_PORT_LIMITS: Final = PortLimits(handshake_ms_max=10_000)
 SEALS_PARTIAL_MAX: Final = 512
 """Seals of one connection of which only a part has come."""
@@ -347,22 +324,11 @@ class UcxConnection(Connection):
     """It may write from before its WELCOME until its agent is destroyed *and* there is evidence."""
 
     poll_timer: asyncio.TimerHandle | None = None
-    pidfd: int | None = None
     agent: UcxAgent | None = None
     work: asyncio.Task[None] | None = None
     """Making its agent, or destroying it."""
     evidence: Evidence | None = None
     """Once it is there the agent is destroyed, and then the evidence counts."""
-
-    @property
-    def has_more(self) -> bool:
-        """Unread bytes of the writer have come."""
-        if self.sock is None:
-            return False
-        try:
-            return bool(self.sock.recv(1, socket.MSG_PEEK))
-        except OSError:
-            return False
 
 
 class UcxReceiverPort(ListeningPort[UcxConnection]):
@@ -411,15 +377,10 @@ class UcxReceiverPort(ListeningPort[UcxConnection]):
 
     # Handshake.
 
-    def _is_writing(self, connection: UcxConnection) -> bool:
-        return connection.channel.opened and connection.sock is not None
-
     def _identify(self, connection: UcxConnection) -> None:
         hello = UcxHello.decode(connection.hello.payload)
         if not self._fences_alone and hello.host == self._host:
-            # The answer to the nonce, which is sent after this, shows that the process is alive: the pidfd is its own.
-            with contextlib.suppress(OSError, ValueError):
-                connection.pidfd = os.pidfd_open(hello.pid)
+            connection.identify(hello.pid)
 
     def _prepare(self, connection: UcxConnection) -> None:
         connection.work = self._loop.create_task(self._make_agent(connection))
@@ -445,8 +406,6 @@ class UcxReceiverPort(ListeningPort[UcxConnection]):
 
     def _opened(self, connection: UcxConnection) -> None:
         connection.seals = SealGather(epoch=connection.epoch, ways=1, seals_max=SEALS_PARTIAL_MAX)
-        if connection.pidfd is not None:
-            self._loop.add_reader(connection.pidfd, self._writer_died, connection)
 
     # What writers send.
 
@@ -454,7 +413,7 @@ class UcxReceiverPort(ListeningPort[UcxConnection]):
         self._take_notifications(connection)
         # On the same host an agent that is destroyed has no put of its own under way. Elsewhere the network may.
         if connection.evidence is None and (drained or connection.pidfd is not None):
-            self._prove(connection, Evidence.ACKNOWLEDGED)
+            self._stopped_writing(connection, Evidence.ACKNOWLEDGED)
         elif connection.evidence is None:
             self._lost(connection)
 
@@ -462,20 +421,11 @@ class UcxReceiverPort(ListeningPort[UcxConnection]):
         """Without a BYE that counts. Whole seals are delivered first."""
         self._take_notifications(connection)
         if self._fences_alone and connection.evidence is None:
-            self._prove(connection, Evidence.WORKER)
+            self._stopped_writing(connection, Evidence.WORKER)
             self._fence_own(connection)
         else:
             # It may write on, until its pidfd, if there is one, proves its death.
             connection.close_sock(self._loop)
-
-    def _writer_died(self, connection: UcxConnection) -> None:
-        assert connection.pidfd is not None
-        self._loop.remove_reader(connection.pidfd)
-        while connection.has_more:
-            self._read(connection)
-        if connection.evidence is None:
-            self._prove(connection, Evidence.DEAD)
-            self._fence_own(connection)
 
     def _deliver(self, connection: UcxConnection, message: wire.SealSent | wire.LateBye) -> None:
         super()._deliver(connection, message)
@@ -509,18 +459,13 @@ class UcxReceiverPort(ListeningPort[UcxConnection]):
 
     def _fenced(self, connection: UcxConnection) -> None:
         if self._fences_alone and connection.evidence is None:
-            self._prove(connection, Evidence.WORKER)
+            self._stopped_writing(connection, Evidence.WORKER)
 
     def _drop(self, connection: UcxConnection) -> None:
-        """Close one that never could write, or that cannot any more; at the end of the port any."""
-        connection.close_sock(self._loop)
+        connection.close(self._loop)
         if connection.poll_timer is not None:
             connection.poll_timer.cancel()
             connection.poll_timer = None
-        if connection.pidfd is not None:
-            self._loop.remove_reader(connection.pidfd)
-            os.close(connection.pidfd)
-            connection.pidfd = None
         if connection.work is not None:
             return  # it comes back here, or is on its way out already
         if connection.agent is None:
@@ -528,8 +473,8 @@ class UcxReceiverPort(ListeningPort[UcxConnection]):
             return
         connection.work = self._loop.create_task(self._destroy(connection))
 
-    def _prove(self, connection: UcxConnection, evidence: Evidence) -> None:
-        """The one place where a connection stops counting as one that may write, as soon as its agent is destroyed."""
+    def _stopped_writing(self, connection: UcxConnection, evidence: Evidence) -> None:
+        """It counts as one that may write until its agent is destroyed."""
         assert connection.channel.opened and connection.evidence is None, connection
         connection.evidence = evidence
         self._drop(connection)
@@ -551,8 +496,7 @@ class UcxReceiverPort(ListeningPort[UcxConnection]):
         self._connections.pop(connection.number, None)
         if connection.channel.opened and not self._closed:
             assert connection.evidence is not None
-            pid = UcxHello.decode(connection.hello.payload).pid
-            self._proved(connection, connection.evidence, pid)
+            self._proved(connection, connection.evidence)
 
 
 UCX_LINK_LIMITS: Final = ChainLimits(

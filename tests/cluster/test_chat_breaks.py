@@ -135,7 +135,7 @@ def test_the_router_dies_in_the_middle_of_an_answer(folder: Path) -> None:
         terminal.press("one\n")
         terminal.wait_for("one\n")
         terminal.wait_for_more()
-        cluster.cluster.send_signal(ROUTER_NAME, signal.SIGKILL)
+        cluster.send_signal(ROUTER_NAME, signal.SIGKILL)
         told = terminal.wait_for("The message is left out of the conversation.")
         closed = f"The router at {endpoint} has closed the connection in the middle of the call."
         assert f"error: The answer broke off. {closed} (reason PEER_UNREACHABLE) " in told

@@ -67,7 +67,7 @@ def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
             cluster = stack.enter_context(running(replace(spec, directory_listen=listen)))
 
             async def kill() -> None:
-                cluster.cluster.send_signal(DIRECTORY_NAME, signal.SIGKILL)
+                cluster.send_signal(DIRECTORY_NAME, signal.SIGKILL)
                 await cluster.wait_exit(DIRECTORY_NAME)
 
             async def bring_back() -> None:

@@ -214,7 +214,7 @@ def test_the_orders_of_an_operator() -> None:
 
         async def end() -> BatonError:
             cluster.set_down("decode-0")
-            cluster.cluster.send_signal("decode-0", signal.SIGTERM)
+            cluster.send_signal("decode-0", signal.SIGTERM)
             assert await cluster.wait_exit("decode-0") == 0, cluster.story()
             assert "drain given up" in cluster.log_text("decode-0")
             return await error_of(call)

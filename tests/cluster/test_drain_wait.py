@@ -54,7 +54,7 @@ async def waiting(cluster: RunningCluster, prompt: list[int], counts: Sequence[i
 
 async def ended(cluster: RunningCluster, signum: signal.Signals) -> int:
     cluster.set_down(NODE)
-    cluster.cluster.send_signal(NODE, signum)
+    cluster.send_signal(NODE, signum)
     return await cluster.wait_exit(NODE)
 
 

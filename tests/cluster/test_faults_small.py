@@ -52,12 +52,12 @@ def test_a_stopped_decode_node_does_not_hold_up_the_other() -> None:
         handoffs = await ask_until_handoff(
             cluster, "decode-1", long=lambda: ask_exactly(cluster, random_prompt(rng, PROMPT_TOKENS), 20)
         )
-        cluster.cluster.send_signal("decode-1", signal.SIGSTOP)
+        cluster.send_signal("decode-1", signal.SIGSTOP)
         cluster.set_down("decode-1")
         served = await asyncio.gather(*(ask_exactly(cluster, random_prompt(rng, 100), 10) for _ in range(20)))
         assert {answer.stats.decode_node for answer in served} == {"decode-0"}
         assert any(map(was_stuck, handoffs)), "no handoff was under way to the stopped node"
-        cluster.cluster.send_signal("decode-1", signal.SIGCONT)
+        cluster.send_signal("decode-1", signal.SIGCONT)
         cluster.set_down("decode-1", False)
         answers = await asyncio.gather(*calls)
         assert [answer.ids for answer in answers] == [mock_tokens(prompt, 1000) for prompt in longs]
@@ -83,7 +83,7 @@ def test_a_stopped_prefill_node_keeps_its_blocks_until_it_has_let_go() -> None:
             error_of(prefill_directly(cluster, "prefill-0", "stuck", random_prompt(rng, PROMPT_TOKENS)))
         )
         await writer_owns_blocks(cluster, "decode-0")
-        cluster.cluster.send_signal("prefill-0", signal.SIGSTOP)
+        cluster.send_signal("prefill-0", signal.SIGSTOP)
         cluster.set_down("prefill-0")
 
         async def quarantined() -> bool:
@@ -97,7 +97,7 @@ def test_a_stopped_prefill_node_keeps_its_blocks_until_it_has_let_go() -> None:
             prompts = [random_prompt(rng, rng.randrange(150, 400)) for _ in range(4)]
             await asyncio.gather(*(ask_exactly(cluster, prompt, 30) for prompt in prompts))
             assert await quarantined(), "quarantined blocks were given away"
-        cluster.cluster.send_signal("prefill-0", signal.SIGCONT)
+        cluster.send_signal("prefill-0", signal.SIGCONT)
         cluster.set_down("prefill-0", False)
         error = await stuck
         assert error.reason in (Reason.HANDOFF_FAILED, Reason.PEER_UNREACHABLE), error
@@ -128,7 +128,7 @@ def test_a_killed_prefill_node_is_fenced_by_its_death() -> None:
         rng = random.Random(53)
         call = asyncio.create_task(ask_exactly(cluster, random_prompt(rng, PROMPT_TOKENS), 5))
         await writer_owns_blocks(cluster, "decode-0")
-        cluster.cluster.send_signal("prefill-0", signal.SIGKILL)
+        cluster.send_signal("prefill-0", signal.SIGKILL)
         assert await cluster.wait_exit("prefill-0") == -signal.SIGKILL
         cluster.set_down("prefill-0")
 
@@ -179,7 +179,7 @@ def test_a_killed_decode_nodes_requests_are_taken_up_by_the_other() -> None:
             short=lambda: ask_exactly(cluster, random_prompt(rng, 20), 800),
             requests_min=4,
         )
-        cluster.cluster.send_signal("decode-1", signal.SIGKILL)
+        cluster.send_signal("decode-1", signal.SIGKILL)
         await cluster.wait_exit("decode-1")
         cluster.set_down("decode-1")
         answers = await asyncio.gather(*calls)
@@ -214,7 +214,7 @@ def test_a_killed_router_leaves_orphans_that_are_cancelled() -> None:
             prompt = random_prompt(rng, PROMPT_TOKENS)
             calls.append(asyncio.create_task(cluster.client.generate(prompt, max_tokens=3000)))
         await writer_owns_blocks(cluster, "decode-0")
-        cluster.cluster.send_signal("router-0", signal.SIGKILL)
+        cluster.send_signal("router-0", signal.SIGKILL)
         cluster.set_down("router-0")
         errors = await asyncio.gather(*map(error_of, calls))
         assert {error.code for error in errors} == {Code.UNAVAILABLE}
@@ -242,7 +242,7 @@ def test_a_node_that_is_asked_to_stop_leaves_nothing_on_its_peer(name: str) -> N
             prompt = random_prompt(rng, PROMPT_TOKENS)
             calls.append(asyncio.create_task(cluster.client.generate(prompt, max_tokens=100)))
         await writer_owns_blocks(cluster, "decode-0")
-        cluster.cluster.send_signal(name, signal.SIGINT)
+        cluster.send_signal(name, signal.SIGINT)
         assert await cluster.wait_exit(name) == 0, cluster.story()
         cluster.set_down(name)
         for outcome in await asyncio.gather(*calls, return_exceptions=True):

@@ -95,7 +95,7 @@ def test_a_stopped_decode_node_is_noticed_by_router_and_prefill_node() -> None:
             for _ in range(2)
         ]
         await writer_owns_blocks(cluster)
-        cluster.cluster.send_signal("decode-0", signal.SIGSTOP)
+        cluster.send_signal("decode-0", signal.SIGSTOP)
         cluster.set_down("decode-0")
         began_s = asyncio.get_running_loop().time()
         await until(cluster, "the router to notice", "node lost", "router-0")
@@ -106,7 +106,7 @@ def test_a_stopped_decode_node_is_noticed_by_router_and_prefill_node() -> None:
             return (await cluster.status("prefill-0")).record.load.blocks.held == 0
 
         await wait_for(freed, "the prefill node's blocks", story=cluster.story)
-        cluster.cluster.send_signal("decode-0", signal.SIGCONT)
+        cluster.send_signal("decode-0", signal.SIGCONT)
         cluster.set_down("decode-0", False)
         await whole_or_told(calls)
         await assert_conserved(cluster)
@@ -139,7 +139,7 @@ def test_a_stopped_prefill_node_is_noticed_by_its_decode_node(transport: str) ->
         rng = random.Random(62)
         call = asyncio.create_task(cluster.client.generate(random_prompt(rng, PROMPT_TOKENS), max_tokens=20))
         await writer_owns_blocks(cluster)
-        cluster.cluster.send_signal("prefill-0", signal.SIGSTOP)
+        cluster.send_signal("prefill-0", signal.SIGSTOP)
         cluster.set_down("prefill-0")
 
         async def taken_back() -> bool:
@@ -147,7 +147,7 @@ def test_a_stopped_prefill_node_is_noticed_by_its_decode_node(transport: str) ->
             return blocks.writer_owned == 0 and (transport == "tcp") == (blocks.quarantined == 0)
 
         await wait_for(taken_back, "the grant to be taken back", story=cluster.story, timeout_s=2 * NOTICED_S_MAX)
-        cluster.cluster.send_signal("prefill-0", signal.SIGCONT)
+        cluster.send_signal("prefill-0", signal.SIGCONT)
         cluster.set_down("prefill-0", False)
         await whole_or_told([call])
         await assert_conserved(cluster)
@@ -167,11 +167,11 @@ def test_a_stopped_router_is_noticed_by_the_nodes() -> None:
         calls = [await begun(cluster, random_prompt(rng, 20), 1500) for _ in range(2)]
         calls.append(asyncio.create_task(cluster.client.generate(random_prompt(rng, PROMPT_TOKENS), max_tokens=1500)))
         await writer_owns_blocks(cluster)
-        cluster.cluster.send_signal("router-0", signal.SIGSTOP)
+        cluster.send_signal("router-0", signal.SIGSTOP)
         cluster.set_down("router-0")
         await assert_conserved(cluster, timeout_s=2 * NOTICED_S_MAX)
         assert "orphan" in cluster.log_text("decode-0")
-        cluster.cluster.send_signal("router-0", signal.SIGCONT)
+        cluster.send_signal("router-0", signal.SIGCONT)
         cluster.set_down("router-0", False)
         await whole_or_told(calls)
         prompt = random_prompt(rng, 50)

@@ -54,7 +54,7 @@ def test_the_last_decode_node_is_killed() -> None:
             calls = await asyncio.gather(*(with_tokens(cluster, prompt, 400) for prompt in prompts))
             assert not any(call.done() for call in calls), "the answers were too short for this test"
             cluster.set_down("decode-0")
-            cluster.cluster.send_signal("decode-0", signal.SIGKILL)
+            cluster.send_signal("decode-0", signal.SIGKILL)
             await cluster.wait_exit("decode-0")
             after = [random_prompt(rng, 300) for _ in range(12)]
             answers = await asyncio.gather(*(cluster.client.generate(p, max_tokens=20) for p in after))

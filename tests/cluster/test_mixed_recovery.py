@@ -297,7 +297,7 @@ def test_a_node_killed_and_started_again_is_another_one_to_both_halves() -> None
 
             await wait_for(every_way, "handoffs every way", story=cluster.story)
             old = (await cluster.status(THERE)).record.incarnation
-            cluster.cluster.send_signal(THERE, signal.SIGKILL)
+            cluster.send_signal(THERE, signal.SIGKILL)
             await cluster.killed(THERE)
             await cluster.restart(THERE)
             ways.clear()

@@ -383,6 +383,6 @@ def test_an_error_in_the_middle_of_a_stream_is_told(model: Path) -> None:
                 model="tiny", prompt=PROMPT, max_tokens=3000, stream=True, extra_body={"ignore_eos": True}
             )
             next(iter(stream))
-            cluster.cluster.send_signal("decode-0", signal.SIGKILL)
+            cluster.send_signal("decode-0", signal.SIGKILL)
             with pytest.raises(openai.APIError, match="decode node"):
                 list(stream)

@@ -86,7 +86,7 @@ def test_a_drained_pod_is_the_first_to_go(tmp_path: Path) -> None:
 
         async def end() -> int | None:
             cluster.set_down("decode-0")
-            cluster.cluster.send_signal("decode-0", signal.SIGTERM)
+            cluster.send_signal("decode-0", signal.SIGTERM)
             async with asyncio.timeout(CALL_S_MAX):
                 return await cluster.wait_exit("decode-0")
 

@@ -57,7 +57,7 @@ def test_who_holds_quarantined_blocks() -> None:
         prompt = random_prompt(random.Random(71), PROMPT_TOKENS)
         call = asyncio.create_task(cluster.client.generate(prompt, max_tokens=5))
         await writer_owns_blocks(cluster, "decode-0")
-        cluster.cluster.send_signal("prefill-0", signal.SIGSTOP)
+        cluster.send_signal("prefill-0", signal.SIGSTOP)
         cluster.set_down("prefill-0")
 
         async def quarantined() -> bool:
@@ -80,7 +80,7 @@ def test_who_holds_quarantined_blocks() -> None:
         for trouble in ("grant not given back", "revoke unanswered"):
             assert len(lines(cluster, "decode-0", trouble)) == 1, trouble
 
-        cluster.cluster.send_signal("prefill-0", signal.SIGCONT)
+        cluster.send_signal("prefill-0", signal.SIGCONT)
         cluster.set_down("prefill-0", False)
         await asyncio.gather(call, return_exceptions=True)
         await assert_conserved(cluster)
@@ -120,7 +120,7 @@ def test_calls_to_a_stopped_decode_node_are_not_told_one_by_one() -> None:
             return (await cluster.status("decode-0")).grants_received == 3
 
         await wait_for(all_under_way, "three handoffs", story=cluster.story)
-        cluster.cluster.send_signal("decode-0", signal.SIGSTOP)
+        cluster.send_signal("decode-0", signal.SIGSTOP)
         cluster.set_down("decode-0")
 
         async def noticed() -> bool:
@@ -131,7 +131,7 @@ def test_calls_to_a_stopped_decode_node_are_not_told_one_by_one() -> None:
 
         await until(cluster, "a call to fail", noticed)
         await until(cluster, "the handoffs to be given up", given_up)
-        cluster.cluster.send_signal("decode-0", signal.SIGCONT)
+        cluster.send_signal("decode-0", signal.SIGCONT)
         cluster.set_down("decode-0", False)
         await asyncio.gather(*calls, return_exceptions=True)
         await assert_conserved(cluster)

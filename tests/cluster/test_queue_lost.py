@@ -46,7 +46,7 @@ def test_a_prefill_node_ends_with_a_long_queue(how: signal.Signals) -> None:
         await wait_for(the_search_is_over, "time to pass", story=cluster.story)
         waiting = (await cluster.status("prefill-1")).record.load.waiting_requests
         assert waiting >= 1, "nothing waits any more: the test shows nothing"
-        cluster.cluster.send_signal("prefill-1", how)
+        cluster.send_signal("prefill-1", how)
         await cluster.wait_exit("prefill-1")
         cluster.set_down("prefill-1")
         answers: list[Answer] = await asyncio.gather(*asked)

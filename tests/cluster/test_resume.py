@@ -68,7 +68,7 @@ class Asked:
 
 
 async def kill(cluster: RunningCluster, name: str) -> None:
-    cluster.cluster.send_signal(name, signal.SIGKILL)
+    cluster.send_signal(name, signal.SIGKILL)
     await cluster.wait_exit(name)
     cluster.set_down(name)
 

@@ -104,7 +104,7 @@ def test_a_router_is_drained_under_load(tmp_path: Path) -> None:
                 assert load.answers[FIRST] > before, "nothing was running when the drain began"
                 await load.until(SECOND, 2 * AT_ONCE)
                 cluster.set_down(FIRST)
-                cluster.cluster.send_signal(FIRST, signal.SIGTERM)
+                cluster.send_signal(FIRST, signal.SIGTERM)
                 assert await cluster.wait_exit(FIRST) == 0, cluster.story()
                 await load.until(SECOND, 4 * AT_ONCE)
                 for client in clients:

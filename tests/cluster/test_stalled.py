@@ -29,7 +29,7 @@ def test_a_handoff_that_makes_no_progress_is_given_up() -> None:
         prompt = random_prompt(random.Random(81), PROMPT_TOKENS)
         call = asyncio.create_task(cluster.client.generate(prompt, max_tokens=5))
         await writer_owns_blocks(cluster, "decode-0")
-        cluster.cluster.send_signal("decode-0", signal.SIGSTOP)
+        cluster.send_signal("decode-0", signal.SIGSTOP)
         cluster.set_down("decode-0")
 
         async def given_up() -> bool:
@@ -37,7 +37,7 @@ def test_a_handoff_that_makes_no_progress_is_given_up() -> None:
             return "handoff stalled" in cluster.log_text("prefill-0") and held == 0
 
         await wait_for(given_up, "the prefill node to give the handoff up", story=cluster.story)
-        cluster.cluster.send_signal("decode-0", signal.SIGCONT)
+        cluster.send_signal("decode-0", signal.SIGCONT)
         cluster.set_down("decode-0", False)
         assert (await call).ids == mock_tokens(prompt, 5)
         await assert_conserved(cluster)

@@ -129,7 +129,7 @@ def test_a_killed_prefill_node_is_fenced_at_once() -> None:
                 return bool((await cluster.status("prefill-0")).grants_written)
 
             await wait_for(written, "a handoff of prefill-0", story=cluster.story)
-            cluster.cluster.send_signal("prefill-0", signal.SIGKILL)
+            cluster.send_signal("prefill-0", signal.SIGKILL)
             cluster.set_down("prefill-0")
             await asyncio.gather(*asks, return_exceptions=True)
             await assert_conserved(cluster)
@@ -162,7 +162,7 @@ def test_a_stopped_prefill_node_is_fenced_without_its_help() -> None:
             error_of(prefill_directly(cluster, "prefill-0", "stuck", random_prompt(rng, PROMPT_TOKENS)))
         )
         await writer_owns_blocks(cluster, "decode-0")
-        cluster.cluster.send_signal("prefill-0", signal.SIGSTOP)
+        cluster.send_signal("prefill-0", signal.SIGSTOP)
         cluster.set_down("prefill-0")
 
         async def taken_back() -> bool:
@@ -176,7 +176,7 @@ def test_a_stopped_prefill_node_is_fenced_without_its_help() -> None:
         await directory_lists(cluster, "prefill-0", False)
         prompt = random_prompt(rng, PROMPT_TOKENS)
         running_answer = await with_tokens(cluster, prompt, 600)
-        cluster.cluster.send_signal("prefill-0", signal.SIGCONT)
+        cluster.send_signal("prefill-0", signal.SIGCONT)
         cluster.set_down("prefill-0", False)
         error = await stuck
         assert error.reason in (Reason.HANDOFF_FAILED, Reason.PEER_UNREACHABLE), error

@@ -67,7 +67,7 @@ def test_blocks_of_a_stopped_writer_are_free_with_evidence_alone(tls: str) -> No
         rng = random.Random(52)
         stuck = asyncio.create_task(prefill_directly(cluster, "prefill-0", "stuck", random_prompt(rng, PROMPT_TOKENS)))
         await writer_owns_blocks(cluster, "decode-0")
-        cluster.cluster.send_signal("prefill-0", signal.SIGSTOP)
+        cluster.send_signal("prefill-0", signal.SIGSTOP)
         cluster.set_down("prefill-0")
 
         async def held() -> tuple[int, int]:
@@ -83,7 +83,7 @@ def test_blocks_of_a_stopped_writer_are_free_with_evidence_alone(tls: str) -> No
             prompts = [random_prompt(rng, rng.randrange(150, 400)) for _ in range(4)]
             await asyncio.gather(*(ask_exactly(cluster, prompt, 30) for prompt in prompts))
             assert (await held())[1] == (PROMPT_BLOCKS if tls == "all" else 0), "quarantined blocks were given away"
-        cluster.cluster.send_signal("prefill-0", signal.SIGKILL)
+        cluster.send_signal("prefill-0", signal.SIGKILL)
         assert await cluster.wait_exit("prefill-0") == -signal.SIGKILL
         await asyncio.wait([stuck])
         assert stuck.exception() is not None

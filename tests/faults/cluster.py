@@ -148,7 +148,7 @@ class FaultyCluster(RunningCluster):
         self.set_down(name, False)
 
     def go_on(self, name: str) -> None:
-        self.cluster.send_signal(name, signal.SIGCONT)
+        self.send_signal(name, signal.SIGCONT)
         self.set_down(name, False)
 
     async def _forget(self, name: str) -> None:

@@ -104,7 +104,7 @@ class SignalCase:
         if self.blow is Blow.STOP:
             cluster.go_on(target)
         else:
-            cluster.cluster.send_signal(target, signal.SIGKILL)
+            cluster.send_signal(target, signal.SIGKILL)
             await cluster.killed(target)
 
 

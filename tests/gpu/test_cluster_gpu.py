@@ -120,7 +120,7 @@ def test_a_killed_writer_frees_the_blocks_it_wrote_to(model: Path, reference: Re
             moved = (await cluster.status("prefill-0")).pairs[0].bytes_moved
             call = asyncio.create_task(cluster.client.generate(prompt, max_tokens=TOKENS))
             await wait_for(writing, "the first layers to land", story=cluster.story)
-            cluster.cluster.send_signal("prefill-0", signal.SIGKILL)
+            cluster.send_signal("prefill-0", signal.SIGKILL)
             await cluster.wait_exit("prefill-0")
             cluster.set_down("prefill-0")
             await wait_for(whole_again, "the evidence", story=cluster.story)

@@ -137,7 +137,7 @@ def test_a_killed_writer_disturbs_nobody_who_spills(cluster: RunningCluster, ref
         await wait_for(three_run, "three to run", story=cluster.story)
         calls.append(asyncio.create_task(ask(cluster, long, counts[-1])))
         await wait_for(writing, "the long prompt to be written", story=cluster.story)
-        cluster.cluster.send_signal(PREFILL, signal.SIGKILL)
+        cluster.send_signal(PREFILL, signal.SIGKILL)
         await cluster.wait_exit(PREFILL)
         cluster.set_down(PREFILL)
         await wait_for(evidence, "the evidence", story=cluster.story)

@@ -129,7 +129,7 @@ def _left(process: Process) -> str:
         if receiver._timers:
             told.append(f"timers {len(receiver._timers)}")
     if process.peers is not None:
-        told += [f"handoffs {len(peer._handoffs)}" for peer in process.peers.all() if peer._handoffs]
+        told += [f"handoffs {len(peer._handoffs)}" for peer in process.peers._peers.values() if peer._handoffs]
         told += [f"link {link.number} busy" for link in process.links if not link.idle]
     if process.router is not None and process.router.streams.inboxes:
         told.append(f"inboxes {len(process.router.streams.inboxes)}")

@@ -13,8 +13,9 @@ import asyncio
 import http.client
 import random
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar
 
@@ -203,6 +204,20 @@ async def wait_exit(cluster: Cluster, name: str) -> int:
     return await asyncio.shield(cluster._children[name].exited)
 
 
+def send_signal(cluster: Cluster, name: str, signum: signal.Signals) -> None:
+    cluster._children[name].send_signal(signum)
+
+
+@asynccontextmanager
+async def started(spec: ClusterSpec) -> AsyncIterator[Cluster]:
+    cluster = Cluster(spec)
+    try:
+        await cluster.start()
+        yield cluster
+    finally:
+        await cluster.stop()
+
+
 class RunningCluster:
     """A started cluster of processes, its client, and the loop that both live on (`run`). Made by `running`."""
 
@@ -267,6 +282,10 @@ class RunningCluster:
     async def wait_exit(self, name: str) -> int:
         """Wait for one process to end; its exit status, negative for a signal."""
         return await wait_exit(self.cluster, name)
+
+    def send_signal(self, name: str, signum: signal.Signals) -> None:
+        """Does nothing to a process that has ended."""
+        send_signal(self.cluster, name, signum)
 
     def story(self) -> str:
         tails = []

@@ -153,7 +153,7 @@ async def drain_under_load(cluster: RunningCluster, name: str) -> None:
             0, f"{name} is drained and holds nothing: safe to delete.\n",
         ), done.stderr  # fmt: skip
         cluster.set_down(name)
-        cluster.cluster.send_signal(name, signal.SIGTERM)
+        cluster.send_signal(name, signal.SIGTERM)
         assert await cluster.wait_exit(name) == 0, cluster.story()
         await answers_come(cluster, load, AT_ONCE)
         await cluster.cluster.start_process(name)
@@ -167,7 +167,7 @@ async def end_under_load(cluster: RunningCluster, name: str) -> None:
         await node_is_used(cluster, load, name)
         await node_is_busy(cluster, name)
         cluster.set_down(name)
-        cluster.cluster.send_signal(name, signal.SIGTERM)
+        cluster.send_signal(name, signal.SIGTERM)
         assert await cluster.wait_exit(name) == 0, cluster.story()
         assert "drain given up" not in cluster.log_text(name)
         await answers_come(cluster, load, AT_ONCE)

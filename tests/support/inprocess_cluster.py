@@ -255,7 +255,7 @@ class InProcessCluster:
             found[ROUTER_NAME] = "an inbox"
         for name, prefill in self.prefill.items():
             jobs = [*prefill_state(prefill).queue, *prefill_state(prefill).admitted]
-            handoffs = [h for peer in self.peers[name].all() for h in peer._handoffs.values()]
+            handoffs = [h for peer in self.peers[name]._peers.values() for h in peer._handoffs.values()]
             keys = [job.key for job in jobs] + [handoff.key for handoff in handoffs]
             if any(key.request in self.marked for key in keys):
                 found[name] = f"{len(jobs)} jobs, {len(handoffs)} handoffs"

@@ -11,12 +11,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from batonpb import directory_pb2
 
 from baton.clock import Clock
-from baton.directory import DirectoryLimits, DirectoryState, Standstill
+from baton.directory import DirectoryLimits, DirectoryState
 from baton.directory_client import Directory, EmbeddedDirectory
 from baton.directory_redis import RedisDirectory, RedisDirectoryConfig
 from baton.directory_service import DirectoryConfig, DirectoryService
@@ -165,9 +166,14 @@ def test_the_name_of_a_living_node_is_not_given_away() -> None:
 
 def test_how_long_it_stood_still() -> None:
     """Only what is beyond the bound, and from the last look on."""
-    standstill = Standstill(ms_min=250, now_s=7.0)
-    looks = [(7.125, 0.0), (7.25, 0.0), (17.25, 9.75), (17.25, 0.0), (17.5, 0.0), (18.25, 0.5)]
-    assert [(now_s, standstill.look(now_s=now_s)) for now_s, _ in looks] == looks
+    directory = Clocked(DirectoryConfig(standstill_ms_min=250))
+    directory.clock.now_s = 507.0
+    directory.service._expire()
+    with patch.object(directory.service._state, "stood_still") as stood_still:
+        for now_s in (507.125, 507.25, 517.25, 517.25, 517.5, 518.25):
+            directory.clock.now_s = now_s
+            directory.service._expire()
+    assert [call.kwargs["gap_s"] for call in stood_still.call_args_list] == [9.75, 0.5]
 
 
 def test_a_bound_that_every_look_exceeds_is_refused() -> None:

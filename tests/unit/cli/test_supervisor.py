@@ -21,7 +21,7 @@ from cli.nodes import view_nodes
 from cli.services import Service
 from cli.supervisor import Cluster, ClusterError, ClusterSpec
 from engine.build import EngineKind
-from tests.support.cluster_harness import log_text, wait_exit
+from tests.support.cluster_harness import log_text, send_signal, started, wait_exit
 
 WAIT_S_MAX = 120
 CALL_MS_MAX = 10_000
@@ -39,12 +39,12 @@ def test_a_node_dies_and_is_started_again(tmp_path: Path) -> None:
     """`watch` names the dead one; started again, it is another process under the same name."""
 
     async def scene() -> None:
-        async with Cluster(ClusterSpec(engine_kind=EngineKind.MOCK, blocks=32, log_dir=tmp_path)) as cluster:
+        async with started(ClusterSpec(engine_kind=EngineKind.MOCK, blocks=32, log_dir=tmp_path)) as cluster:
             assert cluster.names == ("directory", "router-0", "prefill-0", "decode-0")
             assert sorted(cluster.endpoints) == sorted(cluster.pids) == sorted(cluster.names)
             pid = cluster.pids["decode-0"]
             watching = asyncio.ensure_future(cluster.watch())
-            cluster.send_signal("decode-0", signal.SIGKILL)
+            send_signal(cluster, "decode-0", signal.SIGKILL)
             error = await watching
             assert isinstance(error, ClusterError)
             assert error.process == "decode-0"
@@ -74,7 +74,7 @@ def test_flags_reach_their_processes(tmp_path: Path) -> None:
             log_format=LogFormat.JSON,
         )
         channels = Channels(limits=ChannelLimits())
-        async with Cluster(spec) as cluster:
+        async with started(spec) as cluster:
             views = await view_nodes(cluster.directory, channels=channels, call_ms_max=CALL_MS_MAX)
             await channels.close()
         free = {view.record.name: view.status.record.load.blocks.free for view in views if view.status is not None}

@@ -25,9 +25,9 @@ def test_a_node_was_killed_and_another_one_is_stopped() -> None:
     with status 1."""
     with running(mock_spec(both=KEPT, router_flags=KEPT)) as cluster:
         dead, slow = cluster.cluster.endpoints["decode-0"], cluster.cluster.endpoints["prefill-0"]
-        cluster.cluster.send_signal("decode-0", signal.SIGKILL)
+        cluster.send_signal("decode-0", signal.SIGKILL)
         cluster.run(cluster.wait_exit("decode-0"))
-        cluster.cluster.send_signal("prefill-0", signal.SIGSTOP)
+        cluster.send_signal("prefill-0", signal.SIGSTOP)
 
         nodes = baton(cluster, "nodes", "--timeout", "3")
         assert (nodes.returncode, nodes.stderr) == (0, "")
@@ -49,13 +49,13 @@ def test_a_node_was_killed_and_another_one_is_stopped() -> None:
         described = baton(cluster, "describe", "decode-0")
         assert (described.returncode, described.stderr) == (1, "")
         assert described.stdout.endswith(f"\nstate        unreachable: {why_dead}\n\n{UNREACHABLE_HINT}\n")
-        cluster.cluster.send_signal("prefill-0", signal.SIGCONT)
+        cluster.send_signal("prefill-0", signal.SIGCONT)
 
 
 def test_the_router_was_killed() -> None:
     """Commands that call routers name the one that does not answer."""
     with running(mock_spec(router_flags=KEPT)) as cluster:
-        cluster.cluster.send_signal(ROUTER_NAME, signal.SIGKILL)
+        cluster.send_signal(ROUTER_NAME, signal.SIGKILL)
         cluster.run(cluster.wait_exit(ROUTER_NAME))
         pins = baton(cluster, "pins")
         assert (pins.returncode, pins.stdout) == (1, "")
@@ -95,7 +95,7 @@ def test_a_router_dies_in_the_middle_of_an_answer() -> None:
         with subprocess.Popen([*BATON, *command], env=clean_env(), text=True, **pipes) as asked:  # type: ignore[call-overload]
             try:
                 first = asked.stdout.read(1)
-                cluster.cluster.send_signal(ROUTER_NAME, signal.SIGKILL)
+                cluster.send_signal(ROUTER_NAME, signal.SIGKILL)
                 out, err = asked.communicate(timeout=RUN_S_MAX)
             finally:
                 asked.kill()

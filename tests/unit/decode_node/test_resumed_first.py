@@ -62,7 +62,7 @@ def test_how_long_new_requests_stand_back(steps: list[tuple[int, int, str]]) -> 
         held = [min(last_s[each] + WAIT_MS / 1000, searches[each] + HOLD_MS / 1000) for each in searches]
         assert first.waiting(now_s) is any(now_s < until_s for until_s in held)
         if what == "granted":
-            first.granted(key_of(who, attempt))
+            first.waits_no_more(key_of(who, attempt))
             searches.pop(who, None)
             continue
         if what == "asks further on":
@@ -93,9 +93,9 @@ def test_an_attempt_asks_once() -> None:
     first.refused(key_of(7, attempt=2), 20, 0.4)
     assert first.waiting(0.49) and not first.waiting(0.5)
     first.refused(key_of(7, attempt=4), 20, 0.6)
-    first.granted(key_of(7, attempt=3))
+    first.waits_no_more(key_of(7, attempt=3))
     assert first.waiting(0.7)
-    first.granted(key_of(7, attempt=4))
+    first.waits_no_more(key_of(7, attempt=4))
     assert not first.waiting(0.7)
 
 
@@ -105,9 +105,9 @@ def test_no_more_are_remembered_than_the_limit() -> None:
     for number in range(WAITING_MAX + 1):
         first.refused(key_of(number), 1, 0.0)
     for number in range(1, WAITING_MAX):
-        first.granted(key_of(number))
+        first.waits_no_more(key_of(number))
     assert first.waiting(0.1)
-    first.granted(key_of(WAITING_MAX))
+    first.waits_no_more(key_of(WAITING_MAX))
     assert not first.waiting(0.1)
 
 

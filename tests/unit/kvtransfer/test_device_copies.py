@@ -13,6 +13,7 @@ import pytest
 from kvtransfer.transport import WriteOutOfBounds
 from kvtransfer.transports import post_queue
 from kvtransfer.transports.cuda_ipc import DeviceLanes
+from kvtransfer.transports.shm import CopyParts
 from tests.support.fake_device import FakeEvent, FakeStream, FakeStreams
 from tests.support.shm_harness import grant_of, ops_of, run
 from tests.support.stream_shim import ForgetfulDevice, Memory, MissingDependency, ShimDevice
@@ -30,8 +31,7 @@ class Scene:
         self.completed: list[tuple[bytes, int, int, bool]] = []
         self.drained = asyncio.Event()
         self.changed = asyncio.Event()
-        self.pool = DeviceLanes(
-            streams=device,
+        parts = CopyParts(
             dst=self.dst,
             src=self.src,
             dst_nbytes=NBYTES,
@@ -40,8 +40,9 @@ class Scene:
             completed=self._completed,
             drained=self.drained.set,
             name="device-copy",
-            poll_interval_s=1e-5,
         )
+        self.pool = DeviceLanes(parts, device, poll_interval_s=1e-5)
+        self.pool.start()
 
     def _completed(self, grant: bytes, writes: int, nbytes: int, copied: bool) -> None:
         self.completed.append((grant, writes, nbytes, copied))
@@ -237,8 +238,7 @@ def test_a_batch_that_cannot_be_queued_leaves_those_before_it_to_land(monkeypatc
         completed: list[tuple[bytes, bool]] = []
         drained = asyncio.Event()
         streams: Any = Streams()
-        pool = DeviceLanes(
-            streams=streams,
+        parts = CopyParts(
             dst=None,
             src=None,
             dst_nbytes=RECORD,
@@ -248,6 +248,8 @@ def test_a_batch_that_cannot_be_queued_leaves_those_before_it_to_land(monkeypatc
             drained=drained.set,
             name="device-copy",
         )
+        pool = DeviceLanes(parts, streams)
+        pool.start()
         for i in range(3):
             pool.queue.post(grant_of(i), ops_of([0], [0], [RECORD]))
         posted.set()

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import pytest
 
-from kvtransfer.transports.receiver_port import BasePort, PortLimits
-from kvtransfer.transports.shm import ShmConnection, ShmReceiverPort
+from kvtransfer.transports.receiver_port import BasePort, Connection, PortLimits
+from kvtransfer.transports.shm import ShmReceiverPort
 from tests.support.shm_harness import Recorder
 
 DEADLINE_S: Final = 30.0
@@ -36,7 +36,7 @@ class Port(ShmReceiverPort):
 
     def __init__(self, listener: Listener, got: asyncio.Future[socket.socket]) -> None:
         limits = PortLimits(accept_pause_ms=1)
-        BasePort.__init__(self, ShmConnection, listener=listener, address="", events=Recorder(), limits=limits)
+        BasePort.__init__(self, Connection, listener=listener, address="", events=Recorder(), limits=limits)
         self.got = got
 
     def _admit(self, sock: socket.socket) -> None:

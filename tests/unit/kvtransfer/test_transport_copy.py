@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import grp
-import itertools
 import os
 import pwd
 import shutil
@@ -25,7 +24,7 @@ from kvtransfer.native import copy as native_copies
 from kvtransfer.native.copy import LEVELS, NativeCopy, copies_by, copy_by_numpy, copy_records, native_copy
 from kvtransfer.transport import WriteOps, WriteOutOfBounds
 from kvtransfer.transports import shm
-from kvtransfer.transports.shm import CopyLanes, ShmLinkLimits, chunk_borders
+from kvtransfer.transports.shm import CopyLanes, CopyParts, ShmLinkLimits, cut_chunks
 from tests.support.shm_harness import DEADLINE_S, grant_of, ops_of
 
 SRC_NBYTES, DST_NBYTES = 300, 200
@@ -81,10 +80,9 @@ def test_every_copy_does_what_a_plain_loop_does(data: st.DataObject) -> None:
     st.integers(1, 40),
     st.lists(st.tuples(st.integers(0, SRC_NBYTES), st.integers(0, DST_NBYTES), st.integers(0, 40)), max_size=12),
     st.booleans(),
-    st.integers(1, 64),
 )
 def test_records_are_copied_as_one_by_one(
-    has_native: bool, size: int, raw: list[tuple[int, int, int]], on_grid: bool, slice_bytes: int
+    has_native: bool, size: int, raw: list[tuple[int, int, int]], on_grid: bool
 ) -> None:
     """Equal records on their grid, or any mixture: as after a plain loop, or nothing at all when one op is bad."""
     if on_grid:
@@ -97,7 +95,6 @@ def test_records_are_copied_as_one_by_one(
     src_U8 = np.random.default_rng(0).integers(1, 256, SRC_NBYTES, dtype=np.uint8)
     dst_U8, wanted_U8 = np.zeros(DST_NBYTES, np.uint8), np.zeros(DST_NBYTES, np.uint8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native_copies, "COPY_SLICE_BYTES", slice_bytes)
         if not has_native:
             patch.setattr(native_copies, "native_copy", lambda: None)
         if any(src + n > SRC_NBYTES or dst + n > DST_NBYTES for src, dst, n in triples):
@@ -123,24 +120,31 @@ def test_arrays_with_gaps_are_copied_too() -> None:
 def test_chunks_take_every_op_once_and_keep_their_limits(
     lengths: list[int], threads: int, ops_max: int, bytes_max: int
 ) -> None:
-    """Rising borders from the first op to the last; no chunk has too many ops, or goes on once it is full."""
+    """In order; no chunk is empty, has too many ops, or goes on once it is full."""
     limits = ShmLinkLimits(copy_chunk_ops_max=ops_max, copy_chunk_bytes_max=bytes_max)
-    borders = chunk_borders(np.array(lengths, np.int64), threads, limits)
-    assert (borders[0], borders[-1]) == (0, len(lengths))
-    assert len(borders) >= 2
-    for start, end in itertools.pairwise(borders):
-        assert start < end or lengths == []
-        assert end - start <= ops_max
-        assert sum(lengths[start : end - 1]) <= bytes_max
+    at = list(range(len(lengths)))
+    chunks = list(cut_chunks(ops_of(at, at, lengths), threads, limits))
+    assert [src for chunk in chunks for src in chunk.ops.src] == at
+    for chunk in chunks:
+        assert chunk.ops.src.tolist() == chunk.ops.dst.tolist()
+        of_chunk = [lengths[i] for i in chunk.ops.src]
+        assert (chunk.ops.nbytes.tolist(), chunk.nbytes) == (of_chunk, sum(of_chunk))
+        assert 0 < len(of_chunk) <= ops_max
+        assert sum(of_chunk[:-1]) <= bytes_max
 
 
 def test_a_large_batch_is_cut_for_all_threads_and_a_small_one_is_not() -> None:
     """64 records of 16 KiB in two halves for two threads; 8 of them at once; 1,024 of them in pieces of 4 MiB, and at
     the end of half of what is left."""
     limits = ShmLinkLimits(copy_chunk_ops_max=1024, copy_chunk_bytes_max=4 << 20)
-    assert chunk_borders(np.full(64, 1 << 14), 2, limits) == [0, 32, 64]
-    assert chunk_borders(np.full(8, 1 << 14), 2, limits) == [0, 8]
-    assert chunk_borders(np.full(1024, 1 << 14), 2, limits) == [0, 256, 512, 768, 896, 960, 1024]
+
+    def lengths(count: int) -> list[int]:
+        at = [i << 14 for i in range(count)]
+        return [len(chunk.ops.src) for chunk in cut_chunks(ops_of(at, at, [1 << 14] * count), 2, limits)]
+
+    assert lengths(64) == [32, 32]
+    assert lengths(8) == [8]
+    assert lengths(1024) == [256, 256, 256, 128, 64, 64]
 
 
 def test_threads_of_all_pools_take_turns() -> None:
@@ -173,17 +177,19 @@ def test_threads_of_all_pools_take_turns() -> None:
                 all_done.set_result(None)
 
         def pool_of(i: int) -> CopyLanes:
-            return CopyLanes(
-                dst_U8=np.zeros(64, np.uint8),
-                src_U8=src_U8,
+            parts = CopyParts(
+                dst=np.zeros(64, np.uint8),
+                src=src_U8,
+                dst_nbytes=64,
+                src_nbytes=64,
                 loop=loop,
                 completed=completed,
                 drained=lambda: drained[i].set_result(None),
-                threads=2,
-                limits=limits,
-                turns=turns,
                 name=f"pool-{i}",
             )
+            pool = CopyLanes(parts, threads=2, limits=limits, turns=turns)
+            pool.start()
+            return pool
 
         pools = [pool_of(0), pool_of(1)]
         places = list(range(0, 64, 8))
@@ -193,8 +199,7 @@ def test_threads_of_all_pools_take_turns() -> None:
         async with asyncio.timeout(DEADLINE_S):
             await all_done
             for pool, future in zip(pools, drained, strict=True):
-                assert pool._dst_U8 is not None
-                assert np.array_equal(pool._dst_U8, src_U8)
+                assert np.array_equal(pool._dst, src_U8)
                 pool.queue.stop()
                 await future
                 pool.join()
@@ -206,7 +211,7 @@ def test_threads_of_all_pools_take_turns() -> None:
 
 
 def test_a_pool_whose_second_thread_cannot_start_leaves_none() -> None:
-    """The machine has no more threads: the first one of the pool has ended when the error is raised."""
+    """The machine has no more threads: the first one of the pool ends too, and the pool is drained."""
     before = set(threading.enumerate())
     start = threading.Thread.start
 
@@ -215,22 +220,30 @@ def test_a_pool_whose_second_thread_cannot_start_leaves_none() -> None:
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    loop = asyncio.new_event_loop()
+    async def scenario() -> None:
+        drained = asyncio.Event()
+        parts = CopyParts(
+            dst=np.zeros(8, np.uint8),
+            src=np.zeros(8, np.uint8),
+            dst_nbytes=8,
+            src_nbytes=8,
+            loop=asyncio.get_running_loop(),
+            completed=lambda *_: None,
+            drained=drained.set,
+            name="copies",
+        )
+        pool = CopyLanes(
+            parts, threads=2, limits=ShmLinkLimits(copy_chunk_ops_max=8), turns=threading.BoundedSemaphore(2)
+        )
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            pool.start()
+        async with asyncio.timeout(DEADLINE_S):
+            await drained.wait()
+        pool.join()
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            CopyLanes(
-                dst_U8=np.zeros(8, np.uint8),
-                src_U8=np.zeros(8, np.uint8),
-                loop=loop,
-                completed=lambda *_: None,
-                drained=lambda: None,
-                threads=2,
-                limits=ShmLinkLimits(copy_chunk_ops_max=8),
-                turns=threading.BoundedSemaphore(2),
-                name="copies",
-            )
-    loop.close()
+        asyncio.run(scenario())
     assert set(threading.enumerate()) == before
 
 
