@@ -6,7 +6,6 @@ python -m benchmarks.transfer_ours shm|tcp|ucx THREADS      (copying threads of 
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import threading
 import time
@@ -81,7 +80,7 @@ class OurSide:
 
     def address(self) -> dict[str, Any]:
         async def listen() -> DataEndpoint:
-            common: Any = {"region": self._region, "events": self._events, "loop": self._loop, "randomness": os.urandom}
+            common: Any = {"region": self._region, "events": self._events}
             if self._transport is TransportName.SHM:
                 self._port = ShmReceiverPort(**common)
             elif self._transport is TransportName.UCX:

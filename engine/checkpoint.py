@@ -1,4 +1,4 @@
-"""Reads a model's weights, and gives each checkpoint a fingerprint."""
+"""Reads a model's weights, and computes a checkpoint's fingerprint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Progress = Callable[[int, int], None]
 
 
 class WeightsError(ModelError):
-    """A weight file is missing, damaged, or does not hold what the config promises."""
+    """A weight file is missing, damaged, or does not fit the config."""
 
 
 def load_tensors(
@@ -61,7 +61,7 @@ def load_tensors(
     for path, names in names_of_file.items():
         with safe_open(path, framework="pt") as file:
             for name in names:
-                # A copy even where the type fits: the stored tensor is a mapping of the file, which may be replaced.
+                # Always a copy: the stored tensor is a mapping of the file, which may be replaced.
                 tensors[name] = torch.empty(shapes[name], dtype=dtype).copy_(file.get_tensor(name))
                 loaded_bytes += sizes[name]
                 if progress is not None:
@@ -70,10 +70,10 @@ def load_tensors(
 
 
 def checkpoint_fingerprint(folder: Path) -> str:
-    """A name for what a checkpoint computes, 32 hex digits: equal for copies, different for other weights or settings.
+    """32 hex digits, equal for copies of a checkpoint, different for other weights or settings.
 
     Covers the parsed config and, of each weight file, name, size, header and spaced samples of the data. It guards
-    against mistakes, not against someone who alters single weights.
+    against mistakes, not against changes of single weights.
 
     Raises ModelError: the folder, its config or its weight files cannot be read.
     """
@@ -92,7 +92,7 @@ def checkpoint_fingerprint(folder: Path) -> str:
 
 
 def _update(digest: hashlib.blake2b, part: bytes) -> None:
-    """Adds a part with its length, so that the borders between parts count."""
+    """Add a part with its length, so that the borders between parts count."""
     digest.update(struct.pack("<Q", len(part)) + part)
 
 

@@ -1,9 +1,9 @@
-"""What a model is, read from `config.json` and `generation_config.json`: its shapes, its tensors, and where its folder
-is. Imports no torch: the router reads it too.
+"""A model's shapes and tensors, read from `config.json` and `generation_config.json`, and its folder. Imports no torch,
+as the router reads it too.
 
-Configs describe the rotary position embedding in two spellings: `rope_theta` with `rope_scaling` (transformers before
-5), and `rope_parameters` (transformers 5). The `dynamic` scaling begins beyond the stated context
-(`max_position_embeddings`), where nothing here goes, so it is the plain embedding.
+Configs describe the rotary position embedding in two ways: `rope_theta` with `rope_scaling` (transformers before 5), or
+`rope_parameters` (transformers 5). The `dynamic` scaling begins beyond the stated context (`max_position_embeddings`),
+which is never exceeded here, so it is the plain embedding.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class ConfigFileError(ModelError):
 
 
 class UnsupportedModelError(ModelError):
-    """The model is well formed but asks for something that is not implemented."""
+    """The model is well formed but needs something that is not implemented."""
 
 
 class Keys:
     """Reads typed values out of one JSON object; a wrong one is a ConfigFileError that names file and key.
 
-    A key that is absent or null has the default; without one it is missing.
+    A key that is absent or null gets the default; without a default that is an error.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
@@ -44,7 +44,7 @@ class Keys:
         self.source = source
 
     def get(self, key: str, kind: type | tuple[type, ...], what: str, default: object) -> Any:
-        """A value of this kind; `what` says what it must be. A bool is no number."""
+        """A value of this kind, which `what` describes. A bool is no number."""
         value = self.values.get(key)
         if value is None and default is None:
             raise ConfigFileError(f"{self.source}: key {key} is missing")
@@ -169,8 +169,8 @@ class RopeConfig:
 
 
 def parse_rope(keys: Keys, context_len_max: int) -> RopeConfig:
-    """Both spellings come down to one object of settings, with `rope_theta` inside it or beside it. Where both are
-    there they must say the same: nobody can tell which of two a model was made with.
+    """Both ways give one object of settings, with `rope_theta` inside or beside it. If both are there they must agree,
+    as either may be what the model was trained with.
 
     Raises ConfigFileError, UnsupportedModelError.
     """

@@ -118,12 +118,6 @@ def check_transports(transports: Sequence[TransportName], region: RegionKind) ->
         )
 
 
-def check_some_work(working: Sequence[TransportName]) -> None:
-    """Raises InvalidField where none is left of several that may be missing. Its own check says why."""
-    if not working:
-        raise InvalidField("transports", "names none that works on this machine; `baton doctor` says why")
-
-
 def host_parts(proc: Path = Path("/proc")) -> list[str]:
     """Hashes, the same for two processes that can share memory, in the order of `_HOST_PARTS`: one boot of one machine,
     one user, and the namespaces that the shm transport meets in (network, for its sockets) and watches its writers in

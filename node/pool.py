@@ -14,6 +14,7 @@ from batonpb import common_pb2, node_pb2
 from baton.cores import Cores, own_cores
 from baton.errors import BatonError, InvalidField, Reason, bad_field
 from baton.ids import BlockId
+from baton.log import get_log
 from baton.runtime import Progress
 from baton.wire import ModelInfo
 from cachestore.block_manager import BlockManager
@@ -24,14 +25,15 @@ from engine.build import BuiltEngine, ComputeDevice, EngineConfig, build_runner
 from engine.core import Engine
 from engine.types import KvSpec, Runner, sampling_problem
 from kvtransfer.device.staging import StagedRegion, StagingConfig
-from kvtransfer.link import DEFAULT_TRANSPORTS, PROTOCOL_MAX, PROTOCOL_MIN, check_some_work, serving
+from kvtransfer.link import DEFAULT_TRANSPORTS, PROTOCOL_MAX, PROTOCOL_MIN, serving
 from kvtransfer.native.copy import copies_by
 from kvtransfer.region import Region
 from kvtransfer.transport import RegionKind, TransportName
-from kvtransfer.transports.rdma import RdmaMemory, register_if_usable
-from kvtransfer.transports.rdma_verbs import posts_by
+from kvtransfer.transports.rdma import RdmaMemory
+from kvtransfer.transports.rdma_ports import find_ports
+from kvtransfer.transports.rdma_verbs import RdmaUnavailable, posts_by
 from kvtransfer.transports.tcp import moved_by
-from kvtransfer.transports.ucx import usable
+from kvtransfer.transports.ucx import UcxUnavailable, destruction_fences, try_ucx
 from node.config import NodeConfig
 from node.regions import (
     PoolRegion,
@@ -46,6 +48,8 @@ from node.spill import HostMemory, SpillConfig, open_host_memory
 
 if TYPE_CHECKING:
     from engine.gpu.runner import GpuRunner
+
+log = get_log("transports")
 
 # NumPy has no bfloat16; a transfer needs its size only.
 _DTYPE_BYTES = {"bfloat16": 2}
@@ -314,15 +318,36 @@ class RegionTransports:
 def open_transports(
     config: NodeConfig, region: PoolRegion, opened: AsyncExitStack, *, remote_writes: bool
 ) -> RegionTransports:
-    """Find out which of the configured transports work; NIXL is loaded for ucx. `opened` ends the registration, which
-    lets others write where `remote_writes` says so. Raises InvalidField: none works."""
+    """Find out which of the configured transports work; NIXL is loaded for ucx. The region is registered for rdma,
+    which pins it: that may take seconds. `opened` ends the registration, which lets others write where `remote_writes`
+    says so. Raises InvalidField: none works."""
     serving = offered(config.transports, region)
-    rdma = register_if_usable(serving, rdma_region(region), config.rdma, remote_writes=remote_writes)
-    if rdma is not None:
-        opened.push_async_callback(rdma.close)
-    works = {TransportName.RDMA: rdma is not None, TransportName.UCX: usable(serving, config.ucx.tls)}
-    found = tuple(transport for transport in serving if works.get(transport, True))
-    check_some_work(found)
+    rdma: RdmaMemory | None = None
+    failures: dict[TransportName, Exception] = {}
+    if TransportName.RDMA in serving:
+        try:
+            rdma = RdmaMemory(region=rdma_region(region), config=config.rdma, remote_writes=remote_writes)
+            opened.push_async_callback(rdma.close)
+            log.info("rdma is offered", region=rdma.describe())
+        except RdmaUnavailable as error:
+            failures[TransportName.RDMA] = error
+    if TransportName.UCX in serving:
+        try:
+            used = try_ucx(config.ucx.tls)
+            fence = "own" if destruction_fences(used) else "needs the writer"
+            log.info("ucx is offered", ucx_transports=used, fence=fence)
+        except UcxUnavailable as error:
+            failures[TransportName.UCX] = error
+    for transport, failure in failures.items():
+        if len(serving) == 1:
+            text = f"has {transport.value} alone, which does not work here: {failure}. `baton doctor` says more"
+            raise InvalidField("transports", text) from failure
+        # A machine without any RDMA device is no reason for a warning.
+        is_usual = transport is TransportName.RDMA and not find_ports()
+        (log.debug if is_usual else log.warning)(f"{transport.value} is not offered", reason=str(failure))
+    found = tuple(transport for transport in serving if transport not in failures)
+    if not found:
+        raise InvalidField("transports", "names none that works on this machine; `baton doctor` says why")
     return RegionTransports(offered=found, rdma=rdma)
 
 

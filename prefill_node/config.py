@@ -26,7 +26,7 @@ class PrefillConfig(WriterNodeConfig):
         "Decode nodes cache more blocks than this. Each takes about 100 bytes here.",
     )
     rate_age_ms_max: int = fixed(10_000)
-    """How long a measured rate is reported to the routers; afterwards it is unknown."""
+    """How long routers get a measured rate; afterwards it is unknown."""
 
     def __post_init__(self) -> None:
         WriterNodeConfig.__post_init__(self)

@@ -1,4 +1,4 @@
-"""Which decode nodes are asked for a grant, in which order, and what is made of their answers."""
+"""Which decode nodes are asked for a grant, in which order, and how their refusals end the request."""
 
 from __future__ import annotations
 
@@ -29,24 +29,25 @@ from prefill_node.local_policy import NOT_THERE, TAKES_NONE_NOW
 log = get_log("prefill")
 
 ASK_ELSEWHERE: Final = NOT_THERE | TAKES_NONE_NOW
-"""What one decode node may answer without ending the request: the next one is asked."""
+"""After such an answer the next decode node is asked."""
 NOT_REACHED: Final = frozenset(
     {Reason.DEADLINE, Reason.PEER_UNREACHABLE, Reason.INCARNATION_MISMATCH, Reason.NODE_DRAINING}
 )
-"""Of a decode node (DEADLINE: the call's own). The router would take them for this node's own end."""
+"""Reasons why a decode node was not reached (DEADLINE: the call's own). Passed on unchanged, they would mean to the
+router that this prefill node is gone."""
 ROOM_SHARE_MIN: Final = 0.9
-"""A node that has the prefix goes first while it has this share of the room of the one with the most. A smaller share
+"""A node that has the prefix goes first while it has at least this share of the best node's room. A smaller share
 would pile up the requests of a popular prefix on one node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """Nobody has granted: the error for the router, and all that was answered."""
+    """No node has granted: the error for the router, and the reasons of all refusals."""
 
     error: BatonError
     reasons: frozenset[Reason]
     full: Sequence[NodeRecord] = ()
-    """Those that had no room."""
+    """The nodes without room."""
 
 
 class DecodeNodes:
@@ -67,23 +68,23 @@ class DecodeNodes:
 
     @property
     def ready(self) -> int:
-        """How many are ready, by the directory."""
+        """How many decode nodes are ready, by the directory."""
         return len(ready_nodes(self._peers.records()))
 
     def ready_for(self, job: Job, *, avoided_too: bool) -> int:
-        """How many ready ones there are: with `avoided_too` all of them, any of which may refuse; else those that the
-        request's router reaches and whose region may hold it, by their reports."""
+        """How many decode nodes are ready; without `avoided_too` only those that the request's router reaches and that
+        may hold the request, by their reports."""
         if avoided_too:
             return self.ready
         reached = [r for r in ready_nodes(self._peers.records()) if r.incarnation not in job.request.avoid_decode]
         return len(self._may_take(job, reached))
 
     def may_be_held(self, job: Job) -> bool:
-        """Whether the region of any of them, ready or not, may hold the request, by their reports."""
+        """Whether any node's region, ready or not, may hold the request, by their reports."""
         return bool(self._may_take(job, self._peers.records()))
 
     def _may_take(self, job: Job, records: Sequence[NodeRecord]) -> list[NodeRecord]:
-        """Those of the same model with a region that is large enough, whatever is free there now."""
+        """Those with the same model and a large enough region, whatever is free there now."""
         blocks = job.footprint(self._pool)
         own = self._pool.model
         return [r for r in records if may_hold(r, blocks) and r.model is not None and not differences(own, r.model)]
@@ -91,8 +92,10 @@ class DecodeNodes:
     async def reserve(
         self, job: Job, *, sources_released: Callable[[], None], avoided_too: bool = True
     ) -> Handoff | Refused:
-        """Ask some of them, best first, until one grants; `avoided_too` as for `order_decode_nodes`. Raises BatonError
-        for what ends the request itself."""
+        """Ask some nodes, best first, until one grants; `avoided_too` as for `order_decode_nodes`.
+
+        Raises BatonError: an answer that ends the request.
+        """
         behind: list[NodeRecord] = []
         records = self._peers.records()
         chain = self._blocks.prefix_cache.chain(job.tokens, job.request.cache_salt)
@@ -110,7 +113,7 @@ class DecodeNodes:
                 avoided_too=avoided_too,
             )
         except BatonError as error:
-            # Processes that are known to have ended are in the directory for a while yet: nobody there is full.
+            # The directory still lists processes that have ended: they are unreachable, not full.
             lost = error.reason is Reason.DECODE_FULL and not behind
             reasons = frozenset({Reason.PEER_UNREACHABLE if lost else error.reason})
             return Refused(error=_nobody_reached(error) if lost else error, reasons=reasons)
@@ -144,7 +147,7 @@ class DecodeNodes:
         return Refused(error=refusal, reasons=frozenset(e.reason for e in refusals), full=without_room)
 
     def wants_no_more(self, job: Job, full: Sequence[NodeRecord]) -> None:
-        """It has its room elsewhere: nodes that refused a resumed request need not keep new ones waiting for it."""
+        """It has room elsewhere: nodes that refused it as a resumed request may admit new ones again."""
         for record in full if job.resumed else ():
             with suppress(BatonError):  # out of reach by now
                 self._peers.for_record(record).cancel_request(job.key)
@@ -161,7 +164,7 @@ class DecodeNodes:
         )
 
     def _may_place(self, record: NodeRecord, behind: list[NodeRecord]) -> bool:
-        """Whether a new request may be placed there; adds it to `behind` where it must take in earlier writes first."""
+        """Whether a new request may be placed there. If it has to accept earlier writes first, `behind` gets it."""
         try:
             has_room = self._peers.for_record(record).has_room()
         except BatonError:
@@ -186,12 +189,12 @@ def order_decode_nodes(
 ) -> list[NodeRecord]:
     """At most `tries_max` nodes, best first: repeatedly the roomier of two drawn at random (power of two choices).
 
-    Reports are hints: the best of all would be chosen by everybody at once. Those whose region cannot hold `blocks`
-    are asked only where no other is known. `affinity` may put a node that has the prompt's `chain` first. Those whose
-    incarnation is in `avoid` are chosen where there is no other, and without `avoided_too` never. `may_place`: whether
+    Reports are hints: all prefill nodes would choose the best one at once. Nodes whose region cannot hold `blocks` are
+    asked only if no other is known. `affinity` may put a node that has the prompt's `chain` first. Nodes whose
+    incarnation is in `avoid` are asked only if there is no other, and never without `avoided_too`. `may_place`: whether
     this process may place anything new there (limits of unacknowledged writes).
 
-    Raises BatonError NO_DECODE_NODE, INCOMPATIBLE_NODE or DECODE_FULL, when there is nobody to ask.
+    Raises BatonError NO_DECODE_NODE, INCOMPATIBLE_NODE or DECODE_FULL: there is no node to ask.
     """
     ready = ready_nodes(records)
     if not ready:
@@ -242,19 +245,18 @@ def room(record: NodeRecord) -> int:
 
 
 def may_hold(record: NodeRecord, blocks: int) -> bool:
-    """Whether one request may come to so many blocks there: those that pins keep are not for it. True where the region
-    is not known."""
+    """Whether one request may have so many blocks there; pinned blocks do not count. True if the region is unknown."""
     region = record.load.blocks
     return region.total == 0 or blocks <= region.total - region.pinned
 
 
 def ready_nodes(records: Sequence[NodeRecord]) -> list[NodeRecord]:
-    """Those that say they take requests."""
+    """The nodes that take requests, by their records."""
     return [r for r in records if r.lifecycle is Lifecycle.READY and r.model is not None]
 
 
 class DecodeAffinity:
-    """Mutable; owned by the node's control thread. Remembers `blocks_max` blocks, of all processes together, in about
+    """Which prompts decode nodes have. Control thread only. Remembers `blocks_max` blocks over all processes, in about
     220 bytes each."""
 
     def __init__(self, *, blocks_max: int) -> None:
@@ -263,31 +265,31 @@ class DecodeAffinity:
         self._sent: OrderedDict[tuple[Incarnation, bytes], None] = OrderedDict()
         """Least recently used first."""
         self._taken: dict[Incarnation, tuple[int, int]] = {}
-        """Sequence of a process's last report, and blocks that we were granted there since."""
+        """By process: the sequence of its last report, and the blocks granted to us since."""
 
     def granted(self, record: NodeRecord, chain: Sequence[bytes], blocks: int) -> None:
-        """The process has granted a prompt of this chain, and set `blocks` aside for it and its answer."""
+        """The process has granted a prompt with this chain, and reserved `blocks` for it and its answer."""
         sequence, taken = self._taken.get(record.incarnation, (record.sequence, 0))
         self._taken[record.incarnation] = (record.sequence, blocks + (taken if sequence == record.sequence else 0))
-        for digest in reversed(chain):  # the beginning of a chain is the last of it to be forgotten
+        for digest in reversed(chain):  # the start of a chain is forgotten last
             self._sent[record.incarnation, digest] = None
             self._sent.move_to_end((record.incarnation, digest))
         while len(self._sent) > self._blocks_max:
             self._sent.popitem(last=False)
 
     def cached(self, incarnation: Incarnation, chain: Sequence[bytes]) -> int:
-        """How many leading blocks of a prompt the process probably has."""
+        """How many of a prompt's first blocks the process probably has."""
         for count, digest in enumerate(chain):
             if (incarnation, digest) not in self._sent:
                 return count
         return len(chain)
 
     def keep_only(self, present: set[Incarnation]) -> None:
-        """Processes that are gone take no room."""
+        """Forget the reports of processes that are gone."""
         self._taken = {incarnation: taken for incarnation, taken in self._taken.items() if incarnation in present}
 
     def first(self, chain: Sequence[bytes], nodes: Sequence[NodeRecord], best: NodeRecord) -> NodeRecord:
-        """The node that has most of the chain, if it has about as much room as the `best` of them; else that one."""
+        """The node with most of the chain, if it has about as much room as `best`; else `best`."""
         enough = ROOM_SHARE_MIN * self.room(best)
         fit = [node for node in nodes if node is best or self.room(node) >= enough]
         return max(fit, key=lambda node: (self.cached(node.incarnation, chain), node is best, self.room(node)))
@@ -299,10 +301,10 @@ class DecodeAffinity:
 
 
 def most_hopeful(refusals: Sequence[BatonError]) -> BatonError:
-    """Of the answers of several decode nodes, at least one, the one for the router.
+    """The refusal for the router, of at least one.
 
-    A full node is worth another try later; of several, the one that expects room first. "Too long" is final, and true
-    only where every node has said so: one that did not answer may hold the request.
+    A full node is worth another try; of several, the one that expects room first. "Too long" is final only if all nodes
+    say so: one that did not answer may hold the request.
     """
     full = [e for e in refusals if e.reason is Reason.DECODE_FULL]
     if full:
@@ -312,7 +314,7 @@ def most_hopeful(refusals: Sequence[BatonError]) -> BatonError:
 
 
 def _nobody_reached(error: BatonError) -> BatonError:
-    """It is this node that reaches no decode node. Another one may."""
+    """This node reaches no decode node. Another prefill node may."""
     return BatonError(
         Reason.NO_DECODE_NODE,
         f"This prefill node found no decode node for the request. {error.message}",
@@ -321,7 +323,7 @@ def _nobody_reached(error: BatonError) -> BatonError:
 
 
 def _named(record: NodeRecord, error: BatonError) -> BatonError:
-    """The same refusal, which says whose it is."""
+    """The same refusal, with the node's name."""
     text = error.message
     if record.name not in text:
         text = f"The decode node {record.name} did not grant: {text}"

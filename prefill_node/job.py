@@ -1,4 +1,4 @@
-"""One request in a prefill node, what is sent to its router, and the other half of a mixed node, which may keep it."""
+"""One request in a prefill node, the messages to its router, and the decode half of a mixed node, which may keep it."""
 
 from __future__ import annotations
 
@@ -30,36 +30,36 @@ class LocalRunner(Protocol):
 
     @property
     def requests(self) -> int:
-        """Of that half, kept ones too: each has or will have a place in the engine."""
+        """Requests of that half, kept ones included: each has or will have a place in the engine."""
         ...
 
     @property
     def has_place(self) -> bool:
-        """Within its limit of requests."""
+        """Whether it may take one more request."""
         ...
 
     def yields(self, job: Job) -> bool:
-        """Whether requests in the middle of their answer get the room before it. The end of that is not reported."""
+        """Whether requests in the middle of their answer get the room first. When that ends is not reported."""
         ...
 
     def never(self, job: Job) -> str | None:
-        """Why the request can never run here, whatever is free."""
+        """Why the request can never run here, if so."""
         ...
 
     def start(self, job: Job) -> Sequence | None:
-        """Run it from its prompt on, with blocks and a promise of its own. None: there is no room.
+        """Compute it from the start, with its own blocks and promise. None: there is no room.
 
-        `job.drawn` gets its first token, or the ABORTED event. Raises BatonError REQUEST_EXISTS; CANCELLED where the
-        router has let go of this attempt already.
+        `job.drawn` gets its first token, or the ABORTED event. Raises BatonError REQUEST_EXISTS; CANCELLED: the router
+        has already given up this attempt.
         """
         ...
 
     def commit(self, key: RequestKey) -> None:
-        """The first token is on its way to the router: from here on the request is the other half's."""
+        """The first token is on its way to the router: the request now belongs to the decode half."""
         ...
 
     def cancel(self, key: RequestKey) -> None:
-        """Give it up, wherever it is. Idempotent."""
+        """Give it up. Idempotent."""
         ...
 
 
@@ -69,7 +69,7 @@ class Job:
 
     key: RequestKey
     tokens: list[int]
-    """Prompt, and what the client has of the answer already."""
+    """The prompt, and the part of the answer that the client already has."""
     params: SamplingParams
     request: prefill_pb2.PrefillRequest
     deadline_s: float
@@ -78,56 +78,56 @@ class Job:
     drawn: asyncio.Future[TokenEvent]
     """The first token, or the ABORTED event."""
     chain: tuple[bytes, ...] | None = None
-    """Digests of the full blocks that may come from the prefix cache. Computed when first needed."""
+    """Digests of the blocks that may come from the prefix cache. Computed when first needed."""
     handoff: Handoff | None = None
     kept: bool = False
-    """It is to run here: its promise has the answer's growth in it."""
+    """It is to run here: its promise includes the answer's growth."""
     local: bool = False
-    """It does run here. The other half then owns its blocks."""
+    """It runs here, and the decode half owns its blocks."""
     seq: Sequence | None = None
     pinned: list[BlockId] = field(default_factory=list)
-    """Blocks that the writer holds on top of the engine, until the transport has let go of them."""
+    """Blocks that are held, besides by the engine, until the transport no longer reads them."""
     next_block: int = 0
-    """First block of the prompt that has not been posted (and that decode lacks)."""
+    """The prompt's first block that decode lacks and that is not posted yet."""
     bypassed: int = 0
     """See `prefill_node.request_queue`."""
     grant_slow: bool = False
-    """Its grant has been asked for so long that nobody waits for it to be computed first."""
+    """Its grant takes so long that the requests behind it no longer wait."""
     computed_s: float = 0.0
     failed: bool = False
-    """The router knows that it has failed here, and itself asks the decode node whether it has committed."""
+    """The router knows that it has failed here; it asks the decode node itself whether that has committed."""
     over: bool = False
-    """Its life here went to the end. Otherwise the decode node must not run it."""
+    """It was completed here. Otherwise the decode node must not run it."""
 
     @property
     def prompt_len(self) -> int:
         return len(self.request.prompt)
 
     def footprint(self, pool: DevicePool) -> int:
-        """Blocks that it comes to hold in the node that writes its answer."""
+        """Blocks that it needs in the node that writes its answer."""
         return pool.footprint(len(self.tokens), self.prompt_len, self.params.max_tokens)
 
     @property
     def needs_decode(self) -> bool:
-        """Its answer has more tokens than the one that is drawn here."""
+        """Whether its answer may have more tokens than the one that is drawn here."""
         return self.params.max_tokens - (len(self.tokens) - self.prompt_len) > 1
 
     @property
     def tokens_ahead(self) -> int:
-        """Of the prompt, that are not computed yet; what is cached is known from when it enters the engine."""
+        """Tokens left to compute: none while its grant is slow, the cached ones too until it is in the engine."""
         if self.seq is not None:
             return max(0, len(self.tokens) - self.seq.computed)
         return 0 if self.grant_slow else len(self.tokens)
 
     @property
     def resumed(self) -> bool:
-        """The client is in the middle of its answer: it goes before those that have none yet."""
+        """Whether the client has a part of its answer: it goes before requests without."""
         return len(self.tokens) > self.prompt_len
 
     def sequence(
         self, table: list[BlockId], *, cached_tokens: int, promise_key: Hashable, mode: SequenceMode
     ) -> Sequence:
-        """For the engine of this node, from its first token that is not cached."""
+        """For this node's engine, from the first token that is not cached."""
         return Sequence(
             key=self.key,
             params=self.params,
@@ -153,7 +153,7 @@ def check_fits(request: prefill_pb2.PrefillRequest, pool: DevicePool) -> None:
 
 
 def no_room(tokens: Several[int], blocks: BlockManager) -> BatonError:
-    """They do not fit into the region, less what pins ask for, whatever else is free. Another node's may hold them."""
+    """The error for tokens that exceed the region without its pinned blocks. Another node's region may hold them."""
     has = f"{blocks.ledger.num_blocks}{blocks.less_others}"
     text = (
         f"The prompt's {len(tokens)} tokens need {blocks.blocks_for(len(tokens))} blocks; this node's region has {has}."
@@ -165,8 +165,8 @@ def no_room(tokens: Several[int], blocks: BlockManager) -> BatonError:
 
 _END_REASONS: Final = {HandoffEnd.PEER_GONE: Reason.PEER_UNREACHABLE, HandoffEnd.CORRUPT: Reason.DATA_CORRUPT}
 NOBODY: Final = prefill_pb2.Granted()
-"""No decode node is needed. Sent before anything is computed, as a grant is: a request whose attempt ends with the
-node's death from here on may be what kills nodes."""
+"""No decode node is needed. Sent like a grant, before anything is computed: if the node dies after it, this request may
+be the cause."""
 
 
 def granted_event(name: str, incarnation: Incarnation, endpoint: str) -> prefill_pb2.PrefillEvent:

@@ -12,7 +12,7 @@ from baton.errors import InvalidField, Reason
 TAKES_NONE_NOW: Final = frozenset(
     {Reason.DECODE_FULL, Reason.PAIR_FENCING, Reason.TOO_MANY_PEERS, Reason.TOO_MANY_CALLS}
 )
-"""What a decode node answers that is there and may have room later."""
+"""The decode node may have room later."""
 NOT_THERE: Final = frozenset(
     {
         Reason.NO_DECODE_NODE,
@@ -25,20 +25,20 @@ NOT_THERE: Final = frozenset(
         Reason.HANDOFF_FAILED,
     }
 )
-"""Nobody answers, or whoever does will never take this request, or is leaving."""
+"""The decode node does not answer, is leaving, or will never take this request."""
 
 
 class LocalFallback(Enum):
-    """When a prompt that is long enough for a handoff runs on its mixed node all the same."""
+    """When a mixed node keeps a prompt that is long enough for a handoff."""
 
     NEVER = "never"
-    UNREACHABLE = "unreachable"  # no decode node is there
-    FULL = "full"  # or those that are have no room now
+    UNREACHABLE = "unreachable"  # no decode node answers
+    FULL = "full"  # or those that do have no room now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalPolicy:
-    """What a mixed node keeps. `handoff_tokens_min` counts the prompt's tokens that the node has not cached."""
+    """Which requests a mixed node keeps. `handoff_tokens_min` counts prompt tokens that the node has not cached."""
 
     handoff_tokens_min: int
     fallback: LocalFallback
@@ -49,14 +49,14 @@ class LocalPolicy:
 
 
 def is_kept(policy: LocalPolicy, *, prompt_tokens: int, cached_tokens: int, decode_nodes: int) -> bool:
-    """Whether the request is to run here without a decode node being asked; `decode_nodes` are known and ready."""
+    """Whether the request runs here, and no decode node is asked; `decode_nodes` are known and ready."""
     if prompt_tokens - cached_tokens < policy.handoff_tokens_min:
         return True
     return decode_nodes == 0 and policy.fallback is not LocalFallback.NEVER
 
 
 def falls_back(policy: LocalPolicy, refusals: Set[Reason]) -> bool:
-    """Whether the request is to run here after all, when no decode node has granted and these are their answers."""
+    """Whether the request runs here after all, if no decode node has granted, for these reasons."""
     if policy.fallback is LocalFallback.NEVER:
         return False
     counted = NOT_THERE | TAKES_NONE_NOW if policy.fallback is LocalFallback.FULL else NOT_THERE

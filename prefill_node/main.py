@@ -41,7 +41,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         check_header(request.header, own=own)
         if not self._runtime.lifecycle.takes_requests:
             raise node_draining(own)
-        # What the router waits for from here on is its turn, not the node.
+        # From here on the router waits for its turn, not for the node.
         await context.send_initial_metadata(())
         deadline_s = asyncio.get_running_loop().time() + context.time_remaining()
         metadata = forward_metadata(context.invocation_metadata(), self._runtime.rng)

@@ -1,7 +1,7 @@
-"""Life of a request in this node: `PrefillNode.prefill`. Everything else here is a step of it, or feeds it.
+"""Life of a request in this node: `PrefillNode.prefill`, and its steps.
 
-The engine loop calls `step_begins` and `step_ended`; in between, on the engine thread, each layer's finished records
-are posted by the step's sink.
+The engine loop calls `step_begins` and `step_ended`; in between, on the engine thread, the step's sink posts each
+layer's finished records.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ from prefill_node.local_policy import NOT_THERE, TAKES_NONE_NOW, LocalFallback, 
 from prefill_node.request_queue import PrefillRate, RequestQueue
 
 STEPS_AHEAD: Final = 2
-"""The step under way, and the one whose grants are asked for meanwhile."""
+"""The current step, and the step whose grants are requested meanwhile."""
 GRANT_WAIT_MS_MAX: Final = 50
-"""A request that waits longer for its grant does not hold back those behind it any more."""
+"""Requests do not wait longer than this for the grant of one before them."""
 
 
 class PrefillNode:
@@ -87,14 +87,14 @@ class PrefillNode:
     ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
         """One request: queue, grant, compute while the layers are sent, first token, commit.
 
-        On a mixed node a request may be kept instead of granted: the other half then computes it from the start.
-        Closing the iterator at any point gives the request up and frees everything.
+        A mixed node may keep a request instead: its decode half then computes it from the start. Closing the iterator
+        at any point gives the request up and frees everything.
 
         Raises BatonError: QUEUE_FULL, NO_DECODE_NODE, DECODE_FULL, INCOMPATIBLE_NODE, HANDOFF_FAILED, ...
         """
         job = self._enqueue(request, deadline_s, metadata)
         try:
-            await job.turn  # in order of arrival, when engine and region have room for the whole prompt
+            await job.turn  # until engine and region have room for the whole prompt
             yield await self._place(job) if job.needs_decode else prefill_pb2.PrefillEvent(granted=NOBODY)
             if not job.local:
                 self._start(job)
@@ -135,12 +135,12 @@ class PrefillNode:
         return job
 
     def look_again(self) -> None:
-        """Something that the head of the queue may wait for has changed outside this half."""
+        """Something that the queue may wait for has changed outside this half."""
         self._admit()
 
     def _admit(self) -> None:
-        """Let the head of the queue go ahead while its blocks can be set aside, until the step under way and the next
-        are full: a grant is there in time, and decode nodes set no memory aside for the rest."""
+        """Admit requests from the head of the queue while their blocks can be promised, until this step and the next
+        are full: grants then come in time, and decode nodes reserve no memory for the rest."""
         if not self._queue:
             return
         ahead = sum(job.tokens_ahead for job in self._admitted.values())
@@ -158,7 +158,7 @@ class PrefillNode:
                 if job.kept:
                     need = footprint
                 elif not self._others(job):
-                    return  # nobody to hand it to: it waits for room here, and those behind it wait too
+                    return  # without a decode node it waits for room here, and so do those behind it
             self._queue.popleft()
             if job.turn.done():
                 continue  # being cancelled: its own task gives it back
@@ -171,13 +171,13 @@ class PrefillNode:
             job.turn.set_result(None)
 
     def _places_taken(self) -> int:
-        """Places in the engine that are spoken for; a kept request counts as the other half's."""
+        """Places in the engine that are taken; a kept request counts for the decode half."""
         if self._local is None:
             return len(self._admitted)
         return sum(not job.local for job in self._admitted.values()) + self._local.requests
 
     def _is_kept(self, job: Job, local: LocalRunner) -> bool:
-        """Whether it is to run here, as far as it ever can."""
+        """Whether it is to run here, and can."""
         if not job.needs_decode or local.never(job) is not None or self._only_others_reached(job):
             return False
         cached = self._blocks.match_prompt(job.tokens, job.request.cache_salt)
@@ -189,9 +189,9 @@ class PrefillNode:
         )
 
     async def _place(self, job: Job) -> prefill_pb2.PrefillEvent:
-        """Find who writes the answer: this node where it keeps the request, else a decode node that grants.
+        """Find the node that writes the answer: this one, if it keeps the request, or a decode node that grants.
 
-        Raises the refusal for the router when nobody does.
+        Raises BatonError: the refusal for the router.
         """
         local, own = self._local, self._peers.runtime
         if local is not None and job.kept and self._keep(job, local):
@@ -207,7 +207,7 @@ class PrefillNode:
             job.handoff, address = asked, asked.peer.address
             return granted_event(address.name, address.pair.receiver, address.endpoint)
         if local is not None and falls_back(local.policy, asked.reasons):
-            # The router reaches one that may have room later.
+            # The router reaches a decode node that may have room later.
             waits = self._only_others_reached(job) and asked.reasons & TAKES_NONE_NOW
             if not waits and not local.yields(job) and self._keep(job, local):
                 self.decode_nodes.wants_no_more(job, asked.full)
@@ -218,34 +218,34 @@ class PrefillNode:
         try:
             raise asked.error
         finally:
-            del asked  # or the error, and the job with it, would refer to itself, by this frame in its traceback
+            del asked  # otherwise the error would refer to itself through this frame, and keep the job alive
 
     def _is_avoided(self, job: Job) -> bool:
-        """Whether its router says that it does not get what this node writes."""
+        """Whether its router does not reach this node."""
         return self._peers.runtime.incarnation in job.request.avoid_decode
 
     def _only_others_reached(self, job: Job) -> bool:
-        """Whether its router does not reach this node, and reaches a decode node that may come to hold it."""
+        """Whether its router reaches a decode node that may hold it, but not this node."""
         return self._is_avoided(job) and self.decode_nodes.ready_for(job, avoided_too=False) > 0
 
     def _others(self, job: Job) -> int:
-        """How many decode nodes there are to hand it to."""
+        """How many decode nodes may get it."""
         return self.decode_nodes.ready_for(job, avoided_too=self._asks_avoided(job))
 
     def _asks_avoided(self, job: Job) -> bool:
-        """Whether it may go to a decode node that its router does not reach: not where it may run here instead."""
+        """Whether it may go to a decode node that its router does not reach: only if it cannot run here instead."""
         local = self._local
         if local is None or local.policy.fallback is LocalFallback.NEVER:
             return True
         return self._is_avoided(job) or local.never(job) is not None
 
     def _go_past(self, job: Job) -> None:
-        """A decode node does not answer, and may be dead: those behind this request do not wait for it."""
+        """Its decode node does not answer, and may be dead: requests behind it no longer wait."""
         job.grant_slow = True
         self._admit()
 
     def _keep(self, job: Job, local: LocalRunner) -> bool:
-        """Start it in the other half, with blocks and a promise of its own. False, with nothing changed: no room."""
+        """Start it in the decode half, with its own blocks and promise. False: no room, and nothing has changed."""
         promised = self.ledger.promise_left(job.key)
         assert promised is not None, job.key
         self.ledger.unpromise(job.key)
@@ -262,13 +262,13 @@ class PrefillNode:
 
     async def _commit(self, handoff: Handoff) -> None:
         """Wait for the handoff's end. Raises BatonError HANDOFF_FAILED or PEER_UNREACHABLE."""
-        # Shielded: a cancel of this request must not cancel the future that the writer reports to.
+        # Shielded: cancelling this request must not cancel the writer's future.
         end = await asyncio.shield(handoff.ended)
         if end is not HandoffEnd.COMMITTED:
             raise handoff_failed(handoff, end)
 
     def _start(self, job: Job) -> None:
-        """Hold the prompt's blocks, send what was cached here and decode lacks, and hand over to the engine."""
+        """Hold the prompt's blocks, send the cached ones that decode lacks, and submit it to the engine."""
         self.ledger.unpromise(job.key)
         prefix = self._blocks.match_prompt(job.tokens, job.request.cache_salt)
         table = self._blocks.admit(prefix, self._blocks.blocks_for(len(job.tokens)) - len(prefix))
@@ -282,10 +282,10 @@ class PrefillNode:
             self._blocks.release(table)
             raise
         if prefix:
-            self._admit()  # fewer tokens are ahead than were counted
+            self._admit()  # fewer tokens are left to compute than were counted
 
     def _post_cached(self, job: Job, handoff: Handoff, table: list[BlockId], cached_blocks: int) -> None:
-        """Pin the prompt's blocks until the transport has let go of them, and send what decode lacks of the cached."""
+        """Hold the prompt's blocks until the transport has read them, and send the cached ones that decode lacks."""
         self.ledger.hold(table)
         job.pinned = list(table)
         handoff.pinned_blocks = len(table)
@@ -297,7 +297,7 @@ class PrefillNode:
             writes.finish()
 
     def _plan_writes(self, job: Job, handoff: Handoff, end_block: int) -> StepWrites | None:
-        """Of the prompt's blocks from `next_block` to `end_block`, in all layers. None if there are none."""
+        """Writes of the prompt's blocks from `next_block` to `end_block`, in all layers. None without such blocks."""
         assert job.seq is not None
         first, job.next_block = job.next_block, max(job.next_block, end_block)
         if first >= job.next_block:
@@ -308,7 +308,7 @@ class PrefillNode:
         return handoff.plan_step(np.array(src, dtype=np.int64), np.array(dst, dtype=np.int64), layers)
 
     async def _first_token(self, job: Job) -> TokenEvent:
-        """Wait for the engine; a handoff that ends before the last layer is posted ends the request at once."""
+        """Wait for the engine. A handoff that ends before the last layer is posted ends the request at once."""
         waits: set[asyncio.Future[Any]] = {job.drawn}
         if job.handoff is not None:
             waits.add(job.handoff.ended)
@@ -328,13 +328,13 @@ class PrefillNode:
         return event
 
     def step_begins(self, batch: Batch) -> KvSink:
-        """Plan what this step finishes of each handed-over request (StepHost)."""
+        """Plan the writes of the blocks that this step completes (StepHost)."""
         tokens = sum(piece.stop - piece.start for piece in batch.slices if piece.output_index == 0)
         sink = StepSink(tokens=tokens, began_s=self._loop.time())
         for piece in batch.slices:
             job = self._admitted.get(piece.key)
             if job is not None and job.handoff is not None and job.handoff.may_post():
-                # The last record is finished at the end only.
+                # A block that is not full is sent at the prompt's end.
                 end = self._blocks.blocks_for(piece.stop) if piece.sample else piece.stop // self._blocks.block_size
                 writes = self._plan_writes(job, job.handoff, end)
                 if writes is not None:
@@ -342,14 +342,14 @@ class PrefillNode:
         return sink
 
     def step_ended(self, sink: KvSink, events: list[TokenEvent]) -> None:
-        """First tokens drawn, or sequences aborted (StepHost)."""
+        """Take in first tokens and ends (StepHost)."""
         if isinstance(sink, StepSink):
             for writes in sink.writes:
                 writes.finish()
             self._rate.step_ended(sink.tokens, began_s=sink.began_s, now_s=self._loop.time())
         for event in events:
             self._left_engine(event)
-        self._admit()  # the blocks of those who left may be what the head of the queue waits for
+        self._admit()  # the queue may wait for the blocks of those that left
 
     def _left_engine(self, event: TokenEvent) -> None:
         self._blocks.release(event.seq.block_table)
@@ -363,20 +363,20 @@ class PrefillNode:
             job.drawn.set_result(event)
 
     def _sources_released(self, job: Job) -> None:
-        """The transport has let go of every source block of this job."""
+        """The transport no longer reads this job's blocks."""
         pinned, job.pinned = job.pinned, []
         self._blocks.release(pinned)
         self._admit()
 
     def _give_back(self, job: Job) -> None:
-        """The end of every request, whatever happened: nothing stays queued, promised, computed or granted for it."""
+        """The end of each request, in any case: nothing stays queued, promised, computed or granted for it."""
         if job in self._queue:
             self._queue.remove(job)
         self.ledger.unpromise(job.key)
         if job.handoff is not None:
             job.handoff.cancel()
             if not job.over and not job.failed:
-                # Its Commit may have won, and the router, which is leaving, may not know yet who granted.
+                # It may be committed already, and the router, which has left, may not know the decode node yet.
                 job.handoff.peer.cancel_request(job.key)
         if job.local and not job.over:
             assert self._local is not None
@@ -408,19 +408,19 @@ class PrefillNode:
         return dataclasses.replace(self._peers.holds(), requests=self.requests)
 
     def _tokens_left(self, jobs: Iterable[Job]) -> int:
-        """Tokens of these requests still to compute, in this order: what is cached or computed does not count, and a
-        prefix that they share counts once."""
+        """Tokens left to compute for these requests, in this order: without cached and computed ones, and with a shared
+        prefix counted once."""
         cache, size = self._blocks.prefix_cache, self._blocks.block_size
         expected: set[bytes] = set()
         left = 0
         for job in jobs:
             computed = 0 if job.seq is None else job.seq.computed
             if computed >= len(job.tokens):
-                continue  # it is being handed over
+                continue  # only its handoff is left
             if job.chain is None:
                 reusable = prefix_blocks_max(len(job.tokens), size) * size
                 job.chain = cache.chain(job.tokens[:reusable], job.request.cache_salt)
-            # What is here is the beginning of a chain, so the first block that is missing can be searched by halves.
+            # The cache has the start of a chain, so bisection finds the first block that is missing.
             missing = bisect_left(
                 job.chain, True, key=lambda digest: digest not in expected and not cache.indexed(digest)
             )
@@ -444,7 +444,7 @@ class PrefillNode:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StepSink:
-    """Posts, after each layer, the records that this step finishes."""
+    """Posts the records that a step completes, after each layer."""
 
     tokens: int
     began_s: float

@@ -1,7 +1,7 @@
-"""Requests that wait for a place in the engine of a prefill node: who is next, how fast it goes. Pure.
+"""The order of requests that wait for a prefill node's engine, and the engine's rate. Pure.
 
 The queue is in order of arrival, except that requests in the middle of their answer (`resumed`) go before those without
-a token. Each of those is bypassed at most `bypasses_max` times.
+a token, each of which is bypassed at most `bypasses_max` times.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class RequestQueue(deque["Job"]):
         self._bypasses_max = bypasses_max
 
     def add(self, job: Job) -> None:
-        """Behind all that came before it, or, resumed, before those without a token that may still be bypassed."""
+        """At the end; a resumed one before requests without a token that may still be bypassed."""
         place = len(self)
         while job.resumed and place and not self[place - 1].resumed and self[place - 1].bypassed < self._bypasses_max:
             place -= 1
@@ -30,22 +30,22 @@ class RequestQueue(deque["Job"]):
 
 
 class PrefillRate:
-    """Mutable; owned by the node's control thread. Times are of one clock that never goes back."""
+    """The node's control thread owns it. Times are of one monotonic clock."""
 
     def __init__(self, *, tokens_per_step_max: int, age_ms_max: int) -> None:
-        """A rate older than `age_ms_max` is forgotten, or a node that was slow once would get no chance any more."""
+        """A rate expires after `age_ms_max`: otherwise a node that was slow once would never get requests again."""
         self._tokens_per_step_max = tokens_per_step_max
         self._age_s_max = age_ms_max / 1000
         self._measured_s = 0.0
         self._ended_s = 0.0
         self.last_per_s = 0.0
-        """Tokens a second, however long ago they were measured; 0 before the first time."""
+        """Tokens a second by the last measurement, however old; 0 before the first."""
 
     def step_ended(self, tokens: int, *, began_s: float, now_s: float) -> None:
-        """A step computed so many prompt tokens. The rate is smoothed over about ten steps.
+        """A step has computed so many prompt tokens. The rate is smoothed over about ten steps.
 
-        A step that was launched behind another one counts from that one's end. Steps that fill less than half their
-        budget do not count: they cost nearly as much, and would make the node look slow for good.
+        A step that was launched behind another one counts from the end of that. Steps that fill less than half their
+        budget do not count: they take nearly as long, and would make the node look slow.
         """
         ended_before_s, self._ended_s = self._ended_s, now_s
         if 2 * tokens < self._tokens_per_step_max:
@@ -56,7 +56,7 @@ class PrefillRate:
         self._measured_s = now_s
 
     def per_s(self, now_s: float) -> float:
-        """Tokens a second; 0 while nothing is known."""
+        """Tokens a second; 0 if unknown."""
         return 0.0 if self._is_old(now_s) else self.last_per_s
 
     def _is_old(self, now_s: float) -> bool:

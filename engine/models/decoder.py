@@ -70,7 +70,7 @@ def _yarn(frequencies: torch.Tensor, scaling: YarnScaling, theta: float, head_di
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """What cosines and sines are multiplied by."""
+    """The factor of cosines and sines."""
     return rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
 
 
@@ -91,7 +91,7 @@ def rotate(x_THD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Scale each vector of the last dimension to root mean square 1, then by `weight` (Zhang & Sennrich 2019).
 
-    The scaling is computed in float32 whatever the type of `x`, the weight applied in it: as in transformers.
+    As in transformers, the first is computed in float32, the second in the type of `x`.
     """
     x32 = x.to(torch.float32)
     return (x32 * torch.rsqrt(x32.square().mean(dim=-1, keepdim=True) + eps)).to(x.dtype) * weight
@@ -102,13 +102,12 @@ Norm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 
 def fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """As `rms_norm`, in one kernel where torch has one (CUDA): rounded once, after the weight has been applied."""
+    """As `rms_norm`, in one kernel on CUDA: rounded once, after the weight is applied."""
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(q_THD, k_TKD, v_TKD) -> out_THD: turns queries and keys, keeps K and V of the new tokens and attends over all tokens
-so far."""
+"""(q_THD, k_TKD, v_TKD) -> out_THD: rotates queries and keys, stores K and V of the new tokens, and attends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,9 +116,9 @@ class Layer:
 
     input_norm: torch.Tensor
     qkv: Matmul
-    """Queries, keys and values side by side."""
+    """Queries, keys and values, concatenated."""
     norms: tuple[torch.Tensor, torch.Tensor] | None
-    """Of queries and of keys, where the model has them."""
+    """Of queries and of keys, if the model has them."""
     o: Matmul
     post_attention_norm: torch.Tensor
     gated: Matmul
@@ -147,9 +146,9 @@ class Layer:
 
 
 class Decoder:
-    """A model's weights and its forward pass, layer by layer, so that the caller can act between layers.
+    """A model's weights and its forward pass, layer by layer.
 
-    Not changed after construction; any thread may use it, inside `torch.inference_mode`.
+    Immutable; any thread may use it, inside `torch.inference_mode`.
     """
 
     def __init__(
@@ -159,7 +158,7 @@ class Decoder:
         packing: Packing | None = None,
         norm: Norm = rms_norm,
     ) -> None:
-        """Takes the tensors of `weight_shapes(config)`, without copying them but as `packing` does."""
+        """Takes the tensors of `weight_shapes(config)`; only `packing` copies them."""
         self.config = config
         self.norm = norm
         packing = packing or PlainPacking()
@@ -173,7 +172,7 @@ class Decoder:
         self.rope_factor = attention_factor(config.rope)
 
     def embed(self, tokens_T: torch.Tensor) -> torch.Tensor:
-        """Token ids -> [T, E], what goes into layer 0."""
+        """Token ids -> [T, E], the input of layer 0."""
         return F.embedding(tokens_T, self.embedding_VE)
 
     def angles(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,7 +184,7 @@ class Decoder:
     ) -> torch.Tensor:
         """Layer `layer` of the pre-norm transformer -> [T, E]. Calls `attend` once.
 
-        With `rows_W` it answers for these rows alone, and the result is theirs, [W, E]; there may be none.
+        With `rows_W` only these rows, if any, are computed to the end -> [W, E]; `attend` returns those rows.
         """
         w, eps = self.layers[layer], self.config.rms_norm_eps
         num_tokens, head_dim = x_TE.shape[0], self.config.head_dim
@@ -209,5 +208,5 @@ class Decoder:
         return x_TE + w.down(w.gated(self.norm(x_TE, w.post_attention_norm, eps)))
 
     def logits(self, x_BE: torch.Tensor) -> torch.Tensor:
-        """Scores of the next token after each of the given rows of the last layer's output -> [B, V]."""
+        """Scores of the next token for each row of the last layer's output -> [B, V]."""
         return self.output(self.norm(x_BE, self.final_norm, self.config.rms_norm_eps))

@@ -1,4 +1,4 @@
-"""How a model multiplies by its matrices: one protocol for all the forms in which they are kept.
+"""Products by a model's matrices: one protocol for all forms in which they are kept.
 
 Shape suffixes as in engine/types.py; X inputs and Y outputs of a matrix.
 """
@@ -21,19 +21,19 @@ LOGITS = "logits"
 
 
 class Matmul(Protocol):
-    """x -> x W^T + b, for one matrix, or for several of one input with their outputs side by side.
+    """x -> x W^T + b for one matrix, or for several with their outputs concatenated.
 
-    Of a gated pair (`Packing.gated`) x -> silu(x G^T + g) * (x U^T + u).
+    For a gated pair (`Packing.gated`) x -> silu(x G^T + g) * (x U^T + u).
     """
 
     def __call__(self, x_TX: torch.Tensor, /) -> torch.Tensor:
-        """[T, Y], of the type of `x_TX`. The caller's until the next call of a matmul of the same name."""
+        """[T, Y], of the type of `x_TX`. Valid until the next call of a matmul of the same name."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """An affine map as the checkpoint has it, which is a `Matmul` too: weight [out, in], bias [out] or none."""
+    """An affine map as in the checkpoint, which is a `Matmul` too: weight [out, in], bias [out] or none."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
@@ -43,7 +43,7 @@ class Linear:
 
 
 class Packing(ABC):
-    """How a model's matrices are kept. Linears of one call have the same inputs, and all of them a bias or none."""
+    """How a model's matrices are kept. Linears of one call have the same inputs; all have a bias, or none."""
 
     @abstractmethod
     def matmul(self, name: str, *linears: Linear) -> Matmul:
@@ -63,12 +63,12 @@ class Packing(ABC):
         return linear
 
     def placed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What is no matrix of a layer, on the device of the products."""
+        """Other tensors than layers' matrices, on the device of the products."""
         return tensor
 
 
 class PlainPacking(Packing):
-    """The checkpoint's own tensors, one product for each: what the others are compared with."""
+    """The checkpoint's own tensors, one product for each: the reference for the others."""
 
     def matmul(self, name: str, *linears: Linear) -> Matmul:
         del name
@@ -87,17 +87,17 @@ def joined(linears: Sequence[Linear]) -> Linear:
 
 
 class OneDnnPacking(Packing):
-    """oneDNN's own layouts: used where it has AMX, which it drives well and we do not."""
+    """oneDNN's own layouts: for CPUs with AMX, where it is faster than kernels.c."""
 
     ROWS_HINT = 512
-    """Rows that the layout is chosen for."""
+    """The layout is chosen for so many rows."""
 
     def matmul(self, name: str, *linears: Linear) -> Matmul:
         del name
         whole = joined(linears)
-        # A layout of its own in any case, or the result would alias the checkpoint's memory.
+        # Always another layout, or the result would alias the checkpoint's memory.
         weight = torch.ops.mkldnn._reorder_linear_weight(whole.weight.contiguous(), self.ROWS_HINT)
-        bias = whole.bias  # and no more of the checkpoint is kept
+        bias = whole.bias  # nothing else of the checkpoint is kept
 
         def product(x_TX: torch.Tensor, /) -> torch.Tensor:
             result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_TX, weight, bias, "none", [], "")
@@ -110,7 +110,7 @@ class OneDnnPacking(Packing):
 
 
 class NativePacking(Packing):
-    """kernels.c."""
+    """Layouts for kernels.c."""
 
     def __init__(self, kernels: Kernels, workspace: Workspace, bits: int = 16) -> None:
         """`bits` of a weight: 16 is bfloat16; 8 and 4 round it."""
@@ -129,7 +129,7 @@ class NativePacking(Packing):
     def gated(self, gate: Linear, up: Linear) -> NativeMatmul:
         assert (gate.bias is None) == (up.bias is None), "one of the pair has a bias, the other has none"
         bias_Y = None if gate.bias is None or up.bias is None else _interleave(gate.bias, up.bias)
-        # Twice the true width, so that the last panel's halves end where the two matrices do.
+        # Twice the width of one matrix: the halves of the last panel end with the two matrices.
         columns = 2 * gate.weight.shape[0]
         operand = pack(_interleave(gate.weight, up.weight), self._bits, bias_Y=bias_Y, columns=columns)
         return NativeMatmul(self._kernels, self._workspace, "gated", operand, gated=True)
@@ -155,7 +155,7 @@ class NativeMatmul:
 
 
 def _interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """16 rows of the one, 16 of the other, in turn; zero rows fill the last sixteens."""
+    """In turn 16 rows of the one and 16 of the other; zeros fill the last ones."""
     sixteens = -(-gate.shape[0] // HALF_PANEL)
     halves = [
         F.pad(part.view(part.shape[0], -1), (0, 0, 0, sixteens * HALF_PANEL - part.shape[0])) for part in (gate, up)

@@ -214,7 +214,7 @@ class NativeDecoder(Decoder):
         return x_TE
 
     def logits(self, x_BE: torch.Tensor) -> torch.Tensor:
-        """Scores of the next token after each of the given rows of the last layer's output -> [B, V], a buffer."""
+        """Scores of the next token for each row of the last layer's output -> [B, V], in a reused buffer."""
         return self.output(self._norm(x_BE.contiguous(), self.final_norm))
 
     def _norm(self, x_TE: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -36,14 +36,13 @@ import functools
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 
 from baton.endpoint import join_endpoint, split_endpoint
-from baton.errors import InvalidField
 from baton.ids import Epoch, GrantId, Pair
 from baton.log import get_log
 from baton.repeats import RepeatLog
@@ -384,6 +383,7 @@ class RdmaDevice:
             self._close = opened.pop_all()
         self.registered_as = f"{port.device}:{port.number}, {how}"
         """For people."""
+        log.info("RDMA device is open", device=port.device, port=port.number, gid=port.best_gid.kind.name)
         self.gid, self.mtu, self.lid = port.best_gid.raw, int(attributes.active_mtu), int(attributes.lid)
         self.ethernet = port.link_layer == "Ethernet"
         self.send_wrs_max = min(limits.send_wrs_max, int(device_limits.max_qp_wr))
@@ -793,37 +793,6 @@ class RdmaMemory:
         log.info("RDMA device is back", device=opened.port.device)
         if not self._closed:
             self.returned()
-
-
-def register_if_usable(
-    transports: Sequence[TransportName],
-    region: RdmaRegion,
-    config: RdmaConfig,
-    *,
-    remote_writes: bool,
-) -> RdmaMemory | None:
-    """The registered region; the caller closes it. None: rdma is not to be offered, or cannot be, which is logged. May
-    take seconds: the region is pinned.
-
-    Raises:
-        InvalidField: rdma alone is to be offered, and it does not work here.
-    """
-    if TransportName.RDMA not in transports:
-        return None
-    try:
-        memory = RdmaMemory(region=region, config=config, remote_writes=remote_writes)
-    except RdmaUnavailable as error:
-        if len(transports) == 1:
-            raise InvalidField(
-                "transports", f"has rdma alone, which does not work here: {error}. `baton doctor` says more"
-            ) from error
-        # A machine without any such device is no reason for a warning.
-        (log.warning if find_ports() else log.debug)("rdma is not offered", reason=str(error))
-        return None
-    device = memory.device
-    assert device is not None
-    log.info("rdma is offered", region=device.registered_as, gid=device.port.best_gid.kind.name)
-    return memory
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

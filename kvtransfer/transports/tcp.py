@@ -78,29 +78,21 @@ from kvtransfer.transport import (
     WriterEvents,
 )
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports.control_channel import (
-    GRANT_BYTES,
-    RECV_BYTES,
-    Kind,
-    MalformedMessage,
-    Refusal,
-    RefusalReason,
-    WriterChannel,
-    at_most,
-    close_politely,
-    connect_errors,
-)
+from kvtransfer.transports.control_channel import GRANT_BYTES, Kind, Refusal, RefusalReason, at_most, close_politely
 from kvtransfer.transports.post_queue import Batch, Completed, Part, PostQueue, Taken
 from kvtransfer.transports.receiver_port import Connection, Evidence, ListeningPort, PortLimits
 from kvtransfer.transports.settings import STREAMS_MAX, TcpConfig
 from kvtransfer.transports.writer_link import LINK_LIMITS, BaseWriterLink, LinkLimits, LinkParts, Mark
+
+log = get_log("tcp")
 
 MESSAGE_BYTES: Final = 64
 SEGMENT_BYTES: Final = 16
 """Of one entry of a DATA message's table."""
 FRAME_BYTES_MAX: Final = 1 << 25
 """A frame's payload, which takes several system calls: what a frame costs beside them is to be little."""
-FRAME_SEGMENTS_MAX: Final = 4096
+FRAME_SEGMENTS_MAX: Final = 1024
+"""Pieces of a region that one frame is gathered from and scattered to."""
 CALL_BYTES_MAX: Final = 1 << 20
 """Received by one system call, in Python as in C: who wants the landing lock waits for one call."""
 _I64_MAX: Final = (1 << 63) - 1
@@ -173,7 +165,7 @@ class TcpWelcome(wire.Packed):
     def __post_init__(self) -> None:
         at_most(self.region_nbytes, _I64_MAX)
         if not min(self.frame_bytes_max, self.frame_segments_max):
-            raise MalformedMessage("a frame limit of 0")
+            raise wire.MalformedMessage("a frame limit of 0")
 
     @property
     def limits_here(self) -> tuple[int, int]:
@@ -197,8 +189,6 @@ def moved_by() -> str:
     return "Python: no native library" if native_sockets() is None else "native"
 
 
-log = get_log("tcp")
-
 SMALL_BYTES_MAX = 1 << 16
 """A single segment of at most so many bytes takes longer to prepare for a native call than to receive in Python."""
 SCRATCH_BYTES = 1 << 16
@@ -208,10 +198,6 @@ INTERRUPTED_PAUSE_S = 50e-6
 _TABLE_DTYPE = np.dtype("<i8")
 WAKE_BYTES_MAX = 1 << 18
 """In the middle of a payload the thread is woken for so many bytes, not for each segment that the network delivers."""
-
-
-SEGMENTS_MAX: Final = 1024
-"""Pieces of the region that one frame may be scattered to. A writer makes no frame of more than is stated here."""
 ACK_FRAMES_MAX: Final = 16
 """Frames received before an acknowledgement is sent even though more are waiting."""
 OUTBOX_BYTES_MAX: Final = 1 << 16
@@ -316,7 +302,7 @@ class ReceiveStream:
         # A head is read together with the first entry of its table, if it has one: one system call less.
         self._head = bytearray(MESSAGE_BYTES + SEGMENT_BYTES)
         self._head_have = 0
-        self._table = bytearray(SEGMENTS_MAX * SEGMENT_BYTES)
+        self._table = bytearray(FRAME_SEGMENTS_MAX * SEGMENT_BYTES)
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._next_sequence = 0
         self._ack: Ack | None = None
@@ -460,7 +446,7 @@ class ReceiveStream:
 
     def _take_table(self, frame: Data) -> np.ndarray:
         """Destination and length of each segment, int64, found to agree with the head and the region."""
-        if not (0 < frame.segments <= SEGMENTS_MAX and 0 < frame.payload_nbytes <= self._frame_bytes_max):
+        if not (0 < frame.segments <= FRAME_SEGMENTS_MAX and 0 < frame.payload_nbytes <= self._frame_bytes_max):
             raise Refusal(RefusalReason.OVERSIZED)
         table = memoryview(self._table)[: frame.segments * SEGMENT_BYTES]
         have = self._head_have
@@ -677,11 +663,10 @@ class TcpReceiverPort(ListeningPort[TcpConnection]):
 
     async def close(self) -> None:
         """Stop listening and receiving; no event is delivered any more. Writers see EOF. Idempotent."""
-        if not self._closed:
-            for stream in self._streams():
-                stream.stop()
-            for stream in self._streams():
-                stream.join()
+        for stream in self._streams():
+            stream.stop()
+        for stream in self._streams():
+            stream.join()
         await super().close()
         self._allowed.clear()
         self._repeats.close()
@@ -720,7 +705,7 @@ class TcpReceiverPort(ListeningPort[TcpConnection]):
         welcome = TcpWelcome(
             region_nbytes=region.nbytes,
             frame_bytes_max=self._frame_bytes_max,
-            frame_segments_max=SEGMENTS_MAX,
+            frame_segments_max=FRAME_SEGMENTS_MAX,
         )
         self._handle(connection, wire.Prepared(payload=welcome.encode()))
 
@@ -757,8 +742,7 @@ class TcpReceiverPort(ListeningPort[TcpConnection]):
     _left = _lost = _broken = _unexpected
 
     def _fenced(self, connection: TcpConnection) -> None:
-        """No byte is taken any more when this returns; the threads are joined soon after, once a device is through with
-        what they had queued there."""
+        """No byte is taken any more when this returns; the thread is joined when it is at its end."""
         assert connection.stream is not None
         connection.stream.stop(wire.Fence(epoch=connection.epoch))
 
@@ -957,10 +941,9 @@ class _Stream:
     index: int
     sock: socket.socket
     thread: threading.Thread | None = None
+    """Once it has started, until it has reported its end."""
     received: bytes = b""
     """The beginning of a message."""
-    sending: bool = False
-    """Its thread has started and has not reported its end."""
     reading: bool = False
     """Its socket is watched: no EOF yet."""
     next_sequence: int = 0
@@ -1007,13 +990,15 @@ async def connect_streams(
     """
     endpoint, link = parts.endpoint, int.from_bytes(os.urandom(8))
     socks: list[socket.socket] = []
-    with connect_errors(endpoint.address, limits.connect_ms_max):
+    with wire.connect_errors(endpoint.address, limits.connect_ms_max):
         try:
             async with asyncio.timeout(limits.connect_ms_max / 1000):
                 for index in range(config.streams):
                     own = TcpHello(stream=index).encode()
                     hello = wire.Hello(pair=parts.pair, epoch=endpoint.epoch, link=link, payload=own)
-                    channel = await WriterChannel.open(endpoint.address, parts.loop, CODEC, address=endpoint.address)
+                    channel = await wire.WriterChannel.open(
+                        endpoint.address, parts.loop, CODEC, address=endpoint.address
+                    )
                     socks.append(channel.sock)
                     welcome = TcpWelcome.decode((await channel.shake_hands(endpoint.secret, hello)).payload)
                     channel.sock.setblocking(True)
@@ -1032,11 +1017,8 @@ def leave_streams(socks: Iterable[socket.socket], epoch: Epoch) -> None:
 class TcpWriterLink(BaseWriterLink):
     """One writer's link to one receiver in one epoch (see `kvtransfer.transport.WriterLink`). Made by `connect`.
 
-    Its streams are the lanes of its queue. What is small, and finds an idle stream, is lent to whoever posts it: they
-    send it without waiting and give the stream back, so that no thread has to be woken.
-
-    `post` may be called from any thread, the rest from the loop's. The end comes once: from `close`, which lets frames
-    under way arrive, or from a FENCE, EOF or error on any stream, which closes all of them.
+    Its streams are the lanes of its queue. One that is idle is lent to whoever posts something small: they send it
+    without waiting and give the stream back. A FENCE, EOF or error on any stream closes all of them.
     """
 
     transport: ClassVar[TransportName] = TransportName.TCP
@@ -1054,6 +1036,7 @@ class TcpWriterLink(BaseWriterLink):
         """Takes ownership of the sockets; `_start` follows. Use `connect`."""
         super().__init__(parts, limits)
         self._source_U8: np.ndarray | None = source_region_U8
+        """None: nothing is sent any more."""
         self._streams = [_Stream(index=i, sock=sock) for i, sock in enumerate(socks)]
         bytes_max, segments_max = welcome.limits_here
         self._queue = PostQueue(
@@ -1065,7 +1048,6 @@ class TcpWriterLink(BaseWriterLink):
             completed=self._events.writes_completed,
         )
         self._lock = self._queue.lock
-        self._joined = False
 
     @classmethod
     async def connect(
@@ -1100,7 +1082,7 @@ class TcpWriterLink(BaseWriterLink):
                 leave_streams((unused.sock for unused in self._streams[stream.index :]), self._epoch)
                 await self.close()
                 raise ConnectError(f"{self._address}: no thread to send with: {error}") from error
-            stream.thread, stream.sending, stream.reading = thread, True, True
+            stream.thread, stream.reading = thread, True
             self._loop.add_reader(stream.sock, self._read, stream)
 
     def post(self, grant: GrantId, ops: WriteOps, completed: Completed | None = None) -> None:
@@ -1117,11 +1099,7 @@ class TcpWriterLink(BaseWriterLink):
 
     def describe(self) -> dict[str, object]:
         """Counters and gauges for people and metrics."""
-        return {
-            **super().describe(),
-            "streams": len(self._streams),
-            "sent_by": moved_by(),
-        }
+        return {**super().describe(), "streams": len(self._streams), "sent_by": moved_by()}
 
     # The lanes of the queue, with its lock held.
 
@@ -1133,14 +1111,11 @@ class TcpWriterLink(BaseWriterLink):
             and len(batch.ops.src) <= AT_ONCE_OPS_MAX
             and self._queue.waits_alone(batch)
         ):
-            best: _Stream | None = None
-            for stream in self._streams:
-                if stream.idle and (best is None or len(stream.unacked) < len(best.unacked)):
-                    best = stream
-            if best is not None:
-                to_send = self._next_frame(best)
-                best.lent = to_send is not None
-                return to_send
+            idle = [stream for stream in self._streams if stream.idle]
+            if idle:
+                best = min(idle, key=lambda stream: len(stream.unacked))
+                best.lent = True
+                return self._next_frame(best)
         self._notify()
         return None
 
@@ -1243,7 +1218,7 @@ class TcpWriterLink(BaseWriterLink):
     def _read(self, stream: _Stream) -> bool:
         """Handle what has come. False: nothing has."""
         try:
-            data = stream.sock.recv(RECV_BYTES, socket.MSG_DONTWAIT)
+            data = stream.sock.recv(wire.RECV_BYTES, socket.MSG_DONTWAIT)
             reason = "the receiver closed the connection or died"
         except BlockingIOError:
             return False
@@ -1331,14 +1306,15 @@ class TcpWriterLink(BaseWriterLink):
         self._finish_if_over()
 
     def _sender_left(self, stream: _Stream, failure: str) -> None:
-        stream.sending = False
+        assert stream.thread is not None
+        stream.thread.join()
+        stream.thread = None
         if failure:
             # The receiver's last message, if there is one, explains more than the error of a send.
             while stream.reading and not self._ending and self._read(stream):
                 pass
             self._end(failure)
-            if not self._cut:
-                self._cut_off()
+            self._cut_off()
         self._finish_if_over()
 
     def _stop_reading(self, stream: _Stream) -> None:
@@ -1347,12 +1323,9 @@ class TcpWriterLink(BaseWriterLink):
             self._loop.remove_reader(stream.sock)
 
     def _finish_if_over(self) -> None:
-        if self._joined or any(stream.sending or stream.reading for stream in self._streams):
+        if self._source_U8 is None or any(stream.thread or stream.reading for stream in self._streams):
             return
-        self._joined = True
         for stream in self._streams:
-            if stream.thread is not None:
-                stream.thread.join()
             close_politely(stream.sock)
         self._source_U8 = None
         self._queue.lose()

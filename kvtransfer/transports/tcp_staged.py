@@ -25,6 +25,7 @@ from baton.tasks import call_loop
 from kvtransfer.device.driver import POLL_INTERVAL_S, DeviceEvent
 from kvtransfer.device.staging import StagedRegion, StagingFull, StagingShare, places
 from kvtransfer.transport import ConnectError, DataEndpoint, DeviceError, Seal, WriteOps, WriterEvents
+from kvtransfer.transports.control_channel import connect_errors
 from kvtransfer.transports.post_queue import Batch, Completed, Part, PostQueue, Taken
 from kvtransfer.transports.settings import TcpConfig
 from kvtransfer.transports.tcp import Frame, TcpWelcome, TcpWriterLink, connect_streams, cut_frames, leave_streams
@@ -51,26 +52,33 @@ class Stager:
 
     def __init__(
         self,
+        parts: LinkParts,
         *,
         source: StagedRegion,
         share: StagingShare[_Piece],
         dst_nbytes: int,
-        loop: asyncio.AbstractEventLoop,
-        completed: Completed,
         post: Callable[[GrantId, WriteOps, Completed], None],
         over: Callable[[str], None],
-        name: str,
     ) -> None:
         """Starts the thread, which calls `post` with what has been copied; `over` is called on the loop's when it is at
-        its end, with the reason if it failed. Raises RuntimeError: there can be no more threads."""
+        its end, with the reason if it failed. Raises ConnectError: there can be no more threads."""
         self.queue: PostQueue[StagedPart, None] = PostQueue(
-            self._cut, self, src_nbytes=source.nbytes, dst_nbytes=dst_nbytes, loop=loop, completed=completed
+            self._cut,
+            self,
+            src_nbytes=source.nbytes,
+            dst_nbytes=dst_nbytes,
+            loop=parts.loop,
+            completed=parts.events.writes_completed,
         )
-        self._source, self._share, self._loop = source, share, loop
+        self._source, self._share, self._loop = source, share, parts.loop
         self._post, self._over = post, over
         self._copying: deque[_Piece] = deque()
+        name = f"tcp-stage-{parts.pair.receiver:x}"
         self._thread = threading.Thread(target=self._stage_all, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise ConnectError(f"{parts.endpoint.address}: no thread to copy with: {error}") from error
 
     def close(self) -> None:
         """Let go of the thread and the share: after `over`, when all that was posted has completed."""
@@ -200,19 +208,17 @@ class StagedTcpLink(TcpWriterLink):
         source: StagedRegion,
         share: StagingShare[Any],
     ) -> None:
-        """As `TcpWriterLink`. Raises RuntimeError: as `Stager`; share and sockets are the caller's then."""
+        """As `TcpWriterLink`. Raises ConnectError: as `Stager`; share and sockets are the caller's then."""
         super().__init__(parts, limits, socks=socks, welcome=welcome, source_region_U8=source.host_U8)
         self._staging = True
         """The stager's thread has not reported its end."""
         self._stager = Stager(
+            parts,
             source=source,
             share=share,
             dst_nbytes=welcome.region_nbytes,
-            loop=self._loop,
-            completed=self._events.writes_completed,
             post=super().post,
             over=self._staging_over,
-            name=f"tcp-stage-{self._pair.receiver:x}",
         )
 
     @classmethod
@@ -231,21 +237,14 @@ class StagedTcpLink(TcpWriterLink):
         Raises:
             ConnectError: as there, or there is no pinned memory left for another link.
         """
-        try:
-            share = source.share(source.limits.link_chunks)
-        except StagingFull as error:
-            raise ConnectError(f"{endpoint.address}: {error}") from error
         parts = LinkParts(endpoint=endpoint, pair=pair, events=events, loop=loop)
-        try:
+        with connect_errors(endpoint.address, limits.connect_ms_max, StagingFull), contextlib.ExitStack() as undo:
+            share = source.share(source.limits.link_chunks)
+            undo.callback(share.give_back)
             socks, welcome = await connect_streams(parts, config or TcpConfig(), limits)
-            try:
-                made = cls(parts, limits, socks=socks, welcome=welcome, source=source, share=share)
-            except RuntimeError as error:
-                leave_streams(socks, endpoint.epoch)
-                raise ConnectError(f"{endpoint.address}: no thread to copy with: {error}") from error
-        except BaseException:
-            share.give_back()
-            raise
+            undo.callback(leave_streams, socks, endpoint.epoch)
+            made = cls(parts, limits, socks=socks, welcome=welcome, source=source, share=share)
+            undo.pop_all()
         await made._start()
         return made
 

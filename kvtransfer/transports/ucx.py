@@ -33,13 +33,12 @@ import struct
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from baton.errors import InvalidField
 from baton.ids import Pair
 from baton.log import get_log
 from kvtransfer.link import host_identity
@@ -311,27 +310,6 @@ def try_ucx(tls: str) -> str:
     """Make an agent and destroy it: the UCX transports that are used. Takes up to a second. Raises UcxUnavailable."""
     UcxAgent(np.zeros(_TRIAL_BYTES, np.uint8), "trial", tls).destroy()
     return ucx_transports(tls)
-
-
-def usable(transports: Sequence[TransportName], tls: str) -> bool:
-    """Whether ucx is to be offered and can be, which is logged. Called once, at start: NIXL is loaded here.
-
-    Raises:
-        InvalidField: ucx alone is to be offered, and it does not work here.
-    """
-    if TransportName.UCX not in transports:
-        return False
-    try:
-        used = try_ucx(tls)
-    except UcxUnavailable as error:
-        if len(transports) == 1:
-            raise InvalidField(
-                "transports", f"has ucx alone, which does not work here: {error}. `baton doctor` says more"
-            ) from error
-        log.warning("ucx is not offered", reason=str(error))
-        return False
-    log.info("ucx is offered", ucx_transports=used, fence="own" if destruction_fences(used) else "needs the writer")
-    return True
 
 
 UCX_PORT_LIMITS: Final = PortLimits(handshake_ms_max=10_000)

@@ -33,8 +33,9 @@ from baton.ids import GrantId, Pair
 from baton.runtime import NodeRuntime
 from cachestore.ledger import Ledger
 from decode_node.node import DecodeNode
-from kvtransfer.receiver import Receiver
+from kvtransfer.receiver import PortEvents, Receiver
 from kvtransfer.transport import TransportName
+from kvtransfer.transports.rdma_verbs import RdmaUnavailable
 from node.peers import Peers
 from prefill_node.node import PrefillNode
 from router.node import RouterNode
@@ -332,9 +333,10 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
 
     def no_device(*_: Any, **__: Any) -> None:
         """Whatever the machine has that the simulation runs on."""
+        raise RdmaUnavailable("simulated")
 
     def open_port(transport: TransportName, _config: Any, _pool: Any, ports: Any, _memory: None) -> SimPort:
-        return SimPort(transport=transport, process=current(), events=ports.port_events(transport))
+        return SimPort(transport=transport, process=current(), events=PortEvents(ports, transport))
 
     async def nobody_listens(endpoint: str, *, timeout_s: float) -> bool:
         return await cluster.nobody_listens(current(), endpoint, timeout_s)
@@ -366,7 +368,7 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         (node.main, "open_device_pool", open_pool),
         (node.peers, "ShmWriterLink", SimShmLink),
         (node.peers, "TcpWriterLink", SimTcpLink),
-        (node.pool, "register_if_usable", no_device),
+        (node.pool, "RdmaMemory", no_device),
         (node.peers, "host_parts", lambda: [current().host] * 4),
         (decode_node.main, "DecodeNode", capture("decode", DecodeNode, watch_decode)),
         (node.receiver, "Receiver", capture("receiver", Receiver, watch_receiver)),

@@ -159,7 +159,7 @@ def test_what_a_writer_has_sent_arrives_though_it_leaves_acknowledgements_unread
             await by_hand.say(Ack(sequence=0, landed=True))
             await wait_until(lambda: unread_nbytes(ours) == MESSAGE_BYTES and unread_nbytes(theirs) > 0)
             closing = asyncio.ensure_future(link.close())
-            await wait_until(lambda: not link._streams[0].sending)
+            await wait_until(lambda: link._streams[0].thread is None)
             link._cut_off()  # `bye_ms_max` is over
             await closing
             assert ours.fileno() == -1

@@ -17,8 +17,8 @@ import pytest
 from baton.errors import InvalidField
 from baton.ids import Pair
 from kvtransfer.device.region import DeviceRegion
-from kvtransfer.transport import DeviceError, PairBeingFenced, Seal, TransportName
-from kvtransfer.transports.rdma import DeviceBytes, register_if_usable
+from kvtransfer.transport import DeviceError, PairBeingFenced, Seal
+from kvtransfer.transports.rdma import DeviceBytes
 from tests.conformance.transport_kits import RDMA_KITS, Everything, Kit
 from tests.conformance.transport_suite import (
     a_closed_port_lets_go_of_everything,
@@ -36,8 +36,9 @@ from tests.conformance.transport_suite_more import (
     what_is_posted_after_a_fence_lands_nowhere,
 )
 from tests.support.fake_device import FakeDriver
+from tests.support.offered import RDMA, TCP, offer
 from tests.support.rdma_double import DoubleQueuePairs
-from tests.support.rdma_harness import CONFIG, EPOCH, GRANT, PAIR, Receiving, double, linked, receiving, seal_of
+from tests.support.rdma_harness import EPOCH, GRANT, PAIR, Receiving, double, linked, receiving, seal_of
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, run
 from tests.support.shm_peer import source_bytes
 
@@ -243,14 +244,10 @@ def test_a_receiver_whose_device_cannot_be_flushed_at_all_does_not_offer_rdma() 
         driver = FakeDriver()
         driver.allowed = replace(driver.allowed, host_flushes=False)
         region = DeviceRegion(driver, REGION_NBYTES, "region", shared=False)
-        memory = DeviceBytes(region)
-        both = (TransportName.RDMA, TransportName.TCP)
-        assert register_if_usable(both, memory, CONFIG, remote_writes=True) is None
+        assert (await offer(region, RDMA, TCP)).offered == (TCP,)
         with pytest.raises(InvalidField, match=r"rdma alone, which does not work here: what a card writes .* late"):
-            register_if_usable(both[:1], memory, CONFIG, remote_writes=True)
-        reading = register_if_usable(both, memory, CONFIG, remote_writes=False)
-        assert reading is not None
-        await reading.close()
+            await offer(region, RDMA)
+        assert (await offer(region, RDMA, TCP, remote_writes=False)).offered == (RDMA, TCP)
         region.close()
 
     run(test())

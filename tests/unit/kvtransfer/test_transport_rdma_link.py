@@ -25,10 +25,11 @@ from kvtransfer.transports.rdma import (
     RdmaWelcome,
     RdmaWriterLink,
     RegionAddress,
-    register_if_usable,
 )
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
+from node.pool import RegionTransports
 from tests.conformance.transport_suite import expected_region, record_ops
+from tests.support.offered import RDMA, TCP, offer
 from tests.support.rdma_double import Deliver, DoubleQueuePairs
 from tests.support.rdma_harness import (
     CONFIG,
@@ -389,18 +390,12 @@ def test_rdma_is_offered_where_it_works_and_was_not_forbidden(double: dict[str, 
     """In the list and a device: offered. Not in the list: not looked for. No device: left out, unless it is alone."""
 
     async def test() -> None:
-        region_U8 = np.zeros(8, np.uint8)
-
-        def offer(*transports: TransportName) -> RdmaMemory | None:
-            return register_if_usable(transports, HostBytes(lambda: region_U8), CONFIG, remote_writes=True)
-
-        memory = offer(TransportName.RDMA, TransportName.TCP)
-        assert memory is not None and memory.device is not None
-        await memory.close()
-        assert offer(TransportName.TCP) is None
-        double["lost"] = "no device"
-        assert offer(TransportName.RDMA, TransportName.TCP) is None
-        with pytest.raises(InvalidField, match="rdma alone, which does not work here: no device"):
-            offer(TransportName.RDMA)
+        async with receiving() as r:
+            assert (await offer(r.region, RDMA, TCP)).offered == (RDMA, TCP)
+            assert await offer(r.region, TCP) == RegionTransports(offered=(TCP,))
+            double["lost"] = "no device"
+            assert await offer(r.region, RDMA, TCP) == RegionTransports(offered=(TCP,))
+            with pytest.raises(InvalidField, match="rdma alone, which does not work here: no device"):
+                await offer(r.region, RDMA)
 
     run(test())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import subprocess
 import sys
@@ -12,10 +13,11 @@ from hypothesis import strategies as st
 
 from baton.errors import InvalidField
 from cli.doctor import transports_in
-from kvtransfer.transport import TransportName
+from kvtransfer.region import Region
 from kvtransfer.transports.control_channel import MalformedMessage
 from kvtransfer.transports.settings import UcxConfig
-from kvtransfer.transports.ucx import UcxHello, UcxWelcome, destruction_fences, ucx_transports, usable
+from kvtransfer.transports.ucx import UcxHello, UcxWelcome, destruction_fences, ucx_transports
+from tests.support.offered import TCP, UCX, offer
 
 HELLOS = st.builds(UcxHello, host=st.binary(min_size=16, max_size=16), pid=st.integers(0, (1 << 32) - 1))
 U64 = st.integers(0, (1 << 64) - 1)
@@ -70,14 +72,15 @@ def test_transports_are_read_from_what_ucx_prints() -> None:
 def test_without_nixl_it_is_not_offered(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Beside others a warning, with what to do; alone an error; unasked for nothing at all."""
     monkeypatch.setattr("kvtransfer.transports.ucx.MODULES", ("no_such_module",))
-    ucx, tcp = TransportName.UCX, TransportName.TCP
-    assert usable((tcp,), "all") is False
+    region = Region.create(4096, "test-region")
+    assert asyncio.run(offer(region, TCP)).offered == (TCP,)
     assert caplog.text == ""
     with caplog.at_level(logging.WARNING):
-        assert usable((ucx, tcp), "all") is False
+        assert asyncio.run(offer(region, UCX, TCP)).offered == (TCP,)
     assert "ucx is not offered" in caplog.text
     with pytest.raises(InvalidField, match=r"ucx alone.*pip install"):
-        usable((ucx,), "all")
+        asyncio.run(offer(region, UCX))
+    region.close()
 
 
 def test_nothing_imports_nixl_before_it_is_asked_for() -> None:

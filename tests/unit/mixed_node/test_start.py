@@ -32,6 +32,9 @@ def test_a_failure_in_the_prefill_half_closes_what_the_node_has_opened() -> None
         async def close(self) -> None:
             closed.append("registration")
 
+        def describe(self) -> str:
+            return "here"
+
     def make_channels(self: NodeRuntime) -> Channels:
         channels = real_make(self)
         made.append(channels)
@@ -52,7 +55,7 @@ def test_a_failure_in_the_prefill_half_closes_what_the_node_has_opened() -> None
 
     before = set(threading.enumerate())
     with (
-        patch.object(node.pool, "register_if_usable", lambda *_, **__: Memory()),
+        patch.object(node.pool, "RdmaMemory", lambda *_, **__: Memory()),
         patch.object(NodeRuntime, "make_channels", make_channels),
         patch.object(node.peers, "copy_turns", refused),
         pytest.raises(InvalidField, match="is refused here"),
