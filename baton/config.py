@@ -109,8 +109,8 @@ def describe(cls: type[Any]) -> Iterator[ConfigKey]:
 
 def _describe(cls: type[Any], path: str, *, default: object, shown: bool) -> Iterator[ConfigKey]:
     for field, kind, own in _settings(cls, default):
-        told = field.metadata
-        visible = shown and bool(told.get("shown", True))
+        metadata = field.metadata
+        visible = shown and bool(metadata.get("shown", True))
         if dataclasses.is_dataclass(kind):
             yield from _describe(cast(type[Any], kind), f"{path}{field.name}.", default=own, shown=visible)
         else:
@@ -118,8 +118,8 @@ def _describe(cls: type[Any], path: str, *, default: object, shown: bool) -> Ite
                 key=path + field.name,
                 type_text=_type_text(kind),
                 default=_default_text(own),
-                help=str(told.get("help", "")),
-                when=str(told.get("when", "")),
+                help=str(metadata.get("help", "")),
+                when=str(metadata.get("when", "")),
                 shown=visible,
             )
 

@@ -1,14 +1,14 @@
--- The rules of baton/directory.py inside Redis, so that each operation is one step for everybody. Time is Redis's own.
+-- The rules of baton/directory.py as a Redis script: each operation is atomic. All times are by the clock of Redis.
 --
 -- KEYS  meta      hash: epoch (when this directory began), version, complete_since
---       records   hash: name -> "incarnation sequence endpoint\n" and the record; both numbers of fixed width, so that
---                 they compare as text (a Lua number is a double and would lose the low bits)
---       expiry    sorted set: name -> when the record runs out, milliseconds
+--       records   hash: name -> "incarnation sequence endpoint\n" and the record. Both numbers have a fixed width
+--                 and are compared as text: a Lua number is a double and would lose the low bits
+--       expiry    sorted set: name -> time when the record expires, milliseconds
 --       versions  sorted set: name -> version of the last change
---       left      sorted set: name -> version of its leaving
---       ran_out   sorted set: name -> that version, where it left without a goodbye
---       gone      sorted set: incarnation -> until when it must not come back, milliseconds
--- ARGV  operation, keep_ms, removals_kept_max, gone_kept_max, records_max, then what the operation takes
+--       left      sorted set: name -> version of its removal
+--       ran_out   sorted set: name -> the same version, for names whose record expired
+--       gone      sorted set: incarnation that left or was replaced -> time until its pushes are refused, milliseconds
+-- ARGV  operation, keep_ms, removals_kept_max, gone_kept_max, records_max, then the arguments of the operation
 local META, RECORDS, EXPIRY, VERSIONS, LEFT, RAN_OUT, GONE = unpack(KEYS)
 local operation, keep_ms = ARGV[1], tonumber(ARGV[2])
 local removals_kept_max, gone_kept_max, records_max = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
@@ -45,7 +45,7 @@ local function forget(incarnation)
   end
 end
 
--- The holder of a name; nil where there is none, or what is there is not ours.
+-- The record that holds a name; nil if there is none or its text is not of this format.
 local function holder_of(name)
   local value = redis.call('HGET', RECORDS, name)
   local expires_ms = redis.call('ZSCORE', EXPIRY, name)
@@ -55,7 +55,7 @@ local function holder_of(name)
   return {incarnation = incarnation, sequence = sequence, endpoint = endpoint, body = body, expires_ms = expires_ms}
 end
 
--- Nothing outlives a cluster in Redis. No record and no departed incarnation is valid for longer than keep_ms.
+-- Keys expire after the cluster has ended. No record and no entry of `gone` is valid for longer than keep_ms.
 local function keep()
   for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, 3 * keep_ms) end
 end
@@ -100,7 +100,7 @@ end
 
 local function read(identity, since)
   local meta = redis.call('HMGET', META, 'epoch', 'version', 'complete_since')
-  -- A process that was started again from a saved state has the same epoch and may have an older version.
+  -- A Redis process that was restarted from a saved state has the same epoch and may have an older version.
   local server = redis.pcall('INFO', 'server')
   local run = type(server) == 'string' and string.match(server, 'run_id:(%x+)') or ''
   local now_identity, version = run .. '-' .. meta[1], meta[2]
@@ -118,7 +118,7 @@ local function read(identity, since)
   end
   local left = {}
   for _, name in ipairs(redis.call('ZRANGEBYSCORE', LEFT, after, '+inf')) do
-    -- Who begins to watch may know a node from before that Redis has not heard of because it was out of reach itself.
+    -- A new watcher may know a node whose record expired here because Redis was out of reach: it keeps that node.
     if not snapshot or redis.call('ZSCORE', RAN_OUT, name) ~= redis.call('ZSCORE', LEFT, name) then
       left[#left + 1] = name
     end
@@ -142,7 +142,7 @@ local overdue = redis.call('ZRANGEBYSCORE', EXPIRY, '-inf', now_ms)
 for _, name in ipairs(overdue) do drop(name, true) end
 if overdue[1] then keep() end
 redis.call('ZREMRANGEBYSCORE', GONE, '-inf', now_ms)
--- Nothing is kept for longer than keep_ms: where it seems so, the server's clock was set back.
+-- No entry is kept for longer than keep_ms. A later time means that the server's clock was set back.
 local latest_ms = string.format('%.0f', math.ceil(now_ms + keep_ms))
 for _, key in ipairs({EXPIRY, GONE}) do
   for _, member in ipairs(redis.call('ZRANGEBYSCORE', key, '(' .. latest_ms, '+inf')) do

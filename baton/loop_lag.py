@@ -29,7 +29,7 @@ class LoopLag:
 
     def __init__(self, clock: Clock) -> None:
         self.looks = 0
-        self.told: Callable[[float], object] = float
+        self.report: Callable[[float], object] = float
         """Called with each lag in seconds."""
         self._clock = clock
         self._counts = [0] * (len(BUCKETS_MS) + 1)
@@ -68,7 +68,7 @@ class LoopLag:
         if now_s - self._window_began_s >= WINDOW_S:
             self._window_began_s, self._max_before_ms, self._max_ms = now_s, self._max_ms, 0.0
         self._max_ms = max(self._max_ms, lag_ms)
-        self.told(lag_ms / 1000)
+        self.report(lag_ms / 1000)
         if lag_ms >= LAG_LOG_MS_MIN:
             log.warning("the control thread was held up", lag_ms=round(lag_ms))
 

@@ -182,7 +182,7 @@ class NodeRuntime:
         serving = self.lifecycle.state in (Lifecycle.READY, Lifecycle.CORDONED)
         self._become(LifecycleEvent.DRAIN if serving else LifecycleEvent.STOP, "asked to stop")
         self.ending = True
-        self._tell_watchers()
+        self._wake_watchers()
         await self.membership.stop()
 
     async def close(self) -> None:
@@ -202,14 +202,14 @@ class NodeRuntime:
         self._lifecycle_seen()
         self.membership.announce()
 
-    def _tell_watchers(self) -> None:
+    def _wake_watchers(self) -> None:
         news, self.lifecycle_news = self.lifecycle_news, asyncio.Event()
         news.set()
 
     def _lifecycle_seen(self) -> None:
         self.server.set_ready(self.lifecycle.takes_requests)
         self.deletion_cost.follow(self.lifecycle.state)
-        self._tell_watchers()
+        self._wake_watchers()
 
     async def _upkeep_forever(self) -> None:
         while True:

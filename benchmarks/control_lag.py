@@ -88,7 +88,7 @@ async def lags_ms(seconds: float) -> np.ndarray:
     """What is seen on this loop for so long."""
     found: list[float] = []
     lag = loop_lag.LoopLag(Clock())
-    lag.told = found.append
+    lag.report = found.append
     lag.start()
     await asyncio.sleep(seconds)
     await lag.close()

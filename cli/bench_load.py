@@ -154,13 +154,13 @@ class OpenAiTarget:
         return lambda: self._messages([head, h11.Data(data=raw), h11.EndOfMessage()])
 
     async def _messages(self, request: list[h11.Event]) -> Messages:
-        told = 0
+        received = 0
         try:
             async with asyncio.timeout(self._timeout_s), aclosing(self._chunks(request)) as chunks:
                 async for chunk in chunks:
-                    message = _message(chunk, told)
+                    message = _message(chunk, received)
                     if message is not None:
-                        told += message.tokens
+                        received += message.tokens
                         yield message
         except TimeoutError:
             text = f"{self.name} did not end its answer within {self._timeout_s:g} s."
@@ -228,12 +228,12 @@ def _why(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error)
 
 
-def _message(chunk: dict[str, Any], told: int) -> Message | None:
+def _message(chunk: dict[str, Any], received: int) -> Message | None:
     """What a chunk adds to the tokens received so far."""
     usage, choices = chunk.get("usage"), chunk.get("choices") or []
     total = usage.get("completion_tokens") if isinstance(usage, dict) else None
     if isinstance(total, int):
-        return Message(total - told, timed=bool(choices)) if total > told else None
+        return Message(total - received, timed=bool(choices)) if total > received else None
     # A last chunk says why the answer ended, and has no token.
     return Message(1, timed=True) if choices and not choices[0].get("finish_reason") else None
 

@@ -114,13 +114,13 @@ class Progress:
         self._stream = stream
         self._requests = requests
         self._terminal = stream.isatty()
-        self._told_s = 0.0
+        self._shown_s = 0.0
 
     def show(self, measured: Measured, elapsed_s: float) -> None:
         if self._terminal:
             self._stream.write(f"\r\x1b[K{self._text(measured, elapsed_s)}")
-        elif elapsed_s - self._told_s >= PROGRESS_LINE_S:
-            self._told_s = elapsed_s
+        elif elapsed_s - self._shown_s >= PROGRESS_LINE_S:
+            self._shown_s = elapsed_s
             self._stream.write(self._text(measured, elapsed_s) + "\n")
         self._stream.flush()
 

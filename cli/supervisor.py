@@ -201,8 +201,8 @@ class ClusterSpec:
                 "engine.compute_threads": self.compute_threads(),
             }
         keys = {"name": name, **keys, **self.flags.get(service, {}), **self.node_flags.get(name, {})}
-        told = {key: value for key, value in keys.items() if value is not None}
-        return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in told.items()}
+        given = {key: value for key, value in keys.items() if value is not None}
+        return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in given.items()}
 
     def check(self) -> None:
         """Refuse now what the processes would refuse after their start. Raises ConfigError: for all of them at once."""
@@ -253,7 +253,7 @@ class Cluster:
         self._log_dir: Path | None = None
         self._keep_logs = False
         self._problems: list[str] = []
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         """Why processes could not start, in their own words."""
 
     @property
@@ -384,7 +384,7 @@ class Cluster:
         elif status == 0 or (status == -signal.SIGTERM and not child.ready.done()):
             return ""
         elif not child.ready.done() and (words := child.own_words()):
-            return "" if words in self._told else self._could_not_start(child, words)
+            return "" if words in self._reported else self._could_not_start(child, words)
         else:
             text = f"{child.name} {describe_exit(status)} when it was stopped."
         self._keep_logs = True
@@ -435,7 +435,7 @@ class Cluster:
         return ClusterError(text, process=child.name)
 
     def _could_not_start(self, child: Child, words: str) -> str:
-        self._told.add(words)
+        self._reported.add(words)
         return f"{child.name} could not start: {words}"
 
     def _too_slow(self) -> ClusterError:

@@ -61,27 +61,27 @@ class StartBoard:
         self._stream = stream
         self._terminal = stream.isatty()
         self._now_s = now_s
-        self._told_s = dict.fromkeys(names, now_s())
+        self._shown_s = dict.fromkeys(names, now_s())
         if self._terminal:
             for name in names:
                 self._line(name)
 
     def progress(self, name: str, what: str, done: int, total: int) -> None:
         percent = 100 * done // total if total > 0 else 100
-        due = self._now_s() - self._told_s[name] >= PROGRESS_LINE_MS_MIN / 1e3
-        self._set(name, f"{what} {percent}%", tell=due)
+        due = self._now_s() - self._shown_s[name] >= PROGRESS_LINE_MS_MIN / 1e3
+        self._set(name, f"{what} {percent}%", show=due)
 
     def ready(self, name: str, endpoint: str) -> None:
-        self._set(name, f"ready at {endpoint}", tell=True)
+        self._set(name, f"ready at {endpoint}", show=True)
 
-    def _set(self, name: str, state: str, *, tell: bool) -> None:
+    def _set(self, name: str, state: str, *, show: bool) -> None:
         self._states[name] = state
         if self._terminal:
             up = len(self._states) - list(self._states).index(name)
             self._stream.write(f"\x1b[{up}A\r\x1b[K{self._text(name)}\x1b[{up}B\r")
             self._stream.flush()
-        elif tell:
-            self._told_s[name] = self._now_s()
+        elif show:
+            self._shown_s[name] = self._now_s()
             self._line(name)
 
     def _line(self, name: str) -> None:

@@ -228,7 +228,7 @@ class OpenAiApp:
         timeout_s = node.config.rpc.public_deadline_ms_default / 1000
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         if not call.requests[0].sampling.HasField("seed"):
-            for each in call.requests:  # one for all answers to a prompt, which the choice tells apart
+            for each in call.requests:  # one for all answers to a prompt, which differ by their choice
                 each.sampling.seed = node.rng.getrandbits(64)
 
         def events(cut_off: CutOff) -> Events:

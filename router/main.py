@@ -61,7 +61,7 @@ async def serve(
 
         await check_can_bind(config.http_listen, setting="http_listen")
         metrics = RouterMetrics(runtime.membership.nodes, directory_lost=lambda: runtime.membership.stale)
-        runtime.loop_lag.told = metrics.loop_lag_s.observe
+        runtime.loop_lag.report = metrics.loop_lag_s.observe
     folder = await asyncio.to_thread(_folder, config.model)
     node = RouterNode(
         config=config,

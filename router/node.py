@@ -203,8 +203,8 @@ class RouterNode:
             self.request_log.failed(error, request_id=call.id, job=job, began_s=began_s)
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            # The client has left, which is nobody's error, or it was cut off, or its deadline has passed. Others tell
-            # the client of the last two.
+            # The client has left, which is nobody's error, or it was cut off, or its deadline has passed. The caller
+            # reports the last two to the client.
             if (outside := self._outside_error(job, call)) is not None:
                 observed.failed(outside.reason)
                 self.request_log.failed(outside, request_id=call.id, job=job, began_s=began_s)

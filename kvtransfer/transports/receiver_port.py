@@ -271,12 +271,7 @@ class BasePort(ABC, Generic[ConnectionT]):
         return self.codec.transport
 
     def expect(self, pair: Pair, epoch: Epoch) -> DataEndpoint:
-        """See `ReceiverPort.expect`.
-
-        Raises:
-            PairBeingFenced: a fence of this epoch has not ended yet.
-            TooManyPairs: `pairs_max` pairs are expected, connected or being fenced.
-        """
+        """See `ReceiverPort.expect`."""
         assert not self._closed
         fence = self._pairs.get(pair)
         if fence is not None and fence.has_fenced(epoch):

@@ -57,23 +57,23 @@ class DecodeServicer(object):
     """
 
     def Subscribe(self, request_iterator, context):
-        """One stream for each (router, decode) pair. The first message of the router is `open`; afterwards it sends `done`.
-        The node sends one message per engine step with the new tokens of all requests of that router.
+        """One stream for each pair of router and decode node. The router sends `open` first and `done` afterwards. The node
+        sends one message per engine step, with the new tokens of all requests of this router.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """The request lets go: frees what it holds, at whatever point of its life it is. Idempotent; unknown keys leave a
-        tombstone, so that a Cancel that overtakes its Reserve or Commit wins.
+        """Ends the request at any point of its life and frees what it holds. Idempotent. An unknown key leaves a tombstone,
+        so a Cancel that overtakes its Reserve or Commit wins.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resolve(self, request, context):
-        """Did attempt a commit? If not, it never will: a tombstone refuses it from now on.
+        """Whether the attempt has committed. If not, it never will: a tombstone refuses a later Commit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class DirectoryStub(object):
-    """Who is in the cluster. Hints only: losing it stops no running request.
+    """The nodes of the cluster. Its records are hints: without the directory, running requests go on.
     """
 
     def __init__(self, channel):
@@ -58,11 +58,11 @@ class DirectoryStub(object):
 
 
 class DirectoryServicer(object):
-    """Who is in the cluster. Hints only: losing it stops no running request.
+    """The nodes of the cluster. Its records are hints: without the directory, running requests go on.
     """
 
     def Push(self, request, context):
-        """Registers a node or renews its record. ALREADY_EXISTS where another live incarnation has the name.
+        """Registers a node or renews its record. ALREADY_EXISTS if another live incarnation has the name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -81,7 +81,7 @@ class DirectoryServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """A snapshot first, then every change. A push that changes the sequence alone is none.
+        """A snapshot, then every change. A push that changes only `sequence` is not a change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -119,7 +119,7 @@ def add_DirectoryServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Directory(object):
-    """Who is in the cluster. Hints only: losing it stops no running request.
+    """The nodes of the cluster. Its records are hints: without the directory, running requests go on.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class InferenceStub(object):
-    """What clients call, on the router.
+    """The router, called by clients.
     """
 
     def __init__(self, channel):
@@ -48,18 +48,18 @@ class InferenceStub(object):
 
 
 class InferenceServicer(object):
-    """What clients call, on the router.
+    """The router, called by clients.
     """
 
     def Generate(self, request, context):
-        """Tokens as they are drawn. Ends with exactly one `finished`, or with an error status.
+        """Streams tokens as they are drawn. Ends with exactly one `finished` or with an error status.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateUnary(self, request, context):
-        """The whole answer at once.
+        """Returns the whole answer at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -87,7 +87,7 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference(object):
-    """What clients call, on the router.
+    """The router, called by clients.
     """
 
     @staticmethod

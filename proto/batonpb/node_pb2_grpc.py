@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class NodeStub(object):
-    """Every node: what it is, what it holds, and its life. The orders are idempotent and answered at once; one that the
-    node's state does not allow is refused (FAILED_PRECONDITION, reason BAD_LIFECYCLE).
+    """Served by every node: its status, and orders that change its lifecycle. Orders are idempotent and return at once.
+    An order that the state does not allow is refused (FAILED_PRECONDITION, reason BAD_LIFECYCLE).
     """
 
     def __init__(self, channel):
@@ -69,8 +69,8 @@ class NodeStub(object):
 
 
 class NodeServicer(object):
-    """Every node: what it is, what it holds, and its life. The orders are idempotent and answered at once; one that the
-    node's state does not allow is refused (FAILED_PRECONDITION, reason BAD_LIFECYCLE).
+    """Served by every node: its status, and orders that change its lifecycle. Orders are idempotent and return at once.
+    An order that the state does not allow is refused (FAILED_PRECONDITION, reason BAD_LIFECYCLE).
     """
 
     def GetStatus(self, request, context):
@@ -80,14 +80,14 @@ class NodeServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchStatus(self, request, context):
-        """The status now, after each change of the lifecycle and every second; one with `ending` is the last, and the call ends.
+        """The status now, after each change of the lifecycle, and every second. The call ends after a status with `ending`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cordon(self, request, context):
-        """Take nothing new, keep what is here.
+        """The node takes nothing new and keeps what it has.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -100,14 +100,14 @@ class NodeServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Take nothing new, finish what is here, and prove that nothing is left: ask GetStatus until safe_to_delete.
+        """The node takes nothing new and finishes what it has. Call GetStatus until safe_to_delete.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Undrain(self, request, context):
-        """Take requests again, before or after the proof.
+        """The node takes requests again, whether the drain is over or not.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -155,8 +155,8 @@ def add_NodeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Node(object):
-    """Every node: what it is, what it holds, and its life. The orders are idempotent and answered at once; one that the
-    node's state does not allow is refused (FAILED_PRECONDITION, reason BAD_LIFECYCLE).
+    """Served by every node: its status, and orders that change its lifecycle. Orders are idempotent and return at once.
+    An order that the state does not allow is refused (FAILED_PRECONDITION, reason BAD_LIFECYCLE).
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class PinsStub(object):
-    """Pinned prefixes, on the router: for operators. The router keeps the pins and leases them to every node.
+    """Pinned prefixes, called by operators on a router. The router keeps the pins and leases them to every node.
     """
 
     def __init__(self, channel):
@@ -53,11 +53,11 @@ class PinsStub(object):
 
 
 class PinsServicer(object):
-    """Pinned prefixes, on the router: for operators. The router keeps the pins and leases them to every node.
+    """Pinned prefixes, called by operators on a router. The router keeps the pins and leases them to every node.
     """
 
     def Pin(self, request, context):
-        """Idempotent; a pin of the same name is replaced. Answered when the nodes that are here have been asked.
+        """Idempotent; replaces a pin of the same name. Returns when all known nodes have been asked.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -103,7 +103,7 @@ def add_PinsServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Pins(object):
-    """Pinned prefixes, on the router: for operators. The router keeps the pins and leases them to every node.
+    """Pinned prefixes, called by operators on a router. The router keeps the pins and leases them to every node.
     """
 
     @staticmethod
@@ -189,7 +189,7 @@ class Pins(object):
 
 
 class NodePinsStub(object):
-    """Pinned prefixes, on prefill and decode nodes: for routers.
+    """Pinned prefixes, called by routers on prefill and decode nodes.
     """
 
     def __init__(self, channel):
@@ -211,12 +211,12 @@ class NodePinsStub(object):
 
 
 class NodePinsServicer(object):
-    """Pinned prefixes, on prefill and decode nodes: for routers.
+    """Pinned prefixes, called by routers on prefill and decode nodes.
     """
 
     def HoldPin(self, request, context):
-        """Keeps the prefix's full blocks from eviction for the length of the lease, those that are cached here and those that
-        will be. A repeat renews the lease. Of two prefixes of one name the one of the higher version stays.
+        """Keeps the full blocks of the prefix from eviction until the lease ends, both those cached now and those cached
+        later. A repeat renews the lease. Of two prefixes of one name, the one with the higher version stays.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -251,7 +251,7 @@ def add_NodePinsServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class NodePins(object):
-    """Pinned prefixes, on prefill and decode nodes: for routers.
+    """Pinned prefixes, called by routers on prefill and decode nodes.
     """
 
     @staticmethod

@@ -47,9 +47,9 @@ class PrefillServicer(object):
     """
 
     def Prefill(self, request, context):
-        """One request's prefill and handoff. Events in order: granted, first_token, handed_off (unless no decode node is
-        needed). The initial metadata comes first, when the node has the request, however long that waits for its turn.
-        Cancelling the call, or its deadline, gives the request up.
+        """Prefill and handoff of one request. Events in order: granted, first_token, and handed_off if a decode node is
+        needed. The node sends the initial metadata as soon as it has queued the request. If the call is cancelled or its
+        deadline passes, the request is given up.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

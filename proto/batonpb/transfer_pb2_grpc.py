@@ -84,8 +84,8 @@ class TransferServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Liveness(self, request, context):
-        """Open for as long as the writer lives and reaches the receiver: how each learns of the other's death. The receiver
-        sends one message at the beginning and ends the call when it stops.
+        """Stays open while both processes live and reach each other; each notices the death of the other by its end. The
+        receiver sends one message at the beginning and ends the call when it stops.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -110,15 +110,15 @@ class TransferServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """The writer will not write under this number any more (never, or no longer): its evidence, unless writes are in doubt.
-        Then it is answered when the receiver has fenced the pair.
+        """The writer does not write under this number from now on. This is evidence unless writes are in doubt. With writes
+        in doubt, the receiver answers after it has fenced the pair.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Revoke(self, request, context):
-        """Served by the writer. Answered when the writer has drained its writes.
+        """Served by the writer, which answers when its writes have drained.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,7 +42,6 @@ from kvtransfer.protocol.writer import (
     SendRelease,
     SendReserve,
     WriterInstruction,
-    WriterLimits,
     WriterMachine,
     WriterState,
     WritesCompleted,
@@ -209,7 +208,7 @@ LEASE = StartGrantTimer(grant=grant_of(0), kind=TimerKind.LEASE)
 class Writer:
     """A writer machine, and short words for what is done to it."""
 
-    machine: WriterMachine = field(default_factory=lambda: WriterMachine(WriterLimits(live_span_max=2)))
+    machine: WriterMachine = field(default_factory=lambda: WriterMachine(live_span_max=2))
 
     def ask(self) -> list[WriterInstruction]:
         return self.machine.handle(HandoffAsked(key=key_of()))

@@ -60,7 +60,7 @@ def test_a_timer_that_comes_early_is_no_lag() -> None:
 def test_a_long_one_is_logged_and_each_is_told(caplog: pytest.LogCaptureFixture) -> None:
     lag = LoopLag(StillClock())
     told: list[float] = []
-    lag.told = told.append
+    lag.report = told.append
     with caplog.at_level(logging.WARNING, logger="baton.node"):
         lag.look((LAG_LOG_MS_MIN - 1) / 1000)
         assert not caplog.records
@@ -82,7 +82,7 @@ def test_a_blocked_loop_is_seen() -> None:
         clock = Leaping()
         lag = LoopLag(clock)
         looked = asyncio.Event()
-        lag.told = lambda lag_s: looked.set() if lag_s >= 3 else None
+        lag.report = lambda lag_s: looked.set() if lag_s >= 3 else None
         lag.start()
         await asyncio.sleep(0)
         clock.leap_s = 3.0
