@@ -913,9 +913,6 @@ class RdmaReceiverPort(ListeningPort[RdmaConnection]):
 
     # Handshake.
 
-    def _is_writing(self, connection: RdmaConnection) -> bool:
-        return connection.hold is not None
-
     def _identify(self, connection: RdmaConnection) -> None:
         LinkEnds.decode(connection.hello.payload)
 
