@@ -798,7 +798,8 @@ class RdmaConnection(Connection):
 
 
 class RdmaReceiverPort(ListeningPort[RdmaConnection]):
-    """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). After `fence` nothing lands any more."""
+    """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). A fence ends when the pair's queue
+    pairs are destroyed and the device is flushed; where that fails it is tried again every second."""
 
     codec: ClassVar[wire.Codec] = CODEC
 
