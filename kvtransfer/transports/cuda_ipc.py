@@ -48,10 +48,13 @@ class CudaIpcWriterLink(ShmWriterLink):
     codec: ClassVar[wire.Codec] = CODEC
 
     @staticmethod
-    def _open_region(source: DeviceRegion, fd: int, nbytes: int, address: str) -> OpenedRegion:
+    def _check_source(source: DeviceRegion) -> None:
         refusal = source.driver.refusal()
         if refusal is not None:
             raise ConnectError(f"cuda_ipc: {refusal}")
+
+    @staticmethod
+    def _open_region(source: DeviceRegion, fd: int, nbytes: int, address: str) -> OpenedRegion:
         try:
             return OpenedRegion(source.driver, fd, nbytes)
         except DeviceError as error:
@@ -89,8 +92,17 @@ class DeviceLanes(CopyingLanes):
         """The regions are memories as `streams.copy` takes them."""
         super().__init__(parts, self._cut)
         self._streams = streams
-        self._side = streams.side()
         self._flying: deque[tuple[Taken[DevicePart], DeviceEvent]] = deque()
+
+    def start(self) -> None:
+        """See `CopyingLanes.start`. Raises RuntimeError, DeviceError: also where there is no stream to copy on."""
+        try:
+            self._side = self._streams.side()
+        except BaseException:
+            self._threads.clear()
+            self._leave()
+            raise
+        super().start()
 
     def _cut(self, ops: WriteOps) -> tuple[DevicePart]:
         """By whoever posts: it is behind what their stream has queued so far."""

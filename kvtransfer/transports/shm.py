@@ -47,7 +47,16 @@ from baton.tasks import call_loop
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.native.copy import contiguous, copy_checked
 from kvtransfer.region import Region, populate
-from kvtransfer.transport import ConnectError, DataEndpoint, ReceiverEvents, Seal, TransportName, WriteOps, WriterEvents
+from kvtransfer.transport import (
+    ConnectError,
+    DataEndpoint,
+    DeviceError,
+    ReceiverEvents,
+    Seal,
+    TransportName,
+    WriteOps,
+    WriterEvents,
+)
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import Codec, Refusal, RefusalReason, Signal, WriterChannel, connect_errors
 from kvtransfer.transports.post_queue import Batch, Completed, OpsPart, PostQueue
@@ -544,6 +553,10 @@ class ShmWriterLink(ChannelLink):
         self._loop.add_reader(self._sock, self._read)
 
     @staticmethod
+    def _check_source(source: Any) -> None:
+        """Before a connection is tried. Raises ConnectError: from this region no other can be reached."""
+
+    @staticmethod
     def _open_region(source: Any, fd: int, nbytes: int, address: str) -> Any:
         """The receiver's region, open, with a `close`. The descriptor stays the caller's. cuda_ipc has its own way, and
         its own lanes. Raises ConnectError, OSError."""
@@ -590,6 +603,7 @@ class ShmWriterLink(ChannelLink):
         Raises:
             ConnectError: refused, unreachable, not done within `connect_ms_max`, or the region cannot be opened here.
         """
+        cls._check_source(source)
         config = config or ShmConfig()
         parts = LinkParts(endpoint=endpoint, pair=pair, events=events, loop=loop)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
@@ -620,7 +634,7 @@ class ShmWriterLink(ChannelLink):
         )
         try:
             link._lanes.start()
-        except RuntimeError as error:
+        except (RuntimeError, DeviceError) as error:
             await link.close()
             raise ConnectError(f"{endpoint.address}: no thread to copy with: {error}") from error
         return link

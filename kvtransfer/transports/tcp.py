@@ -1115,7 +1115,11 @@ class TcpWriterLink(BaseWriterLink):
             if idle:
                 best = min(idle, key=lambda stream: len(stream.unacked))
                 best.lent = True
-                return self._next_frame(best)
+                try:
+                    return self._next_frame(best)
+                except BaseException:
+                    best.lent = False  # nobody gives it back, and its thread waits for that
+                    raise
         self._notify()
         return None
 

@@ -28,10 +28,10 @@ from kvtransfer.device.driver import CudaDriver, mps_in_use
 from kvtransfer.device.region import DeviceRegion, OpenedRegion
 from kvtransfer.link import DEFAULT_TRANSPORTS, check_transports, choose, serving
 from kvtransfer.transport import ConnectError, DataEndpoint, DeviceError, RegionKind, TransportName
-from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
+from kvtransfer.transports.cuda_ipc import CudaIpcReceiverPort, CudaIpcWriterLink
 from node.regions import offered
 from tests.conformance.transport_kits import FakeSource
-from tests.support.fake_device import FakeDriver
+from tests.support.fake_device import FakeDriver, FakeStream, FakeStreams
 from tests.support.shm_harness import LINK_EPOCH, LINK_PAIR, Recorder, ops_of, run
 
 
@@ -88,6 +88,31 @@ def test_under_mps_neither_side_begins() -> None:
         loop = asyncio.get_running_loop()
         with pytest.raises(ConnectError, match="stop MPS"):
             await CudaIpcWriterLink.connect(endpoint, LINK_PAIR, source, Recorder(), loop)
+
+    run(connect())
+
+
+@pytest.mark.parametrize("error", [DeviceError("no stream"), RuntimeError("no stream")], ids=repr)
+def test_a_device_without_a_stream_to_copy_on_leaves_with_bye(error: Exception) -> None:
+    """The receiver's region is closed before that: so the word is true, and the next fence of the pair ends."""
+
+    class Streams(FakeStreams):
+        def side(self) -> FakeStream:
+            raise error
+
+    async def connect() -> None:
+        events, driver = Recorder(), FakeDriver(streams=Streams())
+        region = DeviceRegion(FakeDriver(), 8, "region")
+        port = CudaIpcReceiverPort(region=region, events=events)
+        source = FakeSource(memory=np.zeros(8, np.uint8), nbytes=8, driver=driver)
+        endpoint = port.expect(LINK_PAIR, LINK_EPOCH)
+        with pytest.raises(ConnectError, match="no stream"):
+            await CudaIpcWriterLink.connect(endpoint, LINK_PAIR, source, Recorder(), asyncio.get_running_loop())
+        assert driver.open_memories == 0
+        port.fence(LINK_PAIR, LINK_EPOCH)
+        await events.until(lambda e: bool(e.gone))
+        await port.close()
+        region.close()
 
     run(connect())
 

@@ -20,13 +20,14 @@ from kvtransfer.transports.tcp import (
     MESSAGE_BYTES,
     SEGMENT_BYTES,
     Ack,
+    Frame,
     TcpWelcome,
     TcpWriterLink,
 )
 from kvtransfer.transports.writer_link import LinkLimits, LinkParts
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, ops_of, run
 from tests.support.shm_peer import source_bytes
-from tests.support.tcp_harness import EPOCH, GRANT, PAIR
+from tests.support.tcp_harness import EPOCH, GRANT, PAIR, wait_until
 
 OTHER = grant_of(8)
 NBYTES = 1000
@@ -118,6 +119,33 @@ def test_an_error_in_one_message_loses_none_behind_it_in_the_packet() -> None:
             ]
             assert [str(error) for error in told] == ["the test says so"]
             assert events.lost == []
+
+    run(test())
+
+
+def test_a_batch_that_cannot_be_cut_leaves_no_stream_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That shows when the batch is about to be sent at once: it is not taken, and the stream sends what comes next."""
+
+    class Uncut:
+        def __iter__(self) -> Uncut:
+            return self
+
+        def __next__(self) -> Frame:
+            raise MemoryError
+
+    async def test() -> None:
+        events = Recorder()
+        async with linked(events) as (link, receiver):
+            await wait_until(lambda: link._streams[0].idle)
+            with monkeypatch.context() as broken:
+                broken.setattr(tcp, "cut_frames", lambda *_: Uncut())
+                with pytest.raises(MemoryError):
+                    link.post(GRANT, ops_of([0], [0], [NBYTES]))
+            link.post(GRANT, ops_of([0], [0], [NBYTES]))
+            async with asyncio.timeout(DEADLINE_S):
+                await receiver.take(FRAME_NBYTES)
+            await receiver.say(Ack(sequence=0, landed=True))
+            await events.until(lambda e: e.completed == [(GRANT, 1, NBYTES, True)])
 
     run(test())
 
