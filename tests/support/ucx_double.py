@@ -64,8 +64,8 @@ class AgentDouble:
             self.alive[self._peer]._told.append(number)
 
     def notified(self) -> list[int]:
-        told, self._told = self._told, []
-        return told
+        reported, self._told = self._told, []
+        return reported
 
     def destroy(self) -> None:
         assert not AgentDouble.indestructible

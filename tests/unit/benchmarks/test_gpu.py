@@ -121,15 +121,15 @@ def test_a_part_keeps_what_it_measured_before_it_died(tmp_path: Path, script: st
 def test_a_part_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> None:
     """A child of it that ignores everything, and has its pipes, is gone too; a limit that is over at once leaves none
     either."""
-    told = tmp_path / "child"
+    reported = tmp_path / "child"
     ignoring = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"
     script = (
         f"child = subprocess.Popen([sys.executable, '-c', {ignoring!r}])\n"
-        f"Path({str(told)!r} + '.part').write_text(str(child.pid)); os.rename({str(told)!r} + '.part', {str(told)!r})\n"
+        f"Path({str(reported)!r} + '.part').write_text(str(child.pid)); os.rename({str(reported)!r} + '.part', {str(reported)!r})\n"
         "time.sleep(1000)"
     )
-    assert part(tmp_path, script, stopped=told.exists) == {"rate": 2.5, "error": "interrupted"}
-    wait_until_gone(int(told.read_text()))
+    assert part(tmp_path, script, stopped=reported.exists) == {"rate": 2.5, "error": "interrupted"}
+    wait_until_gone(int(reported.read_text()))
     (tmp_path / "figures.json").unlink()
     assert part(tmp_path, "time.sleep(1000)", limit_s=0)["error"] == "not ended after 0 s"
 
