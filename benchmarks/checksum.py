@@ -74,11 +74,10 @@ def speeds(region_U8: np.ndarray, record_bytes: int, repeats: int) -> dict[str, 
 
 async def handoff(layout: Layout, source_U8: np.ndarray, target_U8: np.ndarray, blocks: int, fraction: float) -> Cost:
     """Play one handoff of `blocks` blocks; the regions have just as many."""
-    loop = asyncio.get_running_loop()
     grant = GrantId(np.random.default_rng(1).bytes(16))
     ids_B = np.arange(blocks, dtype=np.int64)
     reader, checks = ChecksumThread(source_U8, name="source"), RecordChecks(
-        ChecksumThread(target_U8, name="target"), layout, num_blocks=blocks, loop=loop
+        ChecksumThread(target_U8, name="target"), layout, num_blocks=blocks
     )  # fmt: skip
     sample = SourceSample(reader, grant, fraction=fraction, records=layout.num_layers * blocks)
     plan = RecordPlan(layout, ids_B, ids_B, src_num_blocks=blocks, dst_num_blocks=blocks)

@@ -96,7 +96,9 @@ class DecodeNode:
         finally:
             if job.runs:
                 self._engine.abort(job.key)
-                self.receiver.ended(job.key)  # of a kept request it knows nothing
+                if not job.kept:
+                    self.receiver.ended(job.key)
+                    self.let_go(job.grant)
             del self._jobs[job.grant]
             self.reserving.ended(job.footprint)
             if not output.opened:

@@ -205,18 +205,15 @@ def checksums_from_proto(request: transfer_pb2.CommitRequest) -> RecordChecksums
 class RecordChecks:
     """A receiver's comparison of sampled records with what their writers read at the source. Control thread only."""
 
-    def __init__(
-        self, thread: ChecksumThread, layout: Layout, *, num_blocks: int, loop: asyncio.AbstractEventLoop
-    ) -> None:
+    def __init__(self, thread: ChecksumThread, layout: Layout, *, num_blocks: int) -> None:
         """Takes the thread over: `close` closes it."""
         self.records = 0
-        """Compared so far."""
+        """Compared so far, for grants that were known to the end."""
         self.corrupt: Counter[tuple[str, str]] = Counter()
         """Refused handoffs by (writer's name, transport)."""
         self._thread = thread
         self._layout = layout
         self._num_blocks = num_blocks
-        self._loop = loop
         self._sent: dict[GrantId, RecordChecksums] = {}
         self._found: dict[GrantId, CorruptRecords] = {}
 
@@ -248,14 +245,15 @@ class RecordChecks:
             if len(sent) * nbytes <= INLINE_BYTES_MAX:
                 found_R = crcs(self._thread.region, offsets_R, nbytes)
             else:
-                found_R = await asyncio.wrap_future(self._thread.submit(offsets_R, nbytes), loop=self._loop)
+                found_R = await asyncio.wrap_future(self._thread.submit(offsets_R, nbytes))
             corrupt = differing(sent, found_R)
-            self.records += len(sent)
         except Exception as error:
             log.error("comparing records failed", grant=grant.hex(), exc_info=error)
             corrupt = UNREADABLE
         if self._sent.pop(grant, None) is None:
             return
+        if corrupt is not UNREADABLE:
+            self.records += len(sent)
         if corrupt is not None:
             self._found[grant] = corrupt
         then(RecordsChecked(grant=grant, intact=corrupt is None))

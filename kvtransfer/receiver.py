@@ -115,7 +115,7 @@ class Receiver:
         self.holdings = WriterHoldings(grants, places=self._writers, now_s=loop.time)
         self._repeats = RepeatLog(log, loop.time)
         self._retiring: set[Pair] = set()
-        self._timers: dict[tuple[GrantId, TimerKind], asyncio.TimerHandle] = {}
+        self._timers: dict[GrantId, asyncio.TimerHandle] = {}
         self._commits: PendingCalls[GrantId, bool] = PendingCalls(loop)
         self._releases: PendingCalls[tuple[Pair, ReserveNumber], None] = PendingCalls(loop)
         self._tasks = Tasks(loop, log)
@@ -129,7 +129,7 @@ class Receiver:
             protocol.ScheduleRequest: lambda i: self._host.committed(i.key, i.grant),
             protocol.StopRequest: self._stop_request,
             protocol.StartGrantTimer: self._start_timer,
-            protocol.StopGrantTimers: self._stop_timers,
+            protocol.CloseGrant: self._close_grant,
             protocol.CountRefused: self._count_refused,
             protocol.ForgetGrant: self._forget,
             protocol.CheckRecords: lambda i: self._tasks.spawn(self.checks.run(i.grant, self._handle)),
@@ -203,10 +203,8 @@ class Receiver:
             self.cancel(RequestKey(request=key.request, attempt=Attempt(key.attempt - 1)))
 
     def ended(self, key: RequestKey) -> None:
-        grant = self.grants.grant_of(key)
+        """The request of a committed grant is over, and owns nothing any more."""
         self._handle(protocol.RequestEnded(key=key))
-        if grant is not None:
-            self._host.let_go(grant)
 
     def resolve(self, key: RequestKey) -> bool:
         answer = self._handle(protocol.ResolveAsked(key=key))
@@ -289,9 +287,10 @@ class Receiver:
         """The event without what a port contradicts: a Release does not end the right to a grant while copies of it may
         still run on a device that has failed. Such a grant waits for a fence."""
         lowest_live = event.lowest_live
-        for number, grant in self.grants.uncommitted(event.pair):
+        for grant in self.grants.uncommitted(event.pair):
+            number = grant.number
             named = isinstance(event, WriterReleased) and number == event.number
-            if not (named or number < lowest_live) or self.ports.forbid(grant):
+            if not (named or number < lowest_live) or self.ports.forbid(grant.id):
                 continue
             event = replace(event, lowest_live=min(event.lowest_live, number))
             if isinstance(event, WriterReleased) and named:
@@ -353,22 +352,21 @@ class Receiver:
         self._host.let_go(instruction.grant)
 
     def _start_timer(self, instruction: protocol.StartGrantTimer) -> None:
-        key = (instruction.grant, instruction.kind)
-        self._cancel_timer(key)
-        delay_ms = self.config.lease_ms if instruction.kind is TimerKind.LEASE else self.config.revoke_ms
-        self._timers[key] = self._loop.call_later(delay_ms / 1000, self._fire, *key)
+        grant, kind = instruction.grant, instruction.kind
+        self._cancel_timer(grant)
+        delay_ms = self.config.lease_ms if kind is TimerKind.LEASE else self.config.revoke_ms
+        self._timers[grant] = self._loop.call_later(delay_ms / 1000, self._fire, grant, kind)
 
     def _fire(self, grant: GrantId, kind: TimerKind) -> None:
-        del self._timers[grant, kind]
+        del self._timers[grant]
         writer = self.holdings.name_of(self.grants.entries[grant].pair)
         self._repeats.warning(_OVERDUE[kind], peer=writer, grant=grant.hex())
         self._handle(protocol.GrantTimerFired(grant=grant, kind=kind))
 
-    def _stop_timers(self, instruction: protocol.StopGrantTimers) -> None:
+    def _close_grant(self, instruction: protocol.CloseGrant) -> None:
         """Comes when a grant is no longer open, before anything else can be done with its blocks."""
         self.ports.forbid(instruction.grant)
-        for kind in TimerKind:
-            self._cancel_timer((instruction.grant, kind))
+        self._cancel_timer(instruction.grant)
         if self.grants.state_of(instruction.grant) is not GrantState.COMMITTED:
             self._host.let_go(instruction.grant)
 
@@ -376,9 +374,8 @@ class Receiver:
         assert instruction.grant not in self._commits, instruction
         self.checks.forget(instruction.grant)
 
-    def _cancel_timer(self, key: tuple[GrantId, TimerKind]) -> None:
-        timer = self._timers.pop(key, None)
-        if timer is not None:
+    def _cancel_timer(self, grant: GrantId) -> None:
+        if timer := self._timers.pop(grant, None):
             timer.cancel()
 
     def _count_refused(self, instruction: protocol.CountRefused) -> None:
@@ -404,8 +401,7 @@ class LivenessStreams:
     async def serve(self, pair: Pair) -> AsyncGenerator[transfer_pb2.LivenessReply, None]:
         """The handler of one stream. Ends with `close`, or by being cancelled when the connection does."""
         self._calls[pair] = self._calls.get(pair, 0) + 1
-        timer = self._timers.pop(pair, None)
-        if timer is not None:
+        if timer := self._timers.pop(pair, None):
             timer.cancel()
         try:
             yield transfer_pb2.LivenessReply()
@@ -492,10 +488,6 @@ class ReceiverPorts:
                 waits[transport] = None
                 self._ports[transport].fence(pair, epoch)
 
-    def port_events(self, transport: TransportName) -> ReceiverEvents:
-        """The `events` to make the port of this transport with."""
-        return _PortEvents(self, transport)
-
     def writer_gone_from(self, transport: TransportName, pair: Pair, epoch: Epoch, evidence: str) -> None:
         """One port's evidence. Unasked (a dead writer, a lost connection) it makes the other ports fence as well."""
         waits = self._fences.setdefault((pair, epoch), {})
@@ -518,7 +510,9 @@ class ReceiverPorts:
 
 
 @dataclass(frozen=True, slots=True)
-class _PortEvents:
+class PortEvents:
+    """The `events` to make the port of one transport with."""
+
     ports: ReceiverPorts
     transport: TransportName
 

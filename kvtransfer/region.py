@@ -62,27 +62,26 @@ class Region:
         """How much of it lay in huge pages when it was made: they make copies faster where there are many records."""
 
     @classmethod
-    def create(cls, nbytes: int, name: str, progress: Progress | None = None, prefault: bool = True) -> Region:
+    def create(cls, nbytes: int, name: str, progress: Progress | None = None) -> Region:
         """Make a region of zeros. `name` shows in /proc/<pid>/maps.
 
-        With `prefault` every page exists when this returns, and `progress` is called after each chunk; it blocks,
-        without the interpreter's lock. Pages are huge where the administrator has set enough of them apart
-        (vm.nr_hugepages), or where the kernel makes some on demand. Raises RegionTooLarge (with `prefault`).
+        Every page exists when this returns, and `progress` is called after each chunk; it blocks, without the
+        interpreter's lock. Pages are huge where the administrator has set enough of them apart (vm.nr_hugepages), or
+        where the kernel makes some on demand. Raises RegionTooLarge.
         """
         assert nbytes > 0, nbytes
-        prepare: Callable[[mmap.mmap], None] = (lambda m: _prefault(m, progress)) if prefault else (lambda _: None)
         page_bytes, free_pages = _reserved_huge_pages()
-        if prefault and nbytes <= page_bytes * free_pages:
+        if nbytes <= page_bytes * free_pages:
             try:
-                return cls._make(-(-nbytes // page_bytes) * page_bytes, nbytes, name, os.MFD_HUGETLB, prepare)
+                return cls._make(-(-nbytes // page_bytes) * page_bytes, nbytes, name, os.MFD_HUGETLB, progress)
             except (OSError, RegionTooLarge):
                 pass  # somebody else took them; ordinary pages are asked for below
-        if prefault and nbytes > (available_bytes := memory_available_bytes()):
+        if nbytes > (available_bytes := memory_available_bytes()):
             raise RegionTooLarge(nbytes, available_bytes)
-        return cls._make(nbytes, nbytes, name, 0, prepare)
+        return cls._make(nbytes, nbytes, name, 0, progress)
 
     @classmethod
-    def _make(cls, file_bytes: int, nbytes: int, name: str, flags: int, prepare: Callable[[mmap.mmap], None]) -> Region:
+    def _make(cls, file_bytes: int, nbytes: int, name: str, flags: int, progress: Progress | None) -> Region:
         """`file_bytes` is whole pages where they are huge: the kernel takes nothing else, and unmaps nothing else."""
         with ExitStack() as undo:
             fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
@@ -90,7 +89,7 @@ class Region:
             os.ftruncate(fd, file_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             mapping = undo.enter_context(mmap.mmap(fd, file_bytes))
-            prepare(mapping)
+            _prefault(mapping, progress)
             region = cls(fd, mapping, nbytes)
             undo.pop_all()
             return region

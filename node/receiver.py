@@ -13,7 +13,7 @@ from baton.ids import Incarnation
 from baton.rpc import Channels
 from kvtransfer.checksums import RecordChecks
 from kvtransfer.protocol.receiver import ReceiverMachine
-from kvtransfer.receiver import Receiver, ReceiverHost, ReceiverPorts
+from kvtransfer.receiver import PortEvents, Receiver, ReceiverHost, ReceiverPorts
 from kvtransfer.transport import ReceiverPort, TransportName
 from kvtransfer.transports.cuda_ipc import CudaIpcReceiverPort
 from kvtransfer.transports.rdma import RdmaMemory, RdmaReceiverPort
@@ -42,7 +42,6 @@ def make_receiver(
             checksum_thread(pool.region, name=config.name),
             pool.layout,
             num_blocks=pool.ledger.num_blocks,
-            loop=asyncio.get_running_loop(),
         ),
     )
     receiver.ports = ReceiverPorts(receiver)
@@ -85,7 +84,7 @@ def _open_port(
     memory: RdmaMemory | None,
 ) -> ReceiverPort:
     """What the links of rdma and ucx have to say goes to a port of its own, on the host of tcp's."""
-    events = ports.port_events(transport)
+    events = PortEvents(ports, transport)
     host, _ = split_endpoint(config.data_listen or config.listen)
     listen = join_endpoint(host, 0)
     if transport is TransportName.TCP:

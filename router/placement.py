@@ -41,8 +41,8 @@ def answer_tokens(prompt_tokens: int, records: Sequence[NodeRecord], model: Mode
     """Output tokens of a request that names no limit: what the model's context leaves, within a share of the region.
 
     A decode node promises an answer all the blocks that it may need (I5), so a few chats could fill it. Therefore
-    prompt and answer take at most 1 / ANSWERS_PER_REGION of the smallest region of a ready decode node, less its pins
-    and a block of its engine's own; but no answer is cut below ANSWER_TOKENS_MIN for that.
+    prompt and answer together get 1 / ANSWERS_PER_REGION of the smallest region of a ready decode node, without its
+    pinned blocks and the engine's own one; but the answer gets at least ANSWER_TOKENS_MIN.
     """
     usable = [
         record.load.blocks.total - record.load.blocks.pinned - 1

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -84,10 +84,9 @@ class EventPoster:
     One thread that waits for points in a device's streams. A node has one for all its links, and closes it last.
     """
 
-    def __init__(self, *, streams: DeviceStreams, name: str, poll_interval_s: float = POLL_INTERVAL_S) -> None:
+    def __init__(self, *, streams: DeviceStreams, name: str) -> None:
         """Starts the thread."""
         self._streams = streams
-        self._poll_interval_s = poll_interval_s
         self._wake = threading.Condition()
         self._waiting: deque[tuple[DeviceEvent, Callable[[bool], None]]] = deque()
         self._stopped = False
@@ -126,7 +125,7 @@ class EventPoster:
                     with self._wake:
                         if self._stopped:
                             return
-                        self._wake.wait(self._poll_interval_s)
+                        self._wake.wait(POLL_INTERVAL_S)
                 with self._wake:
                     self._waiting.popleft()
                 then(True)
@@ -141,8 +140,7 @@ class EventPoster:
 
     def _oldest(self) -> tuple[DeviceEvent, Callable[[bool], None]] | None:
         with self._wake:
-            while not self._waiting and not self._stopped:
-                self._wake.wait()
+            self._wake.wait_for(lambda: self._waiting or self._stopped)
             return None if self._stopped else self._waiting[0]
 
 
@@ -173,16 +171,6 @@ class GpuDirect:
     """What a card has written before the host launches something is seen by that, without a flush."""
     host_flushes: bool
     """A call of the host makes it so."""
-
-    @classmethod
-    def of(cls, *, peer_memory: int, dma_buf: int, ordering: int, flush_options: int) -> Self:
-        """From the attributes of a CUDA device."""
-        return cls(
-            peer_memory=bool(peer_memory),
-            dma_buf=bool(dma_buf),
-            ordered=ordering >= _ORDERED_FOR_OWNER,
-            host_flushes=bool(flush_options & _FLUSH_BY_HOST),
-        )
 
     def refusal(self, *, remote_writes: bool) -> str | None:
         """Why a card must not be given the memory; None: it may be."""
@@ -336,17 +324,17 @@ class CudaDriver:
         return None
 
     def gpudirect(self) -> GpuDirect:
-        attribute = self._driver.CUdevice_attribute
         device = self._call_driver("cuDeviceGet", self._ordinal)
 
-        def asked(kind: Any) -> int:
+        def asked(name: str) -> int:
+            kind = getattr(self._driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
             return int(self._call_driver("cuDeviceGetAttribute", kind, device))
 
-        return GpuDirect.of(
-            peer_memory=asked(attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED),
-            dma_buf=asked(attribute.CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED),
-            ordering=asked(attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING),
-            flush_options=asked(attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS),
+        return GpuDirect(
+            peer_memory=bool(asked("GPU_DIRECT_RDMA_SUPPORTED")),
+            dma_buf=bool(asked("DMA_BUF_SUPPORTED")),
+            ordered=asked("GPU_DIRECT_RDMA_WRITES_ORDERING") >= _ORDERED_FOR_OWNER,
+            host_flushes=bool(asked("GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS") & _FLUSH_BY_HOST),
         )
 
     def dma_buf(self, address: int, nbytes: int) -> DmaBuf:

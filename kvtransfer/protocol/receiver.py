@@ -7,12 +7,12 @@ instructions and come back as events) and draws no random numbers (fresh grant i
     COMMITTED   sealed and committed: the writer's right is over
     REVOKING    the request has let go, the writer has not
     QUARANTINED the same, and no evidence came in time
-    FENCED      evidence came; kept to answer repeats           RELEASED  nobody owns anything; kept to answer repeats
+    FENCED      evidence came; kept to answer repeats           RELEASED  nobody owns blocks by it; kept for repeats
 
 Time may start a revocation; only evidence ends a writer's right (I2): seal and commit, the writer's own Release
-(`WriterReleased`, or a rising `lowest_live`), or the transport's fence (`PairFenced`). A Release with writes in doubt
-is not evidence: it starts a fence, whose evidence ends the right and answers the Release. A writer's `lowest_live`
-stays below that number until it has the answer.
+(`WriterReleased`, or a rising `lowest_live`), or the transport's fence (`PairFenced`). If a Release says that writes
+are in doubt, the receiver fences the pair, and answers the Release when the fence has ended. Until then the writer does
+not raise its `lowest_live` past that number.
 
 The two sides name the same thing differently: the *number* of a Reserve within its pair (the writer knows it from the
 start) and the *grant* (drawn by the receiver, known to the writer once granted).
@@ -20,12 +20,14 @@ start) and the *grant* (drawn by the receiver, known to the writer once granted)
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.ids import Attempt, BlockId, Epoch, GrantId, Pair, RequestId, RequestKey, ReserveNumber
 from cachestore.ledger import Ledger
+from kvtransfer.protocol.writer import LIVE_SPAN_MAX, STORY_STEPS_MAX
 from kvtransfer.transport import Seal
 
 
@@ -325,14 +327,16 @@ class ForgetGrant(ReceiverInstruction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartGrantTimer(ReceiverInstruction):
-    """Arms the timer anew; one of each kind for a grant."""
+    """Arms the timer anew. A grant has one timer at a time: CloseGrant comes before one of the other kind."""
 
     grant: GrantId
     kind: TimerKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StopGrantTimers(ReceiverInstruction):
+class CloseGrant(ReceiverInstruction):
+    """It is no longer open: stop its timers, and forbid its bytes where the port can refuse them."""
+
     grant: GrantId
 
 
@@ -348,13 +352,11 @@ class CountRefused(ReceiverInstruction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiverLimits:
-    live_span_max: int = 4096
-    """Reserve numbers a writer may have between its lowest live one and its newest."""
+    live_span_max: int = LIVE_SPAN_MAX
     tombstones_max: int = 65_536
     """Cancelled requests remembered so that a late Reserve or Commit of them is refused; the oldest goes first."""
     revoke_rounds_before_fence: int = 1
     revoke_rounds_before_quarantine: int = 3
-    story_steps_max: int = 24
 
 
 @dataclass(slots=True, kw_only=True)
@@ -437,12 +439,11 @@ class ReceiverMachine:
     def forget_pair(self, pair: Pair) -> list[ReceiverInstruction]:
         """Forget a fenced pair whose writer is gone, as far as is known. Does nothing while a grant of it lives.
 
-        No epoch is given twice: a writer that comes back takes a later one as the sign of a fence, without which its
-        writes in doubt would hold up its numbering for good."""
+        No epoch is given twice: a returning writer that sees a later one knows that it was fenced. Without that sign it
+        would wait for ever for its writes in doubt, and its numbers could not move on."""
         self._out = []
-        state = self._pairs.get(pair)
-        if state is not None and self.is_quiet(pair):
-            for grant in self._grants_of(state):
+        if pair in self._pairs and self.is_quiet(pair):
+            for grant in self._grants_of(pair):
                 self._forget(grant)
             self._first_epoch = max(self._first_epoch, self._pairs.pop(pair).epoch)
         return self._out
@@ -472,32 +473,21 @@ class ReceiverMachine:
         known = self._grant(grant, pair)
         return known.blocks if known is not None and known.state in UNCOMMITTED else None
 
-    def uncommitted(self, pair: Pair) -> list[tuple[ReserveNumber, GrantId]]:
+    def uncommitted(self, pair: Pair) -> list[GrantEntry]:
         """This pair's grants whose writer may still write, by the numbers of their Reserves, ascending."""
-        state = self._pairs.get(pair)
-        known = [] if state is None else sorted(state.by_number.items())
-        return [(number, grant) for number, grant in known if self._grants[grant].state in UNCOMMITTED]
-
-    def grant_of(self, key: RequestKey) -> GrantId | None:
-        """The grant of this attempt that is still known, the newest if there are several."""
-        ids = [g for g in self._by_request.get(key.request, ()) if self._grants[g].key == key]
-        return max(ids, key=lambda g: self._grants[g].number, default=None)
+        return [grant for grant in self._grants_of(pair) if grant.state in UNCOMMITTED]
 
     def is_quiet(self, pair: Pair) -> bool:
         """No grant of this pair owns blocks."""
-        state = self._pairs.get(pair)
-        return state is None or all(g.state in (GrantState.FENCED, GrantState.RELEASED) for g in self._grants_of(state))
+        return all(g.state in (GrantState.FENCED, GrantState.RELEASED) for g in self._grants_of(pair))
 
     @property
     def unreleased(self) -> int:
         """Grants through which somebody owns blocks."""
         return sum(g.state not in (GrantState.FENCED, GrantState.RELEASED) for g in self._grants.values())
 
-    def states(self) -> dict[GrantState, int]:
-        counts = dict.fromkeys(GrantState, 0)
-        for grant in self._grants.values():
-            counts[grant.state] += 1
-        return counts
+    def states(self) -> Counter[GrantState]:
+        return Counter(grant.state for grant in self._grants.values())
 
     def is_over(self, key: RequestKey) -> bool:
         """True if this attempt gets no more grants: it was cancelled, a newer attempt came, or it has a grant already
@@ -676,14 +666,14 @@ class ReceiverMachine:
         if event.epoch >= pair.epoch:  # evidence about an older epoch does not end the fence of this one
             pair.fencing = False
         pair.epoch = max(pair.epoch, Epoch(event.epoch + 1))
-        for grant in self._grants_of(pair):
+        for grant in self._grants_of(event.pair):
             if grant.state in UNCOMMITTED and grant.epoch <= event.epoch:
                 self._step(grant, Step.FENCE, GrantState.FENCED)
 
     def _start_fence(self, pair_key: Pair) -> None:
         """A fence ends the right of the whole pair. Its open grants cannot commit, so their requests let go now."""
         pair = self._pair(pair_key)
-        for grant in self._grants_of(pair):
+        for grant in self._grants_of(pair_key):
             if grant.state in OPEN:
                 self._step(grant, Step.SUSPECT, GrantState.REVOKING)
         if not pair.fencing:
@@ -745,7 +735,7 @@ class ReceiverMachine:
         allowed = TRANSITIONS.get((grant.state, step), ())
         line = f"{grant.state.value} --{step.value}--> {to.value}"
         assert to in allowed, f"grant {grant.id.hex()}: {line} is not in the table; story: {grant.story}"
-        grant.story = (*grant.story, line)[-self.limits.story_steps_max :]
+        grant.story = (*grant.story, line)[-STORY_STEPS_MAX:]
         came_from, grant.state = grant.state, to
         if to is came_from:
             return
@@ -763,14 +753,14 @@ class ReceiverMachine:
     def _enter_revoking(self, grant: GrantEntry) -> None:
         self._drop_request(grant)
         self._answer_commit(grant, committed=False)
-        self._out.append(StopGrantTimers(grant=grant.id))
+        self._out.append(CloseGrant(grant=grant.id))
         self._out.append(SendRevoke(pair=grant.pair, number=grant.number))
         self._out.append(StartGrantTimer(grant=grant.id, kind=TimerKind.REVOKE))
 
     def _enter_committed(self, grant: GrantEntry) -> None:
         grant.was_committed = True
         self.ledger.writer_gone(grant.blocks, grant.id)
-        self._out.append(StopGrantTimers(grant=grant.id))
+        self._out.append(CloseGrant(grant=grant.id))
         self._out.append(ScheduleRequest(key=grant.key, grant=grant.id))
         self._answer_commit(grant, committed=True)
 
@@ -779,7 +769,7 @@ class ReceiverMachine:
         if came_from in OPEN:
             self._drop_request(grant)
         self._answer_commit(grant, committed=False)
-        self._out.append(StopGrantTimers(grant=grant.id))
+        self._out.append(CloseGrant(grant=grant.id))
         if grant.release_waits:
             grant.release_waits = False
             self._step(grant, Step.RELEASE, GrantState.RELEASED)
@@ -839,5 +829,6 @@ class ReceiverMachine:
         known = self._grants.get(grant)
         return known if known is not None and known.pair == pair else None
 
-    def _grants_of(self, pair: PairEntry) -> list[GrantEntry]:
-        return [self._grants[g] for _, g in sorted(pair.by_number.items())]
+    def _grants_of(self, pair: Pair) -> list[GrantEntry]:
+        known = self._pairs.get(pair)
+        return [] if known is None else [self._grants[grant] for _, grant in sorted(known.by_number.items())]

@@ -18,9 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
 
 from baton.ids import Epoch, GrantId, RequestKey, ReserveNumber
 from kvtransfer.transport import Seal
+
+LIVE_SPAN_MAX: Final = 4096
+"""Reserve numbers of one pair between the writer's lowest live one and its newest."""
+STORY_STEPS_MAX: Final = 24
 
 
 class WriterState(Enum):
@@ -248,13 +253,6 @@ class ReportEnd(WriterInstruction):
     end: HandoffEnd
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriterLimits:
-    live_span_max: int = 4096
-    """Must not exceed the receiver's: no new Reserve while the lowest live number is this far behind."""
-    story_steps_max: int = 24
-
-
 @dataclass(slots=True, kw_only=True)
 class HandoffEntry:
     number: ReserveNumber
@@ -279,8 +277,9 @@ class HandoffEntry:
 class WriterMachine:
     """All handoffs of one pair. `handle(HandoffAsked)` needs `can_ask`."""
 
-    def __init__(self, limits: WriterLimits | None = None) -> None:
-        self.limits = limits or WriterLimits()
+    def __init__(self, *, live_span_max: int = LIVE_SPAN_MAX) -> None:
+        """No new Reserve while the lowest live number is `live_span_max` behind; the receiver's must be as large."""
+        self._live_span_max = live_span_max
         self._handoffs: dict[ReserveNumber, HandoffEntry] = {}
         self._next = ReserveNumber(0)
         self._in_doubt: dict[ReserveNumber, Epoch] = {}
@@ -321,7 +320,7 @@ class WriterMachine:
 
     @property
     def can_ask(self) -> bool:
-        return self._next < self.lowest_live + self.limits.live_span_max
+        return self._next < self.lowest_live + self._live_span_max
 
     @property
     def live(self) -> int:
@@ -357,7 +356,7 @@ class WriterMachine:
         line = f"{handoff.state.value} --{step.value}--> {to.value}"
         allowed = WRITER_TRANSITIONS.get((handoff.state, step), ())
         assert to in allowed, f"handoff {handoff.number}: {line} is not in the table; story: {handoff.story}"
-        handoff.story = (*handoff.story, line)[-self.limits.story_steps_max :]
+        handoff.story = (*handoff.story, line)[-STORY_STEPS_MAX:]
         handoff.state = to
         if to is _W.DRAINING:
             self._out.append(AbandonWrites(number=handoff.number, grant=handoff.grant))

@@ -85,11 +85,10 @@ class DeviceLanes(CopyingLanes):
     What is queued on the device cannot be called back: it completes as copied after `abandon` and `stop` too.
     """
 
-    def __init__(self, parts: CopyParts, streams: DeviceStreams, *, poll_interval_s: float = POLL_INTERVAL_S) -> None:
+    def __init__(self, parts: CopyParts, streams: DeviceStreams) -> None:
         """The regions are memories as `streams.copy` takes them."""
         super().__init__(parts, self._cut)
         self._streams = streams
-        self._poll_interval_s = poll_interval_s
         self._side = streams.side()
         self._flying: deque[tuple[Taken[DevicePart], DeviceEvent]] = deque()
 
@@ -133,7 +132,7 @@ class DeviceLanes(CopyingLanes):
             taken, done = self._flying[0]
         pause = threading.Event()
         while not done.done():
-            pause.wait(self._poll_interval_s)
+            pause.wait(POLL_INTERVAL_S)
         with lock:
             self._flying.popleft()
             self.queue.finished(taken, copied=True)

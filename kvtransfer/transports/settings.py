@@ -1,7 +1,6 @@
 """The settings of the transports: one name each, for the writer and the receiver, on every kind of node.
 
-Everything else that bounds a transport is fixed: `limits.py` has what ports and links share, and each transport keeps
-its own constants beside their use.
+Everything else that bounds a transport is fixed, in constants beside their use.
 """
 
 from __future__ import annotations

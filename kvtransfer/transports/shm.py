@@ -463,12 +463,6 @@ class CopyLanes(CopyingLanes):
         """See `Lanes.offer`: wakes as many threads as it has chunks."""
         self.queue.lock.notify(max(1, length_hint(batch.parts)))
 
-    def join(self) -> None:
-        super().join()
-        self._idle_work = None
-
-    # Copying threads.
-
     def _carry_all(self, lane: int) -> None:
         while self._wait():
             with self._turns:
@@ -537,7 +531,7 @@ class ShmWriterLink(ChannelLink):
         config: ShmConfig,
         turns: AbstractContextManager[object],
     ) -> None:
-        """Takes ownership of the channel's socket and the mapping. Use `connect`."""
+        """Takes the channel's socket and the mapping over. Use `connect`."""
         super().__init__(channel, parts, limits)
         self._mapping = mapping
         self._nonce = channel.nonce
@@ -653,22 +647,14 @@ class ShmWriterLink(ChannelLink):
     def _seals_waiting(self) -> int:
         return len(self._outbox)
 
-    def _stopped(self) -> None:
-        """Only our own copies are on their way, and they end by themselves: it goes on in `_drained`."""
-        self._loop.remove_reader(self._sock)
-
-    def _cut_off(self) -> None:
-        self._stopped()
-
     def _drained(self) -> None:
-        """No thread will copy any more: unmap, and only then acknowledge."""
+        """No thread will copy any more: unmap, and only then acknowledge. Every end comes here, by itself."""
         self._end("a copy thread failed")
         self._lanes.join()
         try:
             self._mapping.close()
         except BaseException:
-            # Somebody still sees the region, a bug of ours, or the device refuses to close it. BYE would be a lie:
-            # the receiver keeps waiting.
+            # A bug of ours, or the device refuses: BYE would be a lie. The receiver keeps waiting.
             self._finish()
             raise
         self._bye_timer = self._loop.call_later(self._limits.bye_ms_max / 1000, self._finish)
@@ -696,10 +682,9 @@ class ShmWriterLink(ChannelLink):
         self._finish()
 
     def _finish(self) -> None:
-        if self._over.done():
-            return
         if self._bye_timer is not None:
             self._bye_timer.cancel()
+        self._loop.remove_reader(self._sock)
         self._drop_unsent()
         self._sock.close()
         super()._finish()

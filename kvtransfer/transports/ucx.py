@@ -330,6 +330,10 @@ class UcxConnection(Connection):
     evidence: Evidence | None = None
     """Once it is there the agent is destroyed, and then the evidence counts."""
 
+    def cancel_poll(self) -> None:
+        if self.poll_timer is not None:
+            self.poll_timer.cancel()
+
 
 class UcxReceiverPort(ListeningPort[UcxConnection]):
     """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). A pool's thread makes and destroys
@@ -387,22 +391,20 @@ class UcxReceiverPort(ListeningPort[UcxConnection]):
 
     async def _make_agent(self, connection: UcxConnection) -> None:
         name = f"receiver-{connection.number}-{connection.hello.link:x}"
+        event: wire.Event
         try:
             agent = await self._loop.run_in_executor(None, UcxAgent, self._region.array_U8, name, self._config.tls)
         except UcxUnavailable as error:
             log.warning("no agent for a writer", reason=str(error))
-            connection.work = None
-            if connection.sock is None:
-                self._drop(connection)
-            else:
-                self._handle(connection, Refusal(RefusalReason.UCX))
-            return
-        connection.agent, connection.work = agent, None
-        if connection.sock is None or self._closed:
+            event = Refusal(RefusalReason.UCX)
+        else:
+            welcome = UcxWelcome(region_base=agent.base, region_nbytes=agent.nbytes, metadata=agent.metadata())
+            connection.agent, event = agent, wire.Prepared(payload=welcome.encode())
+        connection.work = None
+        if connection.sock is None:
             self._drop(connection)
-            return
-        welcome = UcxWelcome(region_base=agent.base, region_nbytes=agent.nbytes, metadata=agent.metadata())
-        self._handle(connection, wire.Prepared(payload=welcome.encode()))
+        else:
+            self._handle(connection, event)
 
     def _opened(self, connection: UcxConnection) -> None:
         connection.seals = SealGather(epoch=connection.epoch, ways=1, seals_max=SEALS_PARTIAL_MAX)
@@ -433,10 +435,10 @@ class UcxReceiverPort(ListeningPort[UcxConnection]):
 
     def _take_notifications(self, connection: UcxConnection) -> None:
         """Look for the other half of seals; come back soon while some wait for it."""
-        connection.poll_timer = None
-        believed = connection.channel.state in (ChannelState.OPEN, ChannelState.LOST)
-        if connection.agent is None or connection.seals is None or connection.evidence or not believed:
+        connection.cancel_poll()
+        if connection.agent is None or connection.evidence or connection.channel.state is ChannelState.BROKEN:
             return
+        assert connection.seals is not None
         try:
             for number in connection.agent.notified():
                 self._report(connection, connection.seals.number_came(number))
@@ -445,8 +447,7 @@ class UcxReceiverPort(ListeningPort[UcxConnection]):
         except UcxFailed as error:
             log.warning("ucx link ended", reason=str(error))
             self._handle(connection, Refusal(RefusalReason.UCX))
-        wanted = connection.seals.waiting and connection.sock is not None
-        if wanted and connection.evidence is None and connection.poll_timer is None:
+        if connection.seals.waiting and connection.sock is not None:
             connection.poll_timer = self._loop.call_later(SEAL_POLL_US / 1e6, self._take_notifications, connection)
 
     # Ends.
@@ -463,9 +464,7 @@ class UcxReceiverPort(ListeningPort[UcxConnection]):
 
     def _drop(self, connection: UcxConnection) -> None:
         connection.close(self._loop)
-        if connection.poll_timer is not None:
-            connection.poll_timer.cancel()
-            connection.poll_timer = None
+        connection.cancel_poll()
         if connection.work is not None:
             return  # it comes back here, or is on its way out already
         if connection.agent is None:
@@ -481,20 +480,18 @@ class UcxReceiverPort(ListeningPort[UcxConnection]):
 
     async def _destroy(self, connection: UcxConnection) -> None:
         assert connection.agent is not None
+        destroyed = True
         try:
             await self._loop.run_in_executor(None, connection.agent.destroy)
         except AssertionError as error:
             # A bug of ours: its worker may live. There is no evidence, and never will be.
+            destroyed = False
             self._counts["destroy_failed"] += 1
-            connection.work = None
-            connection.agent = None
             log.error("a fence has no evidence", reason=str(error))
-            if self._closed:
-                self._connections.pop(connection.number, None)
-            return
         connection.agent = connection.work = None
-        self._connections.pop(connection.number, None)
-        if connection.channel.opened and not self._closed:
+        if destroyed or self._closed:
+            self._connections.pop(connection.number, None)
+        if destroyed and connection.channel.opened and not self._closed:
             assert connection.evidence is not None
             self._proved(connection, connection.evidence)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from baton.ids import Attempt, GrantId, Incarnation, Pair, RequestId, RequestKey, ReserveNumber
 from kvtransfer.protocol.receiver import ReceiverLimits
-from kvtransfer.protocol.writer import WriterLimits, WriterMachine
+from kvtransfer.protocol.writer import WriterMachine
 from tests.support.grant_scripts import AdmittingReceiver
 
 if TYPE_CHECKING:
@@ -70,10 +70,8 @@ class Bounds:
             tombstones_max=64,
             revoke_rounds_before_fence=1,
             revoke_rounds_before_quarantine=2,
-            story_steps_max=0,
         )
     )
-    writer_limits: WriterLimits = field(default_factory=lambda: WriterLimits(live_span_max=3, story_steps_max=0))
 
 
 class Violation(AssertionError):

@@ -1,8 +1,8 @@
 """Private state of the machines as hashable tuples, and back. The explorer's product states are made of these.
 
-Left out is what nothing reads any more: stories (the explorer sets `story_steps_max` to 0), the seal and rounds of a
-grant whose writer's right is over, the writes and grant of a handoff that was given up, and the reason of a stored
-refusal (it goes into the answer; the writer's machine does not look at it). That makes many states one.
+Left out is what nothing reads any more: stories, the seal and rounds of a grant whose writer's right is over, the
+writes and grant of a handoff that was given up, and the reason of a stored refusal (it goes into the answer; the
+writer's machine does not look at it). That makes many states one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from baton.ids import Epoch, GrantId, ReserveNumber
 from cachestore.ledger import Ledger
 from kvtransfer.protocol.receiver import GrantEntry, GrantState, PairEntry, ReceiverLimits, ReceiverMachine, Refusal
-from kvtransfer.protocol.writer import HandoffEntry, WriterLimits, WriterMachine, WriterState
+from kvtransfer.protocol.writer import HandoffEntry, WriterMachine, WriterState
 
 MachineT = TypeVar("MachineT", bound=ReceiverMachine)
 GrantTuple = tuple[Any, ...]
@@ -143,8 +143,8 @@ def _save_handoff(handoff: HandoffEntry) -> HandoffTuple:
     )
 
 
-def load_writer(make: type[WriterMachine], limits: WriterLimits, saved: WriterTuple) -> WriterMachine:
-    machine = make(limits)
+def load_writer(make: type[WriterMachine], live_span_max: int, saved: WriterTuple) -> WriterMachine:
+    machine = make(live_span_max=live_span_max)
     machine._next = ReserveNumber(saved[0])
     for row in saved[1]:
         machine._handoffs[row[0]] = HandoffEntry(

@@ -107,6 +107,7 @@ class WriterPart:
 
     def __init__(self, bounds: Bounds, messages: Messages) -> None:
         self._bounds = bounds
+        self._live_span_max = bounds.receiver_limits.live_span_max
         self._messages = messages
         self._infos: dict[WriterProcess, WriterInfo] = {}
         self.by_id: list[WriterInfo] = []
@@ -119,7 +120,7 @@ class WriterPart:
     def start(self, writer: int) -> WriterInfo:
         """The `writer`-th process, just started."""
         if writer not in self._started:
-            machine = self._make(self._bounds.writer_limits)
+            machine = self._make(live_span_max=self._live_span_max)
             self._started[writer] = self._info(WriterProcess(writer, save_writer(machine)))
         return self._started[writer]
 
@@ -164,7 +165,7 @@ class WriterPart:
                 raise AssertionError(event)
 
     def _carry_out(self, info: WriterInfo, event: Any) -> WriterEffect:
-        machine = load_writer(self._make, self._bounds.writer_limits, info.state.machine)
+        machine = load_writer(self._make, self._live_span_max, info.state.machine)
         try:
             instructions = machine.handle(event)
         except (AssertionError, KeyError) as error:
@@ -178,7 +179,7 @@ class WriterPart:
         info = self._infos.get(state)
         if info is not None:
             return info
-        machine = load_writer(self._make, self._bounds.writer_limits, state.machine)
+        machine = load_writer(self._make, self._live_span_max, state.machine)
         views = tuple(self._view(row) for row in state.machine[1])
         unanswered = tuple(self._unanswered(h) for h in views if h.state in _WAITING)
         info = WriterInfo(

@@ -33,7 +33,7 @@ from baton.ids import GrantId, Pair
 from baton.runtime import NodeRuntime
 from cachestore.ledger import Ledger
 from decode_node.node import DecodeNode
-from kvtransfer.receiver import Receiver
+from kvtransfer.receiver import PortEvents, Receiver
 from kvtransfer.transport import TransportName
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
 from node.peers import Peers
@@ -336,7 +336,7 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         raise RdmaUnavailable("simulated")
 
     def open_port(transport: TransportName, _config: Any, _pool: Any, ports: Any, _memory: None) -> SimPort:
-        return SimPort(transport=transport, process=current(), events=ports.port_events(transport))
+        return SimPort(transport=transport, process=current(), events=PortEvents(ports, transport))
 
     async def nobody_listens(endpoint: str, *, timeout_s: float) -> bool:
         return await cluster.nobody_listens(current(), endpoint, timeout_s)

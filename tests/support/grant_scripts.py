@@ -11,6 +11,7 @@ from kvtransfer.protocol.receiver import (
     AnswerCommit,
     AnswerGranted,
     AnswerRefused,
+    CloseGrant,
     CommitAsked,
     GrantState,
     GrantTimerFired,
@@ -25,7 +26,6 @@ from kvtransfer.protocol.receiver import (
     SealLanded,
     SendRevoke,
     StartGrantTimer,
-    StopGrantTimers,
     TimerKind,
     WriterReleased,
 )
@@ -42,7 +42,6 @@ from kvtransfer.protocol.writer import (
     SendRelease,
     SendReserve,
     WriterInstruction,
-    WriterLimits,
     WriterMachine,
     WriterState,
     WritesCompleted,
@@ -182,7 +181,7 @@ def refused(number: int, refusal: Refusal) -> list[ReceiverInstruction]:
 
 def committed(number: int = 0, *, answered: bool = True) -> list[ReceiverInstruction]:
     schedule: list[ReceiverInstruction] = [
-        StopGrantTimers(grant=grant_of(number)),
+        CloseGrant(grant=grant_of(number)),
         ScheduleRequest(key=key_of(), grant=grant_of(number)),
     ]
     return [*schedule, AnswerCommit(pair=PAIR, grant=grant_of(number), committed=True)] if answered else schedule
@@ -192,7 +191,7 @@ def revoking(number: int = 0, *, commit_waits: bool = False) -> list[ReceiverIns
     answer = [AnswerCommit(pair=PAIR, grant=grant_of(number), committed=False)] if commit_waits else []
     return [
         *answer,
-        StopGrantTimers(grant=grant_of(number)),
+        CloseGrant(grant=grant_of(number)),
         SendRevoke(pair=PAIR, number=nth(number)),
         StartGrantTimer(grant=grant_of(number), kind=TimerKind.REVOKE),
     ]
@@ -209,7 +208,7 @@ LEASE = StartGrantTimer(grant=grant_of(0), kind=TimerKind.LEASE)
 class Writer:
     """A writer machine, and short words for what is done to it."""
 
-    machine: WriterMachine = field(default_factory=lambda: WriterMachine(WriterLimits(live_span_max=2)))
+    machine: WriterMachine = field(default_factory=lambda: WriterMachine(live_span_max=2))
 
     def ask(self) -> list[WriterInstruction]:
         return self.machine.handle(HandoffAsked(key=key_of()))

@@ -352,9 +352,7 @@ def test_the_receiver_says_what_it_found_and_remembers_it(
     one, other = GRANT, GrantId(bytes(16))
 
     async def scene() -> None:
-        checks = RecordChecks(
-            ChecksumThread(region, name="test"), LAYOUT, num_blocks=BLOCKS, loop=asyncio.get_running_loop()
-        )
+        checks = RecordChecks(ChecksumThread(region, name="test"), LAYOUT, num_blocks=BLOCKS)
         told: list[RecordsChecked] = []
         blocks = [BlockId(1), BlockId(4)]
         checks.keep(one, sums([0, 2], [1, 4], good), blocks)
@@ -362,6 +360,7 @@ def test_the_receiver_says_what_it_found_and_remembers_it(
         await checks.run(one, told.append)
         await checks.run(other, told.append)
         assert told == [RecordsChecked(grant=one, intact=True), RecordsChecked(grant=other, intact=False)]
+        assert checks.records == 4
         for _ in range(2):
             error = checks.error(other)
             assert error.reason is Reason.DATA_CORRUPT
@@ -380,14 +379,12 @@ def test_the_receiver_says_what_it_found_and_remembers_it(
 @pytest.mark.parametrize("meanwhile", [False, True], ids=["before", "meanwhile"])
 def test_a_grant_that_is_forgotten_is_compared_for_nobody(meanwhile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its writer is fenced and its books are closed before the comparison begins, or while the other thread reads:
-    nothing breaks off, nothing is said, and nothing is kept of it, though its records differ."""
+    nothing breaks off, nothing is said or counted, and nothing is kept of it, though its records differ."""
     monkeypatch.setattr("kvtransfer.checksums.INLINE_BYTES_MAX", 0)
     gate = Gate(monkeypatch)
 
     async def scene() -> None:
-        checks = RecordChecks(
-            ChecksumThread(random_region(3), name="test"), LAYOUT, num_blocks=BLOCKS, loop=asyncio.get_running_loop()
-        )
+        checks = RecordChecks(ChecksumThread(random_region(3), name="test"), LAYOUT, num_blocks=BLOCKS)
         told: list[RecordsChecked] = []
         try:
             checks.keep(GRANT, sums([0], [1], [0]), [BlockId(1)])
@@ -398,7 +395,7 @@ def test_a_grant_that_is_forgotten_is_compared_for_nobody(meanwhile: bool, monke
             checks.forget(GRANT)
             gate.open.set()
             await running
-            assert told == []
+            assert (told, checks.records) == ([], 0)
             with pytest.raises(KeyError):
                 checks.error(GRANT)
         finally:
@@ -422,9 +419,7 @@ def test_records_that_cannot_be_read_end_the_handoff_with_an_error(
     monkeypatch.setattr(checksums, "crcs", broken)
 
     async def scene() -> None:
-        checks = RecordChecks(
-            ChecksumThread(random_region(3), name="test"), LAYOUT, num_blocks=BLOCKS, loop=asyncio.get_running_loop()
-        )
+        checks = RecordChecks(ChecksumThread(random_region(3), name="test"), LAYOUT, num_blocks=BLOCKS)
         script = Script()
         script.reserve(key=key_of())
         script.seal()

@@ -41,7 +41,7 @@ class Scene:
             drained=self.drained.set,
             name="device-copy",
         )
-        self.pool = DeviceLanes(parts, device, poll_interval_s=1e-5)
+        self.pool = DeviceLanes(parts, device)
         self.pool.start()
 
     def _completed(self, grant: bytes, writes: int, nbytes: int, copied: bool) -> None:

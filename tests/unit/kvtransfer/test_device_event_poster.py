@@ -50,7 +50,7 @@ class Scene:
 
     def __init__(self, seed: int) -> None:
         self.node = Node(seed)
-        self.poster = EventPoster(streams=self.node.device, name="event-poster", poll_interval_s=1e-5)
+        self.poster = EventPoster(streams=self.node.device, name="event-poster")
         self.lane = ReadingLane(self.node)
         self.completed: list[tuple[GrantId, bool]] = []
         self.uncomputed: list[GrantId] = []

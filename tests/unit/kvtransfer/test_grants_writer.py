@@ -19,7 +19,6 @@ from kvtransfer.protocol.writer import (
     ReserveUnanswered,
     SendSeal,
     StartWriting,
-    WriterLimits,
     WriterMachine,
     WriterState,
     WriterStep,
@@ -184,7 +183,7 @@ def test_a_lost_link_of_an_old_epoch_leaves_newer_handoffs_alone() -> None:
 
 def test_peer_gone_ends_everything_and_tells_nobody() -> None:
     """The receiver process has ended; sources are still held until the transport has let go of them."""
-    w = Writer(WriterMachine(WriterLimits(live_span_max=4)))
+    w = Writer(WriterMachine(live_span_max=4))
     for _ in range(3):
         w.ask()
     w.granted(0)
@@ -283,7 +282,7 @@ def test_a_release_with_writes_in_doubt_no_longer_counts_as_writing() -> None:
     """Its answer waits for a fence of the receiver's, perhaps for ever: it stays live, and no drain waits for it. Every
     other handoff is answered for: one that writes, one whose Release is answered at once, one whose writes are
     in doubt and not over."""
-    w = Writer(WriterMachine(WriterLimits(live_span_max=4)))
+    w = Writer(WriterMachine(live_span_max=4))
     w.ask()
     w.granted()
     w.posted(writes=2)
@@ -306,7 +305,7 @@ def test_a_release_with_writes_in_doubt_no_longer_counts_as_writing() -> None:
 def test_writes_in_doubt_outlive_the_peer_that_was_given_up() -> None:
     """The peer was given up before it knew. Should it live and be asked again, no lowest live number vouches for them,
     until a grant of a later epoch shows that they were fenced."""
-    w = Writer(WriterMachine(WriterLimits(live_span_max=4)))
+    w = Writer(WriterMachine(live_span_max=4))
     w.ask()
     w.granted()
     w.posted(writes=1)

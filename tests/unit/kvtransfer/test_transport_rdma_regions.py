@@ -57,17 +57,6 @@ def test_pages_of_an_address_within_one() -> None:
 # What a device allows.
 
 
-@pytest.mark.parametrize(
-    ("ordering", "options", "ordered", "host_flushes"),
-    [(0, 0, False, False), (0, 1, False, True), (0, 2, False, False), (100, 3, True, True), (200, 0, True, False)],
-)
-def test_the_attributes_of_a_device_are_read(ordering: int, options: int, ordered: bool, host_flushes: bool) -> None:
-    """Ordered for its owner or for all: nothing to flush. Of the ways to flush only the host's call is used, and not
-    that of a stream."""
-    found = GpuDirect.of(peer_memory=1, dma_buf=0, ordering=ordering, flush_options=options)
-    assert found == GpuDirect(peer_memory=True, dma_buf=False, ordered=ordered, host_flushes=host_flushes)
-
-
 def allowed(
     *, peer_memory: bool = True, dma_buf: bool = True, ordered: bool = False, host_flushes: bool = True
 ) -> GpuDirect:
@@ -347,19 +336,26 @@ def cuda(fake: FakeCuda) -> CudaDriver:
     return made
 
 
-def test_cuda_is_asked_for_the_four_attributes_of_the_device() -> None:
+@pytest.mark.parametrize(
+    ("ordering", "options", "ordered", "host_flushes"),
+    [(0, 0, False, False), (0, 1, False, True), (0, 2, False, False), (100, 3, True, True), (200, 0, True, False)],
+)
+def test_the_attributes_of_a_device_are_read(ordering: int, options: int, ordered: bool, host_flushes: bool) -> None:
+    """Ordered for its owner or for all: nothing to flush. Of the ways to flush only the host's call is used, and not
+    that of a stream."""
     prefix = "CU_DEVICE_ATTRIBUTE_"
     attributes = {
         f"{prefix}GPU_DIRECT_RDMA_SUPPORTED": 1,
-        f"{prefix}DMA_BUF_SUPPORTED": 1,
-        f"{prefix}GPU_DIRECT_RDMA_WRITES_ORDERING": 0,
-        f"{prefix}GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS": 3,
+        f"{prefix}DMA_BUF_SUPPORTED": 0,
+        f"{prefix}GPU_DIRECT_RDMA_WRITES_ORDERING": ordering,
+        f"{prefix}GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS": options,
     }
     fake = FakeCuda(
         cuDeviceGet=lambda ordinal: (0, f"device {ordinal}"),
         cuDeviceGetAttribute=lambda kind, device: (0, attributes[kind]) if device == "device 0" else (101,),
     )
-    assert cuda(fake).gpudirect() == GpuDirect(peer_memory=True, dma_buf=True, ordered=False, host_flushes=True)
+    found = cuda(fake).gpudirect()
+    assert found == GpuDirect(peer_memory=True, dma_buf=False, ordered=ordered, host_flushes=host_flushes)
     assert {call[1] for call in fake.calls if call[0] == "cuDeviceGetAttribute"} == set(attributes)
 
 

@@ -68,17 +68,6 @@ def test_a_region_in_use_is_never_written_to_for_its_pages(monkeypatch: pytest.M
         region.close()
 
 
-def test_without_prefault_pages_come_when_touched() -> None:
-    """A region larger than the memory can be made so; it takes none until written to."""
-    region = Region.create(memory_available_bytes() * 2, "test", prefault=False)
-    try:
-        assert resident_bytes(region.fd) == 0
-        region.array_U8[5] = 1
-        assert resident_bytes(region.fd) == mmap.PAGESIZE
-    finally:
-        region.close()
-
-
 def test_another_mapping_sees_the_same_memory_of_a_fixed_size() -> None:
     """The descriptor is all that another process needs; it can neither grow nor shrink the region, nor unseal it."""
     region = Region.create(NBYTES, "test")

@@ -11,7 +11,7 @@ from baton.errors import InvalidField
 from baton.ids import BlockId, Epoch, GrantId, Incarnation, Pair
 from cachestore.layout import kv_layout
 from kvtransfer.link import Offers, check_transports, choose, host_identity
-from kvtransfer.receiver import ReceiverPorts
+from kvtransfer.receiver import PortEvents, ReceiverPorts
 from kvtransfer.transport import (
     LOOPED_SEGMENTS_MAX,
     DataEndpoint,
@@ -242,7 +242,7 @@ def test_a_pair_is_gone_when_every_port_that_it_used_says_so() -> None:
     pair, epoch = pair_of(2), Epoch(4)
     ports.expect(pair, epoch, SHM)
     ports.expect(pair, epoch, TCP)
-    ports.port_events(TCP).writer_gone(pair, epoch, "joined")
+    PortEvents(ports, TCP).writer_gone(pair, epoch, "joined")
     assert (shm.asked, tcp.asked, told.gone) == ([("fence", pair, epoch)], [], [])
     ports.fence(pair, epoch)
     assert (shm.asked, tcp.asked) == ([("fence", pair, epoch)], [])
@@ -250,7 +250,7 @@ def test_a_pair_is_gone_when_every_port_that_it_used_says_so() -> None:
         with pytest.raises(PairBeingFenced):
             ports.expect(pair, epoch, transport)
     ports.expect(pair_of(3), epoch, TCP)
-    ports.port_events(SHM).writer_gone(pair, epoch, "dead")
+    PortEvents(ports, SHM).writer_gone(pair, epoch, "dead")
     assert told.gone == [(pair, epoch, "shm: dead; tcp: joined")]
     ports.expect(pair, Epoch(5), TCP)
 
@@ -261,7 +261,7 @@ def test_a_pair_of_one_transport_does_not_wait_for_the_other() -> None:
     pair, nobody, epoch = pair_of(2), pair_of(3), Epoch(0)
     ports.expect(pair, epoch, TCP)
     ports.fence(pair, epoch)
-    ports.port_events(TCP).writer_gone(pair, epoch, "joined")
+    PortEvents(ports, TCP).writer_gone(pair, epoch, "joined")
     assert told.gone == [(pair, epoch, "joined")]
     assert (shm.asked, tcp.asked) == ([], [("fence", pair, epoch)])
     ports.fence(nobody, epoch)

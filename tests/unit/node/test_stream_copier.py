@@ -385,7 +385,7 @@ def test_over_the_stand_in_of_a_device() -> None:
     async def scene() -> None:
         driver = HostDriver()
         region = DeviceRegion(driver, LAYOUT.region_bytes(BLOCKS), "region", shared=False)
-        host = Region.create(LAYOUT.region_bytes(HOST_BLOCKS), "host", prefault=False)
+        host = Region.create(LAYOUT.region_bytes(HOST_BLOCKS), "host")
         pinned = driver.register(host.array_U8)
         copier = BlockCopier(streams=driver.streams, places=PLACES, device=region, host=pinned, name="test")
         copier.rehearse()
