@@ -343,11 +343,14 @@ SHM_LINK_LIMITS: Final = ShmLinkLimits()
 def cut_chunks(ops: WriteOps, threads: int, limits: ShmLinkLimits) -> Iterator[OpsPart]:
     """A batch in chunks, each of which ends with the op that fills it. A small batch is cut into equal shares for the
     threads; a large one, again and again, into a thread's share of what is left."""
-    ops = contiguous(ops)
+    ops, bytes_max = contiguous(ops), limits.copy_chunk_bytes_max
     left_bytes, start = ops.total_bytes, 0
-    bytes_min = min(max(CHUNK_BYTES_MIN, -(-left_bytes // threads)), LAST_CHUNK_BYTES)
+    bytes_min = min(max(CHUNK_BYTES_MIN, -(-left_bytes // threads)), LAST_CHUNK_BYTES, bytes_max)
+    if left_bytes <= bytes_min and len(ops.src) <= limits.copy_chunk_ops_max:
+        yield OpsPart(ops=ops, nbytes=left_bytes)
+        return
     while start < len(ops.src):
-        full_bytes = min(max(bytes_min, -(-left_bytes // threads)), limits.copy_chunk_bytes_max)
+        full_bytes = min(max(bytes_min, -(-left_bytes // threads)), bytes_max)
         ends_B = np.cumsum(ops.nbytes[start : start + limits.copy_chunk_ops_max])
         count = min(int(np.searchsorted(ends_B, full_bytes)) + 1, len(ends_B))
         end, nbytes = start + count, int(ends_B[count - 1])
