@@ -42,7 +42,7 @@ _TRANSPORTS: Final[Mapping[tuple[str, str], Mapping[str, int]]] = {
         "handshake_ms_max": 2000,
         "SEALS_PARTIAL_MAX": 4096,
         "stream.frame_bytes_max=FRAME_BYTES_MAX": 1 << 25,
-        "stream.frame_segments_max=SEGMENTS_MAX": 1024,
+        "stream.frame_segments_max=FRAME_SEGMENTS_MAX": 1024,
         "stream.ACK_FRAMES_MAX": 16,
         "stream.OUTBOX_BYTES_MAX": 1 << 16,
     },

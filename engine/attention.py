@@ -6,7 +6,7 @@ G query heads that share one KV head (H = K * G)   C tokens of one sequence's co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,13 +36,13 @@ class Ends:
 
     rows_W: torch.Tensor
     """int64, on the pool's device."""
-    batch: Batch
-    """Only these rows."""
+    slices: list[SequenceSlice]
+    """Those that draw, each cut to its last token."""
 
     def attend(self, attention: PagedAttention, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
         """Of the last layer -> [W, H, D]. Prepares its plan here, because a backend may keep one at a time."""
         q_WHD = q_THD[self.rows_W]
-        return attention.attend(layer, q_WHD, attention.prepare(self.batch.slices)) if len(q_WHD) else q_WHD
+        return attention.attend(layer, q_WHD, attention.prepare(self.slices)) if len(q_WHD) else q_WHD
 
 
 def ends_of(batch: Batch, device: torch.device) -> Ends | None:
@@ -53,7 +53,7 @@ def ends_of(batch: Batch, device: torch.device) -> Ends | None:
     rows_W = (
         to_device(np.array(rows, dtype=np.int64), device) if rows else torch.empty(0, dtype=torch.int64, device=device)
     )
-    return Ends(rows_W=rows_W, batch=batch.drawing())
+    return Ends(rows_W=rows_W, slices=[replace(s, start=s.stop - 1) for s in batch.slices if s.sample])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class _SequencePlan:
     num_rows: int
     context_len: int
     runs_2Kn: torch.Tensor
-    """Rows of `KvPool.runs` with the context, K before V, flat."""
+    """The context's runs of S*D elements in the layer, numbered `(block * 2 + k_or_v) * K + head`; K before V."""
     is_causal: bool
     """The whole context is new: row i sees columns 0..i, without a mask in memory."""
     mask_TC: torch.Tensor | None
@@ -86,7 +86,7 @@ class TorchAttention:
         return plans
 
     def attend(self, layer: int, q_THD: torch.Tensor, plan: list[_SequencePlan]) -> torch.Tensor:
-        runs = self.pool.runs(layer)
+        runs = self.pool.kv_LN2KSD[layer].flatten(0, 2).flatten(1)
         return torch.cat([self._attend_one(runs, q_THD, each) for each in plan])
 
     def _plan(self, s: SequenceSlice, first_row: int) -> _SequencePlan:

@@ -153,7 +153,7 @@ def write_demo_model(folder: Path, params: DemoModelParams | None = None) -> boo
 
 
 def _replace(folder: Path, params: DemoModelParams) -> bool:
-    wanted = _marker(params)
+    wanted = _json(asdict(params) | {"family": params.family.value, "format": 2})
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         marker = folder / MARKER_FILE
         if not marker.is_file():
@@ -173,10 +173,6 @@ def _replace(folder: Path, params: DemoModelParams) -> bool:
     finally:
         shutil.rmtree(workspace)
     return True
-
-
-def _marker(params: DemoModelParams) -> str:
-    return _json(asdict(params) | {"family": params.family.value, "format": 2})
 
 
 def _write_files(folder: Path, params: DemoModelParams) -> None:

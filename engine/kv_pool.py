@@ -95,10 +95,6 @@ class KvPool:
         kv_N2KSD[where.blocks_T, 0, :, where.slots_T] = k_TKD
         kv_N2KSD[where.blocks_T, 1, :, where.slots_T] = v_TKD
 
-    def runs(self, layer: int) -> torch.Tensor:
-        """One layer as rows of S*D elements, row `(block * 2 + k_or_v) * K + head`: what `attention` gathers."""
-        return self.kv_LN2KSD[layer].view(self.num_blocks * 2 * self.spec.num_kv_heads, -1)
-
 
 class DeviceMirror:
     """One region's copy on one device. The control thread calls `forget`, the engine thread everything else.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from itertools import accumulate
 from typing import Any, Protocol, runtime_checkable
@@ -128,10 +128,6 @@ class Batch:
         """Which of the T rows tokens are drawn from: the last of each slice with `sample`."""
         ends = accumulate(s.stop - s.start for s in self.slices)
         return [end - 1 for s, end in zip(self.slices, ends, strict=True) if s.sample]
-
-    def drawing(self) -> Batch:
-        """Only the slices with `sample`, each cut to its last token. May be empty."""
-        return Batch(slices=tuple(replace(s, start=s.stop - 1) for s in self.slices if s.sample))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

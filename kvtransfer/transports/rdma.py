@@ -70,7 +70,7 @@ from kvtransfer.transports.control_channel import (
     WriterChannel,
     connect_errors,
 )
-from kvtransfer.transports.rdma_ports import RdmaPort, choose_port, counters_of, find_ports, why_lost
+from kvtransfer.transports.rdma_ports import choose_port, counters_of, find_ports, why_lost
 from kvtransfer.transports.rdma_verbs import (
     Poster,
     QueuePairFailed,
@@ -295,10 +295,7 @@ class DeviceBytes:
 
     def flush(self) -> bool:
         """Make what a card is known to have written visible to all that is launched after this. A completion only says
-        that the card has sent its writes towards the device. True: something had to be done.
-
-        Once registered; any thread, one at a time. Raises DeviceError.
-        """
+        that the card has sent it towards the device. True: something had to be done. Any thread. Raises DeviceError."""
         assert self._allowed is not None, "not registered"
         if self._allowed.ordered:
             return False
@@ -343,16 +340,19 @@ class RdmaDevice:
     the region takes a while, so that may be another thread.
     """
 
-    def __init__(
-        self, port: RdmaPort, region: RdmaRegion, config: RdmaConfig, *, remote_writes: bool, limits: RdmaLimits
-    ) -> None:
-        """Opens and registers. `remote_writes`: others may write into the region (a receiver), or none may.
+    def __init__(self, region: RdmaRegion, config: RdmaConfig, *, remote_writes: bool, limits: RdmaLimits) -> None:
+        """Finds a port, opens and registers. `remote_writes`: others may write into the region (a receiver), or none.
 
         Raises:
-            RdmaUnavailable: no pyverbs, no right to open the device, or the region cannot be registered with it.
+            RdmaUnavailable: no such port, no pyverbs, no right to open the device, or it cannot register the region.
         """
-        self.port = port
-        self.config = config
+        ports = find_ports()
+        port = choose_port(ports, config.device)
+        if port is None:
+            have = ", ".join(f"{p.device}:{p.number} {p.state}" for p in ports) or "none"
+            wanted = f"the device {config.device}" if config.device else "a device"
+            raise RdmaUnavailable(f"no port of {wanted} is active and has an address (there are: {have})")
+        self.port, self.config = port, config
         self.verbs = load_verbs()
         need_library()
         self.nbytes = region.nbytes
@@ -393,17 +393,6 @@ class RdmaDevice:
         """Let go of the region and the device. Its queue pairs are closed before. Idempotent."""
         with contextlib.suppress(self.verbs.error):
             self._close.close()
-
-
-def open_device(region: RdmaRegion, config: RdmaConfig, *, remote_writes: bool, limits: RdmaLimits) -> RdmaDevice:
-    """Find a port and open it. Raises RdmaUnavailable."""
-    ports = find_ports()
-    port = choose_port(ports, config.device)
-    if port is None:
-        have = ", ".join(f"{p.device}:{p.number} {p.state}" for p in ports) or "none"
-        wanted = f"the device {config.device}" if config.device else "a device"
-        raise RdmaUnavailable(f"no port of {wanted} is active and has an address (there are: {have})")
-    return RdmaDevice(port, region, config, remote_writes=remote_writes, limits=limits)
 
 
 class QueuePairs:
@@ -473,7 +462,7 @@ class QueuePairs:
                 lkey=device.keys.lkey,
                 dst_base=dst_base,
                 rkey=rkey,
-                take_event=self._take_event,
+                take_event=functools.partial(self.take_event, notify=False),
             )
 
     def post_probes(self, dst_base: int, rkey: int) -> None:
@@ -509,11 +498,13 @@ class QueuePairs:
                 raise ProbeLost(f"a probe was not acknowledged: it completed with status {status}")
         return len(statuses)
 
-    def take_event(self) -> None:
-        """`fd` is readable: take the event, and ask for the next one. Raises QueuePairFailed."""
-        self._take_event()
+    def take_event(self, *, notify: bool = True) -> None:
+        """`fd` is readable: take the event, and ask for the next one, or leave that to C. Raises QueuePairFailed."""
         with self._or_failed("the completion queue is gone"):
-            self._cq.req_notify()
+            self._channel.get_cq_event(self._cq)
+            self._cq.ack_events(1)
+            if notify:
+                self._cq.req_notify()
 
     def take_immediates(self) -> list[tuple[int, int]]:
         """(index of the queue pair, immediate) of what has come; a receive is posted again for each.
@@ -555,11 +546,6 @@ class QueuePairs:
             yield
         except (self._verbs.error, RdmaUnavailable) as error:
             raise QueuePairFailed(f"{what}: {error}") from error
-
-    def _take_event(self) -> None:
-        with self._or_failed("the completion queue is gone"):
-            self._channel.get_cq_event(self._cq)
-            self._cq.ack_events(1)
 
     def _completions(self) -> Iterator[Any]:
         count = _POLL_MAX
@@ -670,12 +656,8 @@ class Hold:
             return
         flushed = ", the device is flushed" if flush else ""
         self._memory.repeats.over(peer, f"its queue pairs are destroyed{flushed}")
-        self.release()
-        over(True)
-
-    def release(self) -> None:
-        """No queue pair is left. Once."""
         self._memory.release(self)
+        over(True)
 
 
 class RdmaMemory:
@@ -693,7 +675,7 @@ class RdmaMemory:
         self._region = region
         self._config, self._limits = config, limits
         self._loop = asyncio.get_running_loop()
-        self._open = functools.partial(open_device, region, config, remote_writes=remote_writes, limits=limits)
+        self._open = functools.partial(RdmaDevice, region, config, remote_writes=remote_writes, limits=limits)
         self._held: RdmaDevice | None = self._open()
         self._lost = False
         self._holds: list[Hold] = []
@@ -713,8 +695,7 @@ class RdmaMemory:
         return None if self._lost else self._held
 
     def flush(self) -> None:
-        """See `DeviceBytes.flush`. Before the bytes are used, and before their blocks are used for anything else. Takes
-        microseconds. Raises DeviceError: bytes may become visible late, or still be on their way."""
+        """See `DeviceBytes.flush`. Takes microseconds. Raises DeviceError: bytes may become visible late."""
         try:
             self.flushes += self._region.flush()
         except DeviceError:
@@ -761,6 +742,7 @@ class RdmaMemory:
             self._held = None
 
     def release(self, hold: Hold) -> None:
+        """It has no queue pair. Once."""
         self._holds.remove(hold)
         self._close_if_free()
 
@@ -886,7 +868,7 @@ class RdmaReceiverPort(ListeningPort[RdmaConnection]):
         while self._connections:  # noqa: ASYNC110 - as long as its queue pairs may be tried again
             await asyncio.sleep(DESTROY_RETRY_MS / 1000)
         if self._hold is not None:
-            self._hold.release()
+            self._memory.release(self._hold)
             self._hold = None
 
     def describe(self) -> dict[str, object]:
@@ -926,7 +908,7 @@ class RdmaReceiverPort(ListeningPort[RdmaConnection]):
             if connection.hold is not None and not self._closed:
                 self.fence(connection.pair, connection.epoch)
         assert self._hold is not None
-        self._hold.release()
+        self._memory.release(self._hold)
         self._hold = None
 
     # Handshake.

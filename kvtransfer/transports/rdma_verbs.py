@@ -65,20 +65,16 @@ def load_verbs(folders: tuple[Path, ...] = DISTRIBUTION_FOLDERS) -> Any:
     return SimpleNamespace(**modules, error=error)
 
 
-def suffix_wanted() -> str:
-    """The suffix of extension modules that this interpreter can load."""
-    return str(sysconfig.get_config_var("EXT_SUFFIX"))
-
-
 def _find(folders: tuple[Path, ...]) -> Path:
     others = []
+    suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
     for folder in folders:
-        if (folder / "pyverbs" / f"device{suffix_wanted()}").exists():
+        if (folder / "pyverbs" / f"device{suffix}").exists():
             return folder
         others += [file.name for file in (folder / "pyverbs").glob("device.*.so")]
     if others:
         raise RdmaUnavailable(
-            f"pyverbs is installed for another Python ({', '.join(others)}, this one wants {suffix_wanted()}); "
+            f"pyverbs is installed for another Python ({', '.join(others)}, this one wants {suffix}); "
             "run Baton with the distribution's Python"
         )
     raise RdmaUnavailable("pyverbs is not installed; on Debian and Ubuntu: apt-get install python3-pyverbs")

@@ -28,9 +28,9 @@ from kvtransfer.transports.rdma import (
     LinkEnds,
     ProbeLost,
     QueuePairs,
+    RdmaDevice,
     RdmaMemory,
     RdmaUnproved,
-    open_device,
 )
 from kvtransfer.transports.rdma_ports import counters_of, find_ports
 from kvtransfer.transports.rdma_verbs import Poster, QueuePairFailed, RdmaUnavailable
@@ -51,10 +51,10 @@ class Two:
     def __init__(self) -> None:
         config = RdmaConfig(qps=1, ack_timeout_code=10, retries_max=3)
         self.source_U8, self.region_U8 = source_bytes(1, REGION_NBYTES), np.zeros(REGION_NBYTES, np.uint8)
-        self.writer_device = open_device(
+        self.writer_device = RdmaDevice(
             HostBytes(lambda: self.source_U8), config, remote_writes=False, limits=RDMA_LIMITS
         )
-        self.receiver_device = open_device(
+        self.receiver_device = RdmaDevice(
             HostBytes(lambda: self.region_U8), config, remote_writes=True, limits=RDMA_LIMITS
         )
         self.writer = QueuePairs(self.writer_device, 1, sends=True)
@@ -312,7 +312,7 @@ def test_addresses_that_no_card_knows_are_refused_with_what_to_do() -> None:
     """As those of a GPU whose memory no module of the kernel speaks for."""
     nowhere: Any = SimpleNamespace(driver=HostDriver(), address=(1 << 46) + (1 << 45), nbytes=4096)
     with pytest.raises(RdmaUnavailable, match=r"as peer memory: .*Bad address; load the kernel's module"):
-        open_device(DeviceBytes(nowhere), RdmaConfig(), remote_writes=True, limits=RDMA_LIMITS)
+        RdmaDevice(DeviceBytes(nowhere), RdmaConfig(), remote_writes=True, limits=RDMA_LIMITS)
 
 
 def test_a_region_of_a_device_is_flushed_for_each_seal() -> None:

@@ -230,7 +230,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The double in the device's place, for both sides. `lost` in what is returned says why it does not work."""
     state = {"lost": ""}
 
-    def open_device(region: RdmaRegion, config: RdmaConfig, *, remote_writes: bool, limits: RdmaLimits) -> DoubleDevice:
+    def make_device(region: RdmaRegion, config: RdmaConfig, *, remote_writes: bool, limits: RdmaLimits) -> DoubleDevice:
         if state["lost"]:
             raise RdmaUnavailable(state["lost"])
         try:
@@ -241,7 +241,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     def find() -> list[RdmaPort]:
         return [] if state["lost"] else [PORT]
 
-    monkeypatch.setattr(rdma, "open_device", open_device)
+    monkeypatch.setattr(rdma, "RdmaDevice", make_device)
     monkeypatch.setattr(rdma, "why_lost", lambda _: state["lost"])
     monkeypatch.setattr(rdma, "find_ports", find)
     monkeypatch.setattr(rdma, "QueuePairs", DoubleQueuePairs)
