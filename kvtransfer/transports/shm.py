@@ -512,10 +512,8 @@ def copy_turns(config: ShmConfig) -> threading.Semaphore:
 class ShmWriterLink(ChannelLink):
     """One writer's connection to one receiver in one epoch (see `kvtransfer.transport.WriterLink`).
 
-    Made by `connect`. `post` may be called from any thread, the rest from the loop's. The end comes once, from `close`,
-    a FENCE, EOF or a failed copy: copying stops, what is queued completes uncopied, the receiver's region is unmapped,
-    and only then BYE is sent, on a new connection if the old one broke. `link_lost` is called last, and not for an end
-    that `close` began.
+    Made by `connect`. At its end, also by a failed copy, copying stops, what is queued completes uncopied, the
+    receiver's region is unmapped, and only then BYE is sent, on a new connection if the old one broke.
     """
 
     transport: ClassVar[TransportName] = TransportName.SHM
