@@ -106,7 +106,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 ROPE_THETA_DEFAULT = 10_000.0
-"""Base of the rotary frequencies where a config is silent: checkpoints from before the key existed mean this."""
+"""Base of the rotary frequencies in configs from before the key existed."""
 YARN_BETA_FAST_DEFAULT = 32.0
 YARN_BETA_SLOW_DEFAULT = 1.0
 
@@ -258,8 +258,8 @@ SIZES_MAX: Final[Mapping[str, int]] = {
     "vocab_size": 1 << 22,
     "max_position_embeddings": 1 << 30,
 }
-"""By key of config.json, about eight times what the largest models have: beyond it the file is wrong, and what follows
-would take memory and time without end."""
+"""By key of config.json, about eight times the largest models' sizes: a larger one is an error in the file, and would
+take endless memory and time."""
 
 
 class ModelFamily(Enum):
@@ -272,7 +272,7 @@ class ModelFamily(Enum):
 
 
 class Quantisation(Enum):
-    """How matrices are rounded when they are loaded; the KV cache and all between the products stay bfloat16.
+    """How matrices are rounded when they are loaded; KV cache and activations stay bfloat16.
 
     Which of them a device has: `engine.build.QUANTISATIONS`. The output projection is never below 8 bits.
     """
@@ -288,14 +288,14 @@ class Quantisation(Enum):
 
 
 class ComputeDtype(Enum):
-    """Type of the weights in memory, of what is computed with them, and of the KV cache."""
+    """Type of weights, activations and KV cache."""
 
     AUTO = "auto"  # bfloat16 where the config says that the weights are, else float32
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
 
     def resolve(self, stored_dtype: str) -> ComputeDtype:
-        """FLOAT32 or BFLOAT16, for a checkpoint that says `stored_dtype` of itself (float16 has no match: float32)."""
+        """FLOAT32 or BFLOAT16, for a checkpoint whose config says `stored_dtype` (float32 for float16)."""
         if self is not ComputeDtype.AUTO:
             return self
         return ComputeDtype.BFLOAT16 if stored_dtype == "bfloat16" else ComputeDtype.FLOAT32
@@ -303,7 +303,7 @@ class ComputeDtype(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """All that defines a model besides its weights."""
+    """Everything that defines a model but its weights."""
 
     family: ModelFamily
     vocab_size: int
@@ -327,7 +327,7 @@ class ModelConfig:
     """Tokens of prompt and answer together."""
     eos_token_ids: frozenset[int]
     stored_dtype: str
-    """What the config says that the weights are ("bfloat16", "float32", ...); empty where it is silent."""
+    """Type of the weights by the config ("bfloat16", "float32", ...); empty if not stated."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads != 0:
@@ -345,7 +345,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """How a request is sampled that names no values. These defaults leave the model's scores as they are."""
+    """Sampling values for requests without. The neutral defaults here leave the model's scores unchanged."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -459,7 +459,7 @@ def _refuse_unsupported(keys: Keys) -> None:
 
 
 def _refuse_window(keys: Keys, family: ModelFamily, context_len_max: int) -> None:
-    """Refuse layers that do not attend over the whole context. A window that holds the whole context hides nothing."""
+    """Refuse layers that do not attend over the whole context. A window as long as the context is no limit."""
     window = _window_in_use(keys, family)
     layer_types = keys.values.get("layer_types")
     if layer_types is None:
@@ -508,7 +508,7 @@ LM_HEAD = "lm_head.weight"
 
 
 def layer_prefix(layer: int) -> str:
-    """What the names of all tensors of one layer start with."""
+    """The prefix of the names of a layer's tensors."""
     return f"model.layers.{layer}."
 
 

@@ -123,7 +123,8 @@ def host_parts(proc: Path = Path("/proc")) -> list[str]:
     one user, and the namespaces that the shm transport meets in (network, for its sockets) and watches its writers in
     (process ids)."""
     parts = [(proc / "sys/kernel/random/boot_id").read_text().strip(), str(os.geteuid())]
-    return [_hash(part) for part in (*parts, *(os.readlink(proc / "self/ns" / kind) for kind in ("net", "pid")))]
+    parts += [os.readlink(proc / "self/ns" / kind) for kind in ("net", "pid")]
+    return [_hash(part) for part in parts]
 
 
 def host_identity() -> str:

@@ -129,7 +129,7 @@ class Receiver:
             protocol.ScheduleRequest: lambda i: self._host.committed(i.key, i.grant),
             protocol.StopRequest: self._stop_request,
             protocol.StartGrantTimer: self._start_timer,
-            protocol.StopGrantTimers: self._stop_timers,
+            protocol.CloseGrant: self._close_grant,
             protocol.CountRefused: self._count_refused,
             protocol.ForgetGrant: self._forget,
             protocol.CheckRecords: lambda i: self._tasks.spawn(self.checks.run(i.grant, self._handle)),
@@ -363,7 +363,7 @@ class Receiver:
         self._repeats.warning(_OVERDUE[kind], peer=writer, grant=grant.hex())
         self._handle(protocol.GrantTimerFired(grant=grant, kind=kind))
 
-    def _stop_timers(self, instruction: protocol.StopGrantTimers) -> None:
+    def _close_grant(self, instruction: protocol.CloseGrant) -> None:
         """Comes when a grant is no longer open, before anything else can be done with its blocks."""
         self.ports.forbid(instruction.grant)
         self._cancel_timer(instruction.grant)

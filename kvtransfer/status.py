@@ -135,7 +135,7 @@ class WriterHoldings:
             if isinstance(instruction, protocol.StartGrantTimer):
                 if instruction.kind is protocol.TimerKind.REVOKE:
                     self._going_back(instruction.grant, event)
-            elif isinstance(instruction, protocol.StopGrantTimers) and instruction.grant in self._taken_back:
+            elif isinstance(instruction, protocol.CloseGrant) and instruction.grant in self._taken_back:
                 self._back(instruction.grant, event)
         if isinstance(event, protocol.SealLanded) and event.pair in self._places:
             self._landed.setdefault(event.pair, MovedSums()).add(Moved(nbytes=event.seal.bytes_written), self._now_s())

@@ -1,6 +1,6 @@
 """The writer's shell, for one receiver process: carries out what `WriterMachine` instructs.
 
-Everything runs on the node's control thread, except `StepWrites.layer_done`, which the engine thread calls.
+Everything runs on the node's control thread, but for `StepWrites.layer_done`, which the engine thread calls too.
 
 Shape suffix: B = one entry per block.
 """

@@ -85,7 +85,7 @@ class PrefillNode:
     async def prefill(
         self, request: prefill_pb2.PrefillRequest, *, deadline_s: float, metadata: Metadata
     ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
-        """One request: queue, grant, compute while the layers are sent, first token, commit.
+        """One request: queue, grant, compute while the layers are sent (`step_begins`), first token, commit.
 
         A mixed node may keep a request instead: its decode half then computes it from the start. Closing the iterator
         at any point gives the request up and frees everything.

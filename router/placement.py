@@ -9,8 +9,6 @@ grow on a decode node until it cannot be resumed.
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -43,8 +41,8 @@ def answer_tokens(prompt_tokens: int, records: Sequence[NodeRecord], model: Mode
     """Output tokens of a request that names no limit: what the model's context leaves, within a share of the region.
 
     A decode node promises an answer all the blocks that it may need (I5), so a few chats could fill it. Therefore
-    prompt and answer take at most 1 / ANSWERS_PER_REGION of the smallest region of a ready decode node, less its pins
-    and a block of its engine's own; but no answer is cut below ANSWER_TOKENS_MIN for that.
+    prompt and answer together get 1 / ANSWERS_PER_REGION of the smallest region of a ready decode node, without its
+    pinned blocks and the engine's own one; but the answer gets at least ANSWER_TOKENS_MIN.
     """
     usable = [
         record.load.blocks.total - record.load.blocks.pinned - 1
@@ -135,17 +133,6 @@ class RegionWatch:
 
 RATE_UNKNOWN_TOKENS_PER_S = 1_000.0
 """Assumed while no node has measured itself; only ratios between nodes matter."""
-
-
-def chain_hashes(prompt: Sequence[int], block_size: int, salt: bytes) -> list[bytes]:
-    """One digest for each full block of the prompt, each over the salt and everything up to the block's end."""
-    digests = []
-    parent = hashlib.blake2b(salt, digest_size=16).digest()
-    for start in range(0, len(prompt) - block_size + 1, block_size):
-        block = prompt[start : start + block_size]
-        parent = hashlib.blake2b(parent + struct.pack(f"<{block_size}I", *block), digest_size=16).digest()
-        digests.append(parent)
-    return digests
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

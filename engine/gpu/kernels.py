@@ -180,8 +180,7 @@ def decode_split_kernel(
         from_CD = from_C[:, None] * HEAD_DIM + d_D[None, :]
         in_CD = in_C[:, None] & (d_D < HEAD_DIM)[None, :]
         k_CD = tl.load(layer + from_CD, mask=in_CD, other=0.0).to(FACTOR_TYPE)
-        from_CD += NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
-        v_CD = tl.load(layer + from_CD, mask=in_CD, other=0.0).to(FACTOR_TYPE)
+        v_CD = tl.load(layer + from_CD + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, mask=in_CD, other=0.0).to(FACTOR_TYPE)
         score_GC = tl.dot(q_GD, tl.trans(k_CD), input_precision="ieee") * scale_log2
         score_GC = tl.where(in_C[None, :], score_GC, float("-inf"))
         new_max_G = tl.maximum(max_G, tl.max(score_GC, axis=1))

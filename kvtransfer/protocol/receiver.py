@@ -7,12 +7,12 @@ instructions and come back as events) and draws no random numbers (fresh grant i
     COMMITTED   sealed and committed: the writer's right is over
     REVOKING    the request has let go, the writer has not
     QUARANTINED the same, and no evidence came in time
-    FENCED      evidence came; kept to answer repeats           RELEASED  nobody owns anything; kept to answer repeats
+    FENCED      evidence came; kept to answer repeats           RELEASED  nobody owns blocks by it; kept for repeats
 
 Time may start a revocation; only evidence ends a writer's right (I2): seal and commit, the writer's own Release
-(`WriterReleased`, or a rising `lowest_live`), or the transport's fence (`PairFenced`). A Release with writes in doubt
-is not evidence: it starts a fence, whose evidence ends the right and answers the Release. A writer's `lowest_live`
-stays below that number until it has the answer.
+(`WriterReleased`, or a rising `lowest_live`), or the transport's fence (`PairFenced`). If a Release says that writes
+are in doubt, the receiver fences the pair, and answers the Release when the fence has ended. Until then the writer does
+not raise its `lowest_live` past that number.
 
 The two sides name the same thing differently: the *number* of a Reserve within its pair (the writer knows it from the
 start) and the *grant* (drawn by the receiver, known to the writer once granted).
@@ -327,14 +327,16 @@ class ForgetGrant(ReceiverInstruction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartGrantTimer(ReceiverInstruction):
-    """Arms the timer anew. A grant has one timer at a time: StopGrantTimers comes before one of the other kind."""
+    """Arms the timer anew. A grant has one timer at a time: CloseGrant comes before one of the other kind."""
 
     grant: GrantId
     kind: TimerKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StopGrantTimers(ReceiverInstruction):
+class CloseGrant(ReceiverInstruction):
+    """It is no longer open: stop its timers, and forbid its bytes where the port can refuse them."""
+
     grant: GrantId
 
 
@@ -437,8 +439,8 @@ class ReceiverMachine:
     def forget_pair(self, pair: Pair) -> list[ReceiverInstruction]:
         """Forget a fenced pair whose writer is gone, as far as is known. Does nothing while a grant of it lives.
 
-        No epoch is given twice: a writer that comes back takes a later one as the sign of a fence, without which its
-        writes in doubt would hold up its numbering for good."""
+        No epoch is given twice: a returning writer that sees a later one knows that it was fenced. Without that sign it
+        would wait for ever for its writes in doubt, and its numbers could not move on."""
         self._out = []
         if pair in self._pairs and self.is_quiet(pair):
             for grant in self._grants_of(pair):
@@ -751,14 +753,14 @@ class ReceiverMachine:
     def _enter_revoking(self, grant: GrantEntry) -> None:
         self._drop_request(grant)
         self._answer_commit(grant, committed=False)
-        self._out.append(StopGrantTimers(grant=grant.id))
+        self._out.append(CloseGrant(grant=grant.id))
         self._out.append(SendRevoke(pair=grant.pair, number=grant.number))
         self._out.append(StartGrantTimer(grant=grant.id, kind=TimerKind.REVOKE))
 
     def _enter_committed(self, grant: GrantEntry) -> None:
         grant.was_committed = True
         self.ledger.writer_gone(grant.blocks, grant.id)
-        self._out.append(StopGrantTimers(grant=grant.id))
+        self._out.append(CloseGrant(grant=grant.id))
         self._out.append(ScheduleRequest(key=grant.key, grant=grant.id))
         self._answer_commit(grant, committed=True)
 
@@ -767,7 +769,7 @@ class ReceiverMachine:
         if came_from in OPEN:
             self._drop_request(grant)
         self._answer_commit(grant, committed=False)
-        self._out.append(StopGrantTimers(grant=grant.id))
+        self._out.append(CloseGrant(grant=grant.id))
         if grant.release_waits:
             grant.release_waits = False
             self._step(grant, Step.RELEASE, GrantState.RELEASED)

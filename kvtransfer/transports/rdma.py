@@ -798,7 +798,8 @@ class RdmaConnection(Connection):
 
 
 class RdmaReceiverPort(ListeningPort[RdmaConnection]):
-    """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). After `fence` nothing lands any more."""
+    """Accepts writers of one region (see `kvtransfer.transport.ReceiverPort`). A fence ends when the pair's queue
+    pairs are destroyed and the device is flushed; where that fails it is tried again every second."""
 
     codec: ClassVar[wire.Codec] = CODEC
 
@@ -912,9 +913,6 @@ class RdmaReceiverPort(ListeningPort[RdmaConnection]):
         self._hold = None
 
     # Handshake.
-
-    def _is_writing(self, connection: RdmaConnection) -> bool:
-        return connection.hold is not None
 
     def _identify(self, connection: RdmaConnection) -> None:
         LinkEnds.decode(connection.hello.payload)

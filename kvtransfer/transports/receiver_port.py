@@ -298,7 +298,7 @@ class BasePort(ABC, Generic[ConnectionT]):
 
     def fence(self, pair: Pair, epoch: Epoch) -> None:
         """See `ReceiverPort.fence`. A repeat before its `writer_gone` changes nothing; after it, it is answered again.
-        How long it takes depends on the transport's evidence: see its receiver."""
+        How long it takes depends on the transport's evidence: see the top of its file."""
         assert not self._closed
         still_open = self._pairs.setdefault(pair, PairFence()).fence(epoch)
         self._loop.call_soon(self._settle, pair)
@@ -550,7 +550,7 @@ class BasePort(ABC, Generic[ConnectionT]):
         """A fence covers it; FENCE has been sent."""
 
     def _drop(self, connection: ConnectionT) -> None:
-        """Close and forget one that never could write, or cannot any more, or at the end of the port any."""
+        """Close and forget a connection: one that cannot write, or any when the port itself closes."""
         connection.close(self._loop)
         self._connections.pop(connection.number, None)
 

@@ -14,6 +14,7 @@ from kvtransfer.protocol.receiver import (
     AnswerRelease,
     AnswerRenew,
     AnswerResolve,
+    CloseGrant,
     CommitAsked,
     FencePair,
     ForgetGrant,
@@ -34,7 +35,6 @@ from kvtransfer.protocol.receiver import (
     SendRevoke,
     StartGrantTimer,
     Step,
-    StopGrantTimers,
     TimerKind,
     WriterReleased,
     WriterSuspected,
@@ -325,7 +325,7 @@ class _Shell:
                     raise Violation(f"{key} commits after it was cancelled, or resolved as not committed")
             case StartGrantTimer(grant=grant, kind=kind):
                 self.timers.add((grant, kind))
-            case StopGrantTimers(grant=grant):
+            case CloseGrant(grant=grant):
                 self.timers -= {(grant, kind) for kind in TimerKind}
             case ForgetGrant(grant=grant):
                 if any(timer[0] == grant for timer in self.timers):

@@ -11,6 +11,7 @@ from kvtransfer.protocol.receiver import (
     AnswerCommit,
     AnswerGranted,
     AnswerRefused,
+    CloseGrant,
     CommitAsked,
     GrantState,
     GrantTimerFired,
@@ -25,7 +26,6 @@ from kvtransfer.protocol.receiver import (
     SealLanded,
     SendRevoke,
     StartGrantTimer,
-    StopGrantTimers,
     TimerKind,
     WriterReleased,
 )
@@ -181,7 +181,7 @@ def refused(number: int, refusal: Refusal) -> list[ReceiverInstruction]:
 
 def committed(number: int = 0, *, answered: bool = True) -> list[ReceiverInstruction]:
     schedule: list[ReceiverInstruction] = [
-        StopGrantTimers(grant=grant_of(number)),
+        CloseGrant(grant=grant_of(number)),
         ScheduleRequest(key=key_of(), grant=grant_of(number)),
     ]
     return [*schedule, AnswerCommit(pair=PAIR, grant=grant_of(number), committed=True)] if answered else schedule
@@ -191,7 +191,7 @@ def revoking(number: int = 0, *, commit_waits: bool = False) -> list[ReceiverIns
     answer = [AnswerCommit(pair=PAIR, grant=grant_of(number), committed=False)] if commit_waits else []
     return [
         *answer,
-        StopGrantTimers(grant=grant_of(number)),
+        CloseGrant(grant=grant_of(number)),
         SendRevoke(pair=PAIR, number=nth(number)),
         StartGrantTimer(grant=grant_of(number), kind=TimerKind.REVOKE),
     ]

@@ -8,6 +8,7 @@ from pathlib import Path
 from kvtransfer.protocol.receiver import (
     AnswerRelease,
     AnswerRenew,
+    CloseGrant,
     CountRefused,
     ForgetGrant,
     GrantState,
@@ -15,7 +16,6 @@ from kvtransfer.protocol.receiver import (
     RenewAsked,
     RequestEnded,
     StartGrantTimer,
-    StopGrantTimers,
     TimerKind,
 )
 from tests.support.grant_scripts import (
@@ -140,7 +140,7 @@ def test_rising_lowest_live_number_is_evidence_and_forgets() -> None:
     r.reserve(0)
     told = r.reserve(1, key=key_of("s"), lowest_live=1)
     assert told == [
-        StopGrantTimers(grant=grant_of(0)),
+        CloseGrant(grant=grant_of(0)),
         ForgetGrant(grant=grant_of(0)),
         StartGrantTimer(grant=grant_of(1), kind=TimerKind.LEASE),
         granted(1, blocks=(1, 0)),

@@ -8,10 +8,10 @@ from kvtransfer.protocol.receiver import (
     AnswerCommit,
     AnswerRelease,
     CheckRecords,
+    CloseGrant,
     GrantState,
     ReportCorrupt,
     RequestCancelled,
-    StopGrantTimers,
     TimerKind,
 )
 from tests.support.grant_scripts import PAIR, Receiver, committed, grant_of, key_of, nth, revoking
@@ -20,7 +20,7 @@ CHECK = CheckRecords(grant=grant_of(0))
 REPORT = ReportCorrupt(pair=PAIR, key=key_of(), grant=grant_of(0))
 CORRUPT = AnswerCommit(pair=PAIR, grant=grant_of(0), committed=False, corrupt=True)
 REVOKED = AnswerCommit(pair=PAIR, grant=grant_of(0), committed=False)
-STOP = StopGrantTimers(grant=grant_of(0))
+STOP = CloseGrant(grant=grant_of(0))
 
 
 def sampled(*, commit_first: bool = False) -> Receiver:

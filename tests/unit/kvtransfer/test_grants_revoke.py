@@ -11,6 +11,7 @@ from kvtransfer.protocol.receiver import (
     AnswerRelease,
     AnswerRenew,
     AnswerResolve,
+    CloseGrant,
     CommitAsked,
     CountRefused,
     FencePair,
@@ -26,7 +27,6 @@ from kvtransfer.protocol.receiver import (
     SealLanded,
     StartGrantTimer,
     Step,
-    StopGrantTimers,
     StopRequest,
     TimerKind,
     WriterSuspected,
@@ -57,7 +57,7 @@ def test_cancel_before_commit_revokes() -> None:
     r.commit()
     assert r.machine.handle(RequestCancelled(key=key_of())) == revoking(commit_waits=True)
     assert (r.classes(), r.state()) == ((0, 2, 0, 0, 2), GrantState.REVOKING)
-    assert r.release() == [StopGrantTimers(grant=grant_of(0)), AnswerRelease(pair=PAIR, number=nth(0))]
+    assert r.release() == [CloseGrant(grant=grant_of(0)), AnswerRelease(pair=PAIR, number=nth(0))]
     assert (r.classes(), r.state()) == ((0, 0, 0, 0, 4), GrantState.RELEASED)
 
 
@@ -102,7 +102,7 @@ def test_expired_lease_to_fence() -> None:
     assert r.fire(TimerKind.REVOKE) == [*revoke_again(), FencePair(pair=PAIR, epoch=EPOCH_0)]
     assert r.reserve(1, key=key_of("s"), blocks=1) == refused(1, Refusal.FENCING)
     assert r.classes() == (0, 2, 0, 0, 2)
-    assert r.fenced() == [StopGrantTimers(grant=grant_of(0))]
+    assert r.fenced() == [CloseGrant(grant=grant_of(0))]
     assert (r.classes(), r.state()) == ((0, 0, 0, 0, 4), GrantState.FENCED)
     assert r.machine.epoch(PAIR) == EPOCH_1
     assert r.reserve(2, key=key_of("s"))[1] == granted(2, blocks=(1, 0), epoch=EPOCH_1)
@@ -117,7 +117,7 @@ def test_quarantine_and_return() -> None:
     assert r.fire(TimerKind.REVOKE) == revoke_again()
     assert (r.classes(), r.state()) == ((2, 0, 0, 0, 2), GrantState.QUARANTINED)
     assert r.fire(TimerKind.REVOKE) == revoke_again()
-    assert r.release() == [StopGrantTimers(grant=grant_of(0)), AnswerRelease(pair=PAIR, number=nth(0))]
+    assert r.release() == [CloseGrant(grant=grant_of(0)), AnswerRelease(pair=PAIR, number=nth(0))]
     assert (r.classes(), r.state()) == ((0, 0, 0, 0, 4), GrantState.RELEASED)
 
 
@@ -130,7 +130,7 @@ def test_commit_of_a_revoked_grant_is_refused_and_its_seals_are_evidence(rounds:
     for _ in range(rounds):
         r.fire(TimerKind.REVOKE)
     assert r.commit() == [AnswerCommit(pair=PAIR, grant=grant_of(0), committed=False)]
-    assert r.seal() == [StopGrantTimers(grant=grant_of(0))]
+    assert r.seal() == [CloseGrant(grant=grant_of(0))]
     assert (r.classes(), r.state()) == ((0, 0, 0, 0, 4), GrantState.FENCED)
     assert r.commit() == [AnswerCommit(pair=PAIR, grant=grant_of(0), committed=False)]
 
@@ -169,7 +169,7 @@ def test_resolve_of_an_uncommitted_attempt_ends_it() -> None:
         *revoking(commit_waits=True),
         AnswerResolve(key=key_of(), committed=False),
     ]
-    assert r.seal() == [StopGrantTimers(grant=grant_of(0))]
+    assert r.seal() == [CloseGrant(grant=grant_of(0))]
     assert r.state() is GrantState.FENCED
     assert r.reserve(1) == refused(1, Refusal.CANCELLED)
 
@@ -214,7 +214,7 @@ def test_suspicion_takes_the_whole_pair_and_no_other() -> None:
     assert r.machine.handle(WriterSuspected(pair=PAIR)) == [*revoking(0), *revoking(1), fence]
     assert r.machine.handle(WriterSuspected(pair=PAIR)) == []
     assert r.machine.state_of(grant_of(0, OTHER_PAIR)) is GrantState.RESERVED
-    assert r.fenced() == [StopGrantTimers(grant=grant_of(0)), StopGrantTimers(grant=grant_of(1))]
+    assert r.fenced() == [CloseGrant(grant=grant_of(0)), CloseGrant(grant=grant_of(1))]
     assert r.classes() == (0, 1, 0, 0, 3)
 
 
@@ -238,7 +238,7 @@ def test_a_fence_of_an_old_epoch_does_not_end_the_fence_of_this_one() -> None:
     assert r.fenced(0) == []
     assert r.reserve(1, key=key_of("s")) == refused(1, Refusal.FENCING)
     assert r.machine.handle(WriterSuspected(pair=PAIR)) == []
-    assert r.fenced(1) == [StopGrantTimers(grant=grant_of(0))]
+    assert r.fenced(1) == [CloseGrant(grant=grant_of(0))]
     assert r.reserve(2, key=key_of("s"))[1] == granted(2, blocks=(1, 0), epoch=Epoch(2))
 
 
@@ -399,7 +399,7 @@ def test_a_release_with_writes_in_doubt_is_answered_by_a_fence() -> None:
     assert (r.classes(), r.state()) == ((0, 3, 0, 0, 1), GrantState.REVOKING)
     assert r.release(in_doubt=True) == []
     answer = AnswerRelease(pair=PAIR, number=nth(0))
-    assert r.fenced() == [StopGrantTimers(grant=grant_of(0)), answer, StopGrantTimers(grant=grant_of(1))]
+    assert r.fenced() == [CloseGrant(grant=grant_of(0)), answer, CloseGrant(grant=grant_of(1))]
     assert (r.classes(), r.state(), r.state(1)) == ((0, 0, 0, 0, 4), GrantState.RELEASED, GrantState.FENCED)
     assert r.release(in_doubt=True) == [answer]
     assert r.machine.epoch(PAIR) == EPOCH_1
@@ -425,5 +425,5 @@ def test_a_quarantined_grant_is_freed_by_the_fence_and_not_by_a_release_with_wri
     r.fire(TimerKind.REVOKE)
     assert r.release(in_doubt=True) == []
     assert (r.classes(), r.state()) == ((2, 0, 0, 0, 2), GrantState.QUARANTINED)
-    assert r.fenced() == [StopGrantTimers(grant=grant_of(0)), AnswerRelease(pair=PAIR, number=nth(0))]
+    assert r.fenced() == [CloseGrant(grant=grant_of(0)), AnswerRelease(pair=PAIR, number=nth(0))]
     assert (r.classes(), r.state()) == ((0, 0, 0, 0, 4), GrantState.RELEASED)
