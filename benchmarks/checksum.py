@@ -82,7 +82,7 @@ async def handoff(layout: Layout, source_U8: np.ndarray, target_U8: np.ndarray, 
     sample = SourceSample(reader, grant, fraction=fraction, records=layout.num_layers * blocks)
     plan = RecordPlan(layout, ids_B, ids_B, src_num_blocks=blocks, dst_num_blocks=blocks)
     layer_bytes = blocks * layout.record_bytes
-    told: list[RecordsChecked] = []
+    reported: list[RecordsChecked] = []
     try:
         began_s = time.perf_counter()
         for layer in range(layout.num_layers):
@@ -99,8 +99,8 @@ async def handoff(layout: Layout, source_U8: np.ndarray, target_U8: np.ndarray, 
         sent = checksums_from_proto(transfer_pb2.CommitRequest.FromString(message.SerializeToString()))
         if len(sent):
             checks.keep(grant, sent, [BlockId(block) for block in range(blocks)])
-            await checks.run(grant, told.append)
-            assert told[0].intact
+            await checks.run(grant, reported.append)
+            assert reported[0].intact
         ended_s = time.perf_counter()
     finally:
         reader.close()

@@ -123,7 +123,7 @@ async def measure(config: EngineConfig, seconds: float) -> tuple[np.ndarray, np.
     return idle, loaded, rate
 
 
-def told(name: str, lags: np.ndarray) -> str:
+def reported(name: str, lags: np.ndarray) -> str:
     p50, p99 = np.percentile(lags, [50, 99])
     return f"{name:8} {len(lags):6} looks   p50 {p50:7.2f} ms   p99 {p99:7.2f} ms   max {lags.max():7.2f} ms"
 
@@ -145,7 +145,7 @@ def main() -> None:
             compute_threads=given.compute_threads,
         )
         idle, loaded, rate = asyncio.run(measure(config, given.seconds))
-    print(told("idle", idle), told("loaded", loaded), sep="\n")
+    print(reported("idle", idle), reported("loaded", loaded), sep="\n")
     ratio = np.percentile(loaded, 99) / max(np.percentile(idle, 99), 1e-3)
     print(f"{rate:.0f} tokens a second meanwhile; p99 loaded is {ratio:.1f} times that of the idle loop")
 

@@ -90,9 +90,9 @@ class OwnEngine:
             if batch.num_tokens == len(prompts):
                 self.outside_s.append(time.perf_counter() - done + ran - begun)
             if step_ended is not None:
-                told = time.perf_counter()
+                reported = time.perf_counter()
                 step_ended(batch.num_tokens)
-                started += time.perf_counter() - told
+                started += time.perf_counter() - reported
 
     def _sequence(
         self, blocks: BlockManager, name: str, prompt: list[int], tokens: int, temperature: float

@@ -48,14 +48,14 @@ def measure(bench: Bench, figures: Figures) -> None:
 async def _hand_over(bench: Bench, receiver: subprocess.Popen[str], figures: Figures) -> None:
     assert receiver.stdin is not None
     assert receiver.stdout is not None
-    told = json.loads(await asyncio.to_thread(receiver.stdout.readline))
-    endpoint = endpoint_from(told)
+    reported = json.loads(await asyncio.to_thread(receiver.stdout.readline))
+    endpoint = endpoint_from(reported)
     loop, driver, events = asyncio.get_running_loop(), make_driver(bench.device.type), _Events()
     source = DeviceRegion(driver, REGION_BYTES, "bench-source")
     source.rehearse_copy(8)
     link = await CudaIpcWriterLink.connect(endpoint, PAIR, source, events, loop)
     layers = _Layers(bench, link)
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{told['commit_port']}") as channel:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{reported['commit_port']}") as channel:
         await channel.channel_ready()
         commit = channel.unary_unary(COMMIT)
         layers.compute(None)

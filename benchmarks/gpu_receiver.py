@@ -76,8 +76,8 @@ async def _listen(device: str) -> None:
         events=events,
     )
     endpoint = port.expect(PAIR, Epoch(1))
-    told = {"address": endpoint.address, "secret": endpoint.secret.hex(), "commit_port": commit_port}
-    print(json.dumps(told), flush=True)
+    reported = {"address": endpoint.address, "secret": endpoint.secret.hex(), "commit_port": commit_port}
+    print(json.dumps(reported), flush=True)
     await server.wait_for_termination()
 
 

@@ -80,19 +80,19 @@ class Load:
                 ids = self._common + ids
             answer = rng.randrange(1, 200)
             gives_up_after = rng.randrange(1, 100) if rng.random() < 0.05 else answer + 1
-            told = 0
+            reported = 0
             try:
                 async with aclosing(self._target.prepare(ids, answer)()) as stream:
                     async for message in stream:
-                        told += message.tokens
-                        if told >= gives_up_after:
+                        reported += message.tokens
+                        if reported >= gives_up_after:
                             break
             except TargetError:
                 self.refused += 1
                 await asyncio.sleep(0.2)
                 continue
-            self.ended += told >= answer
-            self.given_up += told < answer
+            self.ended += reported >= answer
+            self.given_up += reported < answer
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -95,8 +95,8 @@ class SocketSide:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         lines = sock.makefile("rb", buffering=0)  # not a byte more than the line
         while line := lines.readline():
-            told = json.loads(line)
-            calls = views_of(self.region_U8, np.array(told["dst"]), told["size"])
+            reported = json.loads(line)
+            calls = views_of(self.region_U8, np.array(reported["dst"]), reported["size"])
             sock.sendall(ANSWER)
             for views in calls:
                 all_of(lambda views: sock.recvmsg_into(views)[0], views)

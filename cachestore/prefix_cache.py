@@ -42,6 +42,17 @@ def block_digest(parent: bytes, packed_tokens: bytes) -> bytes:
     return _blake2b(parent + packed_tokens)
 
 
+def chain_digests(
+    root: bytes, tokens: Sequence[int], block_size: int, digest: Callable[[bytes, bytes], bytes] = block_digest
+) -> list[bytes]:
+    """One digest for each full block of `tokens`, each over the root and everything up to the block's end."""
+    digests = []
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        root = digest(root, pack_tokens(tokens[start : start + block_size]))
+        digests.append(root)
+    return digests
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Entry:
     """One indexed block. Private to this module but for the identity that cursors keep."""
@@ -206,12 +217,7 @@ class PrefixCache:
 
     def chain(self, tokens: Sequence[int], salt: bytes) -> tuple[bytes, ...]:
         """The digests of the full blocks of `tokens`, indexed or not: what `pin` takes."""
-        digests: list[bytes] = []
-        parent = root_digest(self._fingerprint, salt)
-        for index in range(len(tokens) // self.block_size):
-            parent = self._digest(parent, self._pack(tokens, index))
-            digests.append(parent)
-        return tuple(digests)
+        return tuple(chain_digests(root_digest(self._fingerprint, salt), tokens, self.block_size, self._digest))
 
     def indexed(self, digest: bytes) -> bool:
         """Whether the block of this digest is here, and so all before it in its chain. Not counted as a use."""

@@ -9,8 +9,6 @@ grow on a decode node until it cannot be resumed.
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -135,17 +133,6 @@ class RegionWatch:
 
 RATE_UNKNOWN_TOKENS_PER_S = 1_000.0
 """Assumed while no node has measured itself; only ratios between nodes matter."""
-
-
-def chain_hashes(prompt: Sequence[int], block_size: int, salt: bytes) -> list[bytes]:
-    """One digest for each full block of the prompt, each over the salt and everything up to the block's end."""
-    digests = []
-    parent = hashlib.blake2b(salt, digest_size=16).digest()
-    for start in range(0, len(prompt) - block_size + 1, block_size):
-        block = prompt[start : start + block_size]
-        parent = hashlib.blake2b(parent + struct.pack(f"<{block_size}I", *block), digest_size=16).digest()
-        digests.append(parent)
-    return digests
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

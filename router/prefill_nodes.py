@@ -18,8 +18,9 @@ from baton.log import get_log
 from baton.rpc import begun, rpc_errors
 from baton.tracing import call_metadata
 from baton.wire import ModelInfo, NodeRecord
+from cachestore.prefix_cache import chain_digests, root_digest
 from router.decode_streams import DecodeStreams, Inbox, internal_error
-from router.placement import Placement, chain_hashes, may_hold
+from router.placement import Placement, may_hold
 from router.request import Job
 from router.retries import ASK_ANOTHER
 
@@ -58,7 +59,7 @@ class PrefillNodes:
         """
         model = self.model()
         tokens = (*job.checked.prompt, *job.output)
-        hashes = chain_hashes(tokens, model.block_size, job.checked.cache_salt)
+        hashes = chain_digests(root_digest(b"", job.checked.cache_salt), tokens, model.block_size)
         job.block_size = model.block_size
         fit = self._fit(job, model)
         if not fit:

@@ -352,11 +352,14 @@ SHM_LINK_LIMITS: Final = ShmLinkLimits()
 def cut_chunks(ops: WriteOps, threads: int, limits: ShmLinkLimits) -> Iterator[OpsPart]:
     """A batch in chunks, each of which ends with the op that fills it. A small batch is cut into equal shares for the
     threads; a large one, again and again, into a thread's share of what is left."""
-    ops = contiguous(ops)
+    ops, bytes_max = contiguous(ops), limits.copy_chunk_bytes_max
     left_bytes, start = ops.total_bytes, 0
-    bytes_min = min(max(CHUNK_BYTES_MIN, -(-left_bytes // threads)), LAST_CHUNK_BYTES)
+    bytes_min = min(max(CHUNK_BYTES_MIN, -(-left_bytes // threads)), LAST_CHUNK_BYTES, bytes_max)
+    if left_bytes <= bytes_min and len(ops.src) <= limits.copy_chunk_ops_max:
+        yield OpsPart(ops=ops, nbytes=left_bytes)
+        return
     while start < len(ops.src):
-        full_bytes = min(max(bytes_min, -(-left_bytes // threads)), limits.copy_chunk_bytes_max)
+        full_bytes = min(max(bytes_min, -(-left_bytes // threads)), bytes_max)
         ends_B = np.cumsum(ops.nbytes[start : start + limits.copy_chunk_ops_max])
         count = min(int(np.searchsorted(ends_B, full_bytes)) + 1, len(ends_B))
         end, nbytes = start + count, int(ends_B[count - 1])
@@ -518,10 +521,8 @@ def copy_turns(config: ShmConfig) -> threading.Semaphore:
 class ShmWriterLink(ChannelLink):
     """One writer's connection to one receiver in one epoch (see `kvtransfer.transport.WriterLink`).
 
-    Made by `connect`. `post` may be called from any thread, the rest from the loop's. The end comes once, from `close`,
-    a FENCE, EOF or a failed copy: copying stops, what is queued completes uncopied, the receiver's region is unmapped,
-    and only then BYE is sent, on a new connection if the old one broke. `link_lost` is called last, and not for an end
-    that `close` began.
+    Made by `connect`. At its end, also by a failed copy, copying stops, what is queued completes uncopied, the
+    receiver's region is unmapped, and only then BYE is sent, on a new connection if the old one broke.
     """
 
     transport: ClassVar[TransportName] = TransportName.SHM

@@ -175,23 +175,20 @@ class UcxAgent:
             self._agent.createBackend("UCX", {"engine_config": f"TLS={transports},{_SETTINGS}"})
             self._registered = self._lib.nixlRegDList(self._lib.DRAM_SEG, [(self.base, self.nbytes, 0, "")])
             self._agent.registerMem(self._registered, [])
+            metadata: bytes = self._agent.getLocalMD()
         except self._errors as error:
             self._agent = None
             raise UcxUnavailable(f"UCX cannot be used with the transports {transports!r}: {error}") from error
-
-    def metadata(self) -> bytes:
-        """What a peer needs to write into the region."""
-        metadata: bytes = self._agent.getLocalMD()
-        return metadata
+        self.welcome = UcxWelcome(region_base=self.base, region_nbytes=self.nbytes, metadata=metadata)
 
     # Writer.
 
-    def load_peer(self, metadata: bytes, base: int, nbytes: int) -> None:
-        """Be ready to write to the region of the agent that gave this metadata. Raises UcxFailed."""
+    def load_peer(self, welcome: UcxWelcome) -> None:
+        """Be ready to write to the region of the agent whose `welcome` this is. Raises UcxFailed."""
         with self._or_failed("no connection"):
-            self._peer = self._agent.loadRemoteMD(metadata)
+            self._peer = self._agent.loadRemoteMD(welcome.metadata)
             self._agent.makeConnection(self._peer, [])
-        self._peer_base, self.peer_nbytes = base, nbytes
+        self._peer_base, self.peer_nbytes = welcome.region_base, welcome.region_nbytes
 
     def post(self, ops: WriteOps, number: int) -> None:
         """Begin the writes, none of them empty, all inside both regions. Raises UcxFailed."""
@@ -398,8 +395,7 @@ class UcxReceiverPort(ListeningPort[UcxConnection]):
             log.warning("no agent for a writer", reason=str(error))
             event = Refusal(RefusalReason.UCX)
         else:
-            welcome = UcxWelcome(region_base=agent.base, region_nbytes=agent.nbytes, metadata=agent.metadata())
-            connection.agent, event = agent, wire.Prepared(payload=welcome.encode())
+            connection.agent, event = agent, wire.Prepared(payload=agent.welcome.encode())
         connection.work = None
         if connection.sock is None:
             self._drop(connection)
@@ -530,9 +526,8 @@ async def _until_over(work: asyncio.Future[Any]) -> asyncio.CancelledError | Non
 class UcxWriterLink(ChainLink):
     """One writer's link to one receiver in one epoch (see `kvtransfer.transport.WriterLink`). Made by `connect`.
 
-    The end comes once: from `close`, FENCE or REFUSED, which let what is on its way arrive, or from EOF, a failed write
-    or a deadline, which destroy the agent at once. `link_lost` is called last, after every completion, and not for an
-    end that `close` began.
+    `close`, FENCE and REFUSED let what is on its way arrive. EOF, a failed write and a deadline destroy the agent at
+    once.
     """
 
     transport: ClassVar[TransportName] = TransportName.UCX
@@ -587,8 +582,7 @@ class UcxWriterLink(ChainLink):
                     channel = await WriterChannel.open(endpoint.address, loop, CODEC, address=endpoint.address)
                     welcome = UcxWelcome.decode((await channel.shake_hands(endpoint.secret, hello)).payload)
                     agent = await asyncio.shield(making)
-                there = (welcome.metadata, welcome.region_base, welcome.region_nbytes)
-                loading = loop.run_in_executor(None, agent.load_peer, *there)
+                loading = loop.run_in_executor(None, agent.load_peer, welcome)
                 if cancelled := await _until_over(loading):
                     raise cancelled
                 loading.result()

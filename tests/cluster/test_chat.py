@@ -149,9 +149,9 @@ def test_a_conversation_beyond_the_context(cluster: RunningCluster) -> None:
     long = "sea " * CONTEXT
     done = chat(cluster, f"one\n{long}\ntwo\n/reset\none\n", *GREEDY)
     assert done.returncode == 1
-    (told, reset) = done.stderr.splitlines()
-    assert told.startswith("error: The prompt has ")
-    assert told.endswith("The message is left out of the conversation. /reset begins a new conversation.")
+    (reported, reset) = done.stderr.splitlines()
+    assert reported.startswith("error: The prompt has ")
+    assert reported.endswith("The message is left out of the conversation. /reset begins a new conversation.")
     assert reset == "A new conversation."
     one, two, again = done.stdout.splitlines()
     assert one == again != two

@@ -136,10 +136,10 @@ def test_the_router_dies_in_the_middle_of_an_answer(folder: Path) -> None:
         terminal.wait_for("one\n")
         terminal.wait_for_more()
         cluster.send_signal(ROUTER_NAME, signal.SIGKILL)
-        told = terminal.wait_for("The message is left out of the conversation.")
+        reported = terminal.wait_for("The message is left out of the conversation.")
         closed = f"The router at {endpoint} has closed the connection in the middle of the call."
-        assert f"error: The answer broke off. {closed} (reason PEER_UNREACHABLE) " in told
-        assert "Traceback" not in told
+        assert f"error: The answer broke off. {closed} (reason PEER_UNREACHABLE) " in reported
+        assert "Traceback" not in reported
         terminal.wait_for("\n> ")
         cluster.run(cluster.wait_exit(ROUTER_NAME))
         cluster.run(cluster.cluster.start_process(ROUTER_NAME))

@@ -53,8 +53,8 @@ async def scene(transport: str, fraction: float) -> None:
         counters = {counter.name: counter.value for counter in statuses[struck.receiver].counters}
         assert counters[f"CORRUPT handoffs from {struck.writer} over {transport}"] == 1
         assert counters["records checked"] > 0
-        told = [name for name in cluster.cluster.names if SHOUT in cluster.log_text(name)]
-        assert sorted(told) == sorted((struck.receiver, struck.writer)), told
+        reported = [name for name in cluster.cluster.names if SHOUT in cluster.log_text(name)]
+        assert sorted(reported) == sorted((struck.receiver, struck.writer)), reported
 
 
 @pytest.mark.slow

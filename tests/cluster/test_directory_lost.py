@@ -91,8 +91,8 @@ def test_a_lost_directory_stops_new_work_only_after_its_time(scene: Scene) -> No
 
     def health() -> tuple[int, str]:
         status, body = get("/health")
-        told = json.loads(body)
-        return status, told["error"]["code"] if "error" in told else told["status"]
+        reported = json.loads(body)
+        return status, reported["error"]["code"] if "error" in reported else reported["status"]
 
     async def ask(count: int) -> None:
         prompt = random_prompt(rng, 40)

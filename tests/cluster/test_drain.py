@@ -112,12 +112,12 @@ def test_an_answer_that_nobody_has_fetched_holds_the_drain_back(cluster: Running
         assert refused_by(caught.value, Incarnation(prefill.incarnation))
         await order(cluster, "prefill-0", "Uncordon")
 
-        told = asyncio.Event()
+        reported = asyncio.Event()
 
         async def says() -> AsyncIterator[decode_pb2.SubscribeRequest]:
             header = common_pb2.Header(sender=ROUTER, receiver=incarnation)
             yield decode_pb2.SubscribeRequest(open=decode_pb2.SubscribeOpen(header=header))
-            await told.wait()
+            await reported.wait()
             yield decode_pb2.SubscribeRequest(done=decode_pb2.SubscribeDone(keys=[key]))
 
         ids: list[int] = []
@@ -128,7 +128,7 @@ def test_an_answer_that_nobody_has_fetched_holds_the_drain_back(cluster: Running
                 break
         assert ids == mock_tokens([5, 6, 7], 20)
         assert state(await cluster.status(name)) == "DRAINING"
-        told.set()
+        reported.set()
         await node_is_empty(cluster, name)
         call.cancel()
         assert state(await order(cluster, name, "Undrain")) == "READY"
@@ -176,9 +176,9 @@ def test_the_orders_of_an_operator() -> None:
     )
     with running(spec) as cluster:
         code, out, _ = baton(cluster, "describe", "prefill-0", "-o", "json")
-        told = json.loads(out)
-        assert (code, told["name"], told["status"]["state"]) == (0, "prefill-0", "ready")
-        assert [(pair["peer"], pair["transport"]) for pair in told["status"]["pairs"]] == [("decode-0", "shm")]
+        reported = json.loads(out)
+        assert (code, reported["name"], reported["status"]["state"]) == (0, "prefill-0", "ready")
+        assert [(pair["peer"], pair["transport"]) for pair in reported["status"]["pairs"]] == [("decode-0", "shm")]
         code, out, _ = baton(cluster, "nodes", "-o", "json")
         assert [node["name"] for node in json.loads(out)] == ["decode-0", "prefill-0", "router-0"]
         _, out, _ = baton(cluster, "describe", "prefill-0")

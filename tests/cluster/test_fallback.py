@@ -113,14 +113,14 @@ def test_a_pair_whose_shared_memory_breaks_twice_goes_on_over_tcp() -> None:
         log = cluster.log_text("prefill-0")
         assert len(re.findall(r"transport given up .*transport=shm.*left=tcp", log)) == 1, log
         assert log.count("transport given up") == 1
-        told = describe(cluster)
+        reported = describe(cluster)
         assert re.search(
             rf"^decode-0 +[0-9a-f]{{16}} +tcp +open +[1-9]\d* +[1-9]\d* +{RATE} +{RATE}"
             r" +3 +shm \(retry in \d+ s\) +- +-$",
-            told,
+            reported,
             re.MULTILINE,
         )
-        assert re.search(r"^transports given up +1$", told, re.MULTILINE), told
+        assert re.search(r"^transports given up +1$", reported, re.MULTILINE), reported
         (data,) = json.loads(describe(cluster, "-o", "json"))["status"]["pairs"]
         assert (data["transport"], data["transports_given_up"], data["link_failures"]) == ("tcp", ["shm"], 3)
         assert data["rejected_transports"] == []
@@ -168,12 +168,12 @@ def test_a_pair_that_cannot_share_memory_uses_tcp_at_once() -> None:
             await assert_conserved(cluster)
 
         cluster.run(scenario())
-        log, told = cluster.log_text("prefill-0"), describe(cluster)
+        log, reported = cluster.log_text("prefill-0"), describe(cluster)
         assert log.count("data link peer=decode-0 transport=tcp") == 2
         assert log.count("a better transport is not used") == 1
         warning = r'^\S+ WARNING .*used peer=decode-0 transport=tcp instead_of="shm \(another PID namespace\)"$'
         assert re.search(warning, log, re.MULTILINE), log
         row = rf"^decode-0 .* tcp +open .* {RATE} +1 +- +- +shm \(another PID namespace\)$"
-        assert re.search(row, told, re.MULTILINE), told
+        assert re.search(row, reported, re.MULTILINE), reported
         (data,) = json.loads(describe(cluster, "-o", "json"))["status"]["pairs"]
         assert data["rejected_transports"] == [{"transport": "shm", "why": "another PID namespace"}]

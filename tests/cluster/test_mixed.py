@@ -108,7 +108,7 @@ def test_the_second_turn_needs_no_handoff() -> None:
         async with inprocess(spec) as cluster:
             router = cluster.runtimes[ROUTER_NAME].membership
 
-            def told() -> bool:
+            def reported() -> bool:
                 loads = [(cluster.runtimes[r.name].record().load, r.load) for r in router.nodes(Role.MIXED)]
                 return all((now.requests_taken, 0) == (r.requests_taken, r.waiting_tokens) for now, r in loads)
 
@@ -118,7 +118,7 @@ def test_the_second_turn_needs_no_handoff() -> None:
             bytes_first = await moved(cluster)
             for _ in range(4):
                 talk += [*mock_tokens(talk, TOKENS), *random_prompt(rng, 10)]
-                await until(cluster, "the router to know that nobody waits there", told)
+                await until(cluster, "the router to know that nobody waits there", reported)
                 answer = await cluster.client.generate(talk, max_tokens=TOKENS)
                 check(answer, talk, transport="local")
                 assert answer.stats.prefill_node == first.stats.prefill_node

@@ -38,8 +38,8 @@ def test_scores_that_are_not_numbers_end_one_request_with_an_error(index: int, n
             await asyncio.gather(*others)
             assert (caught.value.reason, caught.value.code) == (Reason.SCORES_NOT_FINITE, Code.INTERNAL)
             statuses = await cluster.statuses()
-            told = {name: {fact.name: fact.text for fact in status.engine.facts} for name, status in statuses.items()}
-            counts = {name: told[name][FACT] for name in ("prefill-0", "decode-0")}
+            facts = {name: {fact.name: fact.text for fact in status.engine.facts} for name, status in statuses.items()}
+            counts = {name: facts[name][FACT] for name in ("prefill-0", "decode-0")}
             assert counts == {"prefill-0": "0", "decode-0": "0", node: "1"}
             await assert_conserved(cluster)
 

@@ -104,9 +104,9 @@ def test_a_pair_says_its_path_whether_it_is_open_and_how_fast_it_is(transport: T
         assert broken.moved == pair.moved
         row = rf"^decode-0 +[0-9a-f]{{16}} +{transport.value} +closed +\d+ +{pair.bytes_moved}"
         row += rf" +{RATE} +(?:{RATE}|-) +1 +- +- +-$"
-        told = re.search(row, await asyncio.to_thread(described, cluster, "prefill-0"), re.MULTILINE)
-        assert told is not None
-        assert float(told[1]) == pytest.approx(pair.moved.bytes_per_s / 1e9, rel=0.01)
+        reported = re.search(row, await asyncio.to_thread(described, cluster, "prefill-0"), re.MULTILINE)
+        assert reported is not None
+        assert float(reported[1]) == pytest.approx(pair.moved.bytes_per_s / 1e9, rel=0.01)
 
         written += await ask(cluster, rng)
         again = await pair_of(cluster)

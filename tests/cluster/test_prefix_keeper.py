@@ -195,10 +195,10 @@ def test_a_configured_pin_waits_while_a_later_one_has_its_name() -> None:
             await second.pin(prefix("a", B), B, warm=False)
             routers.run(first)
 
-            async def told() -> bool:
+            async def whys() -> bool:
                 return [problem.reason for problem in kept.problems.values()] == [Reason.NAME_IN_USE] * 2
 
-            await wait_for(told, "both nodes to refuse")
+            await wait_for(whys, "both nodes to refuse")
             assert await routers.here() == {name: [("a", 3)] for name in NODES}
             assert await second.unpin("a")
             await routers.until([("a", 2)], "the configured pin")
@@ -222,8 +222,8 @@ def test_a_node_out_of_reach_does_not_hold_the_others_up() -> None:
                 warm=routers._warm,
             )
             pin = await keeper.pin(prefix("a"), A, warm=False)
-            told = {on.node: (on.blocks, i in pin.problems) for i, on in pin.on_nodes.items()}
-            assert told == {"decode-0": (0, True), "prefill-0": (2, False)}
+            whys = {on.node: (on.blocks, i in pin.problems) for i, on in pin.on_nodes.items()}
+            assert whys == {"decode-0": (0, True), "prefill-0": (2, False)}
             assert await keeper.unpin("a")
 
     asyncio.run(scenario())
@@ -253,8 +253,8 @@ def test_a_channel_that_is_dropped_during_a_call_ends_that_call_only() -> None:
             nodes.remove(leaving)
             await routers._channels.drop(leaving.endpoint)
             pin = await pinning
-            told = {on.node: pin.problems[i].reason if i in pin.problems else None for i, on in pin.on_nodes.items()}
-            assert told == {"decode-0": Reason.PEER_UNREACHABLE, "prefill-0": None}
+            whys = {on.node: pin.problems[i].reason if i in pin.problems else None for i, on in pin.on_nodes.items()}
+            assert whys == {"decode-0": Reason.PEER_UNREACHABLE, "prefill-0": None}
             await keeper.pin(prefix("b", B), B, warm=False)
             assert (await routers.here())["prefill-0"] == [("a", 2), ("b", 3)]
             connection.close()

@@ -185,10 +185,10 @@ def test_a_node_that_restarts_is_told_of_the_pins() -> None:
             await cluster.stop_node("decode-0")
             await cluster.start_node("decode-0", service)
 
-            async def told() -> bool:
+            async def reported() -> bool:
                 return (await pinned(cluster))["decode-0"] == [("system", 2, 0)]
 
-            await wait_for(told, "the new decode-0 to have the pin")
+            await wait_for(reported, "the new decode-0 to have the pin")
             await assert_conserved(cluster)
 
     asyncio.run(scenario())

@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 
 from baton.errors import Code, Reason
-from router.placement import chain_hashes
+from cachestore.prefix_cache import chain_digests, root_digest
 from tests.support.cluster_harness import (
     Answer,
     RunningCluster,
@@ -207,7 +207,7 @@ def test_a_tenants_prompt_does_not_attract_anothers() -> None:
             await cluster.client.send(request)
             placement, incarnation = cluster.router._prefill_nodes._placement, cluster.runtimes["prefill-0"].incarnation
             known = {
-                salt: placement.cached_blocks(incarnation, chain_hashes(prompt, SIZE, salt))
+                salt: placement.cached_blocks(incarnation, chain_digests(root_digest(b"", salt), prompt, SIZE))
                 for salt in (b"acme", b"globex", b"")
             }
             assert known == {b"acme": 3, b"globex": 0, b"": 0}

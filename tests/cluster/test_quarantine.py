@@ -85,10 +85,10 @@ def test_who_holds_quarantined_blocks() -> None:
         await asyncio.gather(call, return_exceptions=True)
         await assert_conserved(cluster)
 
-        async def told() -> bool:
+        async def reported() -> bool:
             return bool(lines(cluster, "decode-0", "grant not given back: no more"))
 
-        await until(cluster, "the last line", told)
+        await until(cluster, "the last line", reported)
         (ends,) = lines(cluster, "decode-0", "quarantine ends")
         seconds = re.search(rf"writer=prefill-0/{incarnation:016x} blocks={PROMPT_BLOCKS} seconds=(\S+) ", ends)
         assert seconds is not None and float(seconds[1]) >= ROUNDS_S, ends
@@ -136,10 +136,10 @@ def test_calls_to_a_stopped_decode_node_are_not_told_one_by_one() -> None:
         await asyncio.gather(*calls, return_exceptions=True)
         await assert_conserved(cluster)
 
-        async def told() -> bool:
+        async def reported() -> bool:
             return bool(lines(cluster, "prefill-0", "call failed: no more peer=decode-0 times="))
 
-        await until(cluster, "the line that sums up", told)
+        await until(cluster, "the line that sums up", reported)
         for kind in ("commit call failed", "release call failed"):
             assert len(lines(cluster, "prefill-0", f"{kind} peer=")) <= 1, kind
 

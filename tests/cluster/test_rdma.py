@@ -77,7 +77,7 @@ def test_a_pair_whose_device_was_away_says_why_it_uses_tcp(monkeypatch: pytest.M
         )
         async with inprocess(spec) as cluster:
 
-            async def told() -> tuple[str, bool, list[tuple[str, str]]]:
+            async def reported() -> tuple[str, bool, list[tuple[str, str]]]:
                 (pair,) = (await cluster.statuses())["prefill-0"].pairs
                 return (
                     pair.transport,
@@ -86,15 +86,15 @@ def test_a_pair_whose_device_was_away_says_why_it_uses_tcp(monkeypatch: pytest.M
                 )
 
             assert (await ask_exactly(cluster, random_prompt(rng, 40))).stats.transport == "rdma"
-            assert await told() == ("rdma", True, [])
+            assert await reported() == ("rdma", True, [])
             peer, ports = peer_of(cluster, "decode-0"), cluster.decode["decode-0"].receiver.ports
 
             state["lost"] = "pulled out"
             await until(cluster, "both sides to miss the device", lambda: bool(ports.withdrawn) and not peer.link.now)
-            assert await told() == ("rdma", False, [])
+            assert await reported() == ("rdma", False, [])
             assert (await ask_exactly(cluster, random_prompt(rng, 40))).stats.transport == "tcp"
             away = ("tcp", True, [("rdma", LOST_THERE)])
-            assert await told() == away
+            assert await reported() == away
 
             state["lost"] = ""
             await until(cluster, "the device to be back", lambda: not ports.withdrawn)
@@ -102,13 +102,13 @@ def test_a_pair_whose_device_was_away_says_why_it_uses_tcp(monkeypatch: pytest.M
             assert memory is not None
             await until(cluster, "the writer to have it too", lambda: memory.device is not None)
             assert (await ask_exactly(cluster, random_prompt(rng, 40))).stats.transport == "tcp"
-            assert await told() == away
+            assert await reported() == away
             link = peer.link.now
             assert link is not None
             await link.close()
             peer.link_lost(peer.address.pair, "closed by the test")
             assert (await ask_exactly(cluster, random_prompt(rng, 40))).stats.transport == "rdma"
-            assert await told() == ("rdma", True, [])
+            assert await reported() == ("rdma", True, [])
             facts = {fact.name: fact.text for fact in (await cluster.statuses())["prefill-0"].engine.facts}
             assert facts["rdma posted by"] == posts_by()
             await assert_conserved(cluster)
@@ -130,9 +130,9 @@ def test_devices_that_do_not_reach_each_other_cost_no_answer_a_second_try(monkey
                 assert (answer.stats.transport, answer.stats.resumptions) == ("tcp", 0)
             peer = peer_of(cluster, "decode-0")
             assert (list(peer.link.offers.given_up), peer.link.failures) == ([TransportName.RDMA], 1)
-            told = (await cluster.statuses())["prefill-0"]
-            assert [list(pair.transports_given_up) for pair in told.pairs] == [["rdma"]]
-            assert {c.name: c.value for c in told.counters}["transports given up"] == 1
+            reported = (await cluster.statuses())["prefill-0"]
+            assert [list(pair.transports_given_up) for pair in reported.pairs] == [["rdma"]]
+            assert {c.name: c.value for c in reported.counters}["transports given up"] == 1
             port = cluster.decode["decode-0"].receiver.ports.describe()[TransportName.RDMA]
             assert (port["links_unproved"], port["fences_ended"], port["connections_writing"]) == (1, 0, 0)
             await assert_conserved(cluster)

@@ -98,8 +98,8 @@ def test_a_router_is_drained_under_load(tmp_path: Path) -> None:
                 arguments = ("drain", FIRST, "--wait", "--directory", cluster.cluster.directory, "-o", "json")
                 done = await asyncio.to_thread(run_baton, *arguments)
                 assert done.returncode == 0, done.stderr
-                told = json.loads(done.stdout)["status"]
-                assert (told["state"], told["safe_to_delete"], told["requests"]) == ("drained", True, 0)
+                reported = json.loads(done.stdout)["status"]
+                assert (reported["state"], reported["safe_to_delete"], reported["requests"]) == ("drained", True, 0)
                 await load.until_all_are_refused()
                 assert load.answers[FIRST] > before, "nothing was running when the drain began"
                 await load.until(SECOND, 2 * AT_ONCE)

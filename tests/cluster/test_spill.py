@@ -73,12 +73,13 @@ def test_device_memory_runs_out_and_every_answer_is_right(cluster: RunningCluste
     cluster.run(ask_all())
     cluster.run(assert_conserved(cluster))
     status = cluster.run(cluster.status(DECODE))
-    load, told = status.record.load, spill_counters(status)
+    load, facts = status.record.load, spill_counters(status)
     assert (load.swapped_out_requests, load.host_blocks_filled, load.host_blocks_free) == (0, 0, HOST_BLOCKS)
-    assert told["sequences swapped out since start"] > 0
-    assert told["bytes copied out"] > 0
-    assert told["host blocks"] == told["host blocks free"] == HOST_BLOCKS
-    assert (told["sequences swapped out"], told["host blocks filled"], told["host blocks in a copy"]) == (0, 0, 0)
+    assert facts["sequences swapped out since start"] > 0
+    assert facts["bytes copied out"] > 0
+    assert facts["host blocks"] == facts["host blocks free"] == HOST_BLOCKS
+    assert (facts["sequences swapped out"], facts["host blocks filled"]) == (0, 0)
+    assert facts["host blocks in a copy"] == 0
 
 
 def test_a_drain_waits_for_what_is_in_host_memory(cluster: RunningCluster) -> None:

@@ -92,8 +92,8 @@ def test_blocks_of_a_stopped_writer_are_free_with_evidence_alone(tls: str) -> No
             return await held() == (0, 0)
 
         await until(cluster, "the dead writer's blocks to be free", freed)
-        told = "dead, by pidfd" if tls == "all" else "its receiving worker destroyed"
-        assert told in cluster.log_text("decode-0"), "fenced without its proof"
+        reported = "dead, by pidfd" if tls == "all" else "its receiving worker destroyed"
+        assert reported in cluster.log_text("decode-0"), "fenced without its proof"
         await assert_conserved(cluster)
 
     spec = mock_spec(

@@ -26,8 +26,8 @@ def test_one_that_has_ended_in_order_is_no_warning(caplog: pytest.LogCaptureFixt
                 caplog.clear()
                 receiver.writer_lost(pair._replace(writer=Incarnation(0xABC)))
                 receiver.writer_lost(pair)
-            told = [r for r in caplog.records if r.getMessage().startswith("writer ")]
-            assert [(r.levelname, r.getMessage(), r.baton_fields["writer"]) for r in told] == [  # type: ignore[attr-defined]
+            reported = [r for r in caplog.records if r.getMessage().startswith("writer ")]
+            assert [(r.levelname, r.getMessage(), r.baton_fields["writer"]) for r in reported] == [  # type: ignore[attr-defined]
                 ("INFO", "writer gone", "unknown/0000000000000abc"),
                 ("WARNING", "writer lost", f"prefill-0/{pair.writer:016x}"),
             ]

@@ -259,8 +259,8 @@ async def a_killed_receiver_loses_the_link_and_every_batch_completes(kit: Kit) -
     """The receiver dies amid a long queue: each batch completes exactly once, then the link is lost, once."""
     source_U8, events = source_bytes(1, REGION_NBYTES), Recorder()
     async with writing() as peer:
-        told = await receive(peer, kit, grants=40)
-        it = await kit.link(endpoint_from_json(told), PAIR, source_U8, events)
+        reported = await receive(peer, kit, grants=40)
+        it = await kit.link(endpoint_from_json(reported), PAIR, source_U8, events)
         for i in range(40):
             it.post(grant_of(i), record_ops(1))
         await events.until(lambda e: bool(e.completed))
@@ -278,7 +278,7 @@ async def a_killed_receiver_loses_the_link_and_every_batch_completes(kit: Kit) -
         assert events.completed[41] == (GRANT, 5, 5 * RECORD_NBYTES, False)
         assert len(events.lost) == 1
         with pytest.raises(ConnectErrors):
-            await kit.link(endpoint_from_json(told), PAIR, source_U8, events)
+            await kit.link(endpoint_from_json(reported), PAIR, source_U8, events)
 
 
 async def a_stopped_receiver_hangs_neither_abandon_nor_close(kit: Kit) -> None:
@@ -286,8 +286,8 @@ async def a_stopped_receiver_hangs_neither_abandon_nor_close(kit: Kit) -> None:
     close returns."""
     source_U8, events = source_bytes(1, REGION_NBYTES), Recorder()
     async with writing() as peer:
-        told = await receive(peer, kit)
-        it = await kit.link(endpoint_from_json(told), PAIR, source_U8, events)
+        reported = await receive(peer, kit)
+        it = await kit.link(endpoint_from_json(reported), PAIR, source_U8, events)
         peer.stop()
         for _ in range(100):
             it.post(GRANT, ops_of([0], [0], [REGION_NBYTES]))

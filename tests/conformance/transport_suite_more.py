@@ -257,11 +257,11 @@ async def a_connect_that_is_given_up_at_any_step_leaves_nothing_to_fence(kit: Ki
             wanted = (0, kit.streams if kit.transport is TransportName.TCP else 1)
             async with asyncio.timeout(DEADLINE_S):
                 while True:
-                    told = r.port.describe()
-                    if (told["connections_handshaking"], told["connections_writing"]) == wanted:
+                    reported = r.port.describe()
+                    if (reported["connections_handshaking"], reported["connections_writing"]) == wanted:
                         break
                     await asyncio.sleep(0)
-            assert (r.events.gone, told["fences_ended"], told["fences_waiting"]) == ([], 0, 0)
+            assert (r.events.gone, reported["fences_ended"], reported["fences_waiting"]) == ([], 0, 0)
 
 
 class FirstHalf(WriteRanges):

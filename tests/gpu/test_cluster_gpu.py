@@ -133,8 +133,8 @@ def test_a_killed_writer_frees_the_blocks_it_wrote_to(model: Path, reference: Re
             await assert_conserved(cluster)
 
         cluster.run(scene())
-        told = run_baton("describe", "decode-0", "--directory", cluster.cluster.directory)
-        assert told.returncode == 0, told.stderr
+        reported = run_baton("describe", "decode-0", "--directory", cluster.cluster.directory)
+        assert reported.returncode == 0, reported.stderr
         for row in (
             "transports +cuda_ipc",
             rf"device +{DEVICE.value}",
@@ -143,4 +143,4 @@ def test_a_killed_writer_frees_the_blocks_it_wrote_to(model: Path, reference: Re
             "decode graphs +of 1, 2, 4 rows, contexts up to 160 tokens",
             r"blocks +\d+ free, \d+ cached, 1 held \(1 for padding\), 0 owned by a writer",
         ):
-            assert re.search(f"^{row}", told.stdout, re.MULTILINE), (row, told.stdout)
+            assert re.search(f"^{row}", reported.stdout, re.MULTILINE), (row, reported.stdout)

@@ -92,8 +92,8 @@ def test_answers_are_those_of_one_engine_on_the_cpu(model: Path, reference: Refe
         assert port["flushes"] == (0 if "decode-0" in on_cpu else port["seals"])
         link = peer_of(cluster, "decode-0").link.now
         assert link is not None
-        told = link.describe()  # type: ignore[attr-defined]
-        assert told.get("batches_uncomputed") == (None if "prefill-0" in on_cpu else 0)
+        reported = link.describe()  # type: ignore[attr-defined]
+        assert reported.get("batches_uncomputed") == (None if "prefill-0" in on_cpu else 0)
 
     play(spec_of(model, more=RDMA, on_cpu=on_cpu), scene)
 

@@ -164,8 +164,8 @@ def test_a_killed_writer_frees_the_blocks_it_wrote_to(model: Path, reference: Re
             await assert_conserved(cluster)
 
         cluster.run(scene())
-        told = run_baton("describe", "decode-0", "--directory", cluster.cluster.directory)
-        assert told.returncode == 0, told.stderr
+        reported = run_baton("describe", "decode-0", "--directory", cluster.cluster.directory)
+        assert reported.returncode == 0, reported.stderr
         in_use = f"{2 * STAGING_LIMITS.stream_chunks * chunk:,} in use"
         for row in ("transports +tcp", f"staging +{pinned}, {in_use}"):
-            assert re.search(f"^{row}", told.stdout, re.MULTILINE), (row, told.stdout)
+            assert re.search(f"^{row}", reported.stdout, re.MULTILINE), (row, reported.stdout)

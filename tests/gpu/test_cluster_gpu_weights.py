@@ -57,9 +57,9 @@ def test_a_decode_node_with_rounded_weights(model: Path) -> None:
         assert {answer.stats.transport for answer in rounds[0]} == {"cuda_ipc"}
         await assert_conserved(cluster)
         statuses = await cluster.statuses()
-        told = {name: facts_of(statuses[name])["weights"] for name in ("prefill-0", "decode-0")}
-        assert told["prefill-0"] == "bfloat16"
-        assert told["decode-0"].startswith(descriptions[quantisation])
+        reported = {name: facts_of(statuses[name])["weights"] for name in ("prefill-0", "decode-0")}
+        assert reported["prefill-0"] == "bfloat16"
+        assert reported["decode-0"].startswith(descriptions[quantisation])
         firsts.append([answer.ids[0] for answer in rounds[0]])
 
     for quantisation in descriptions:

@@ -180,7 +180,7 @@ class WrongWhenUnpacked(Int4Matmul):
 
 
 @pytest.mark.parametrize(
-    ("broken", "told"),
+    ("broken", "why"),
     [
         (Wrong, r"is wrong by \d\.\de-0[12], 3e-02 is allowed"),
         (NotANumber, "is wrong by nan"),
@@ -189,10 +189,10 @@ class WrongWhenUnpacked(Int4Matmul):
         (WrongWhenUnpacked, rf"\[{TILE_ROWS_MAX + 1}, \d+\] by"),
     ],
 )
-def test_what_fails_its_trial_is_refused(broken: type[Int4Matmul], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_its_trial_is_refused(broken: type[Int4Matmul], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that multiplies wrongly, gives no number or another shape, is missing, is wrong for some rows only."""
     monkeypatch.setitem(PACKS, Quantisation.INT4, broken.pack)
-    with pytest.raises(UnsupportedModelError, match=rf"weights cannot be int4 on cpu: a product .*{told}"):
+    with pytest.raises(UnsupportedModelError, match=rf"weights cannot be int4 on cpu: a product .*{why}"):
         admit_weights(Quantisation.INT4, CONFIG, device=CPU, dtype=torch.bfloat16)
 
 
@@ -218,12 +218,12 @@ def test_what_a_device_cannot_do_is_refused_before_anything_runs(monkeypatch: py
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Some GPU")
     gpu = torch.device("cuda")
-    for quantisation, dtype, told in (
+    for quantisation, dtype, why in (
         (Quantisation.INT8, torch.bfloat16, "int8 on Some GPU: a GPU takes fp8, int4; set quantisation to none"),
         (Quantisation.INT4, torch.float32, "needs dtype bfloat16, and this is float32"),
         (Quantisation.FP8, torch.bfloat16, r"needs compute capability 8\.9, and it has 8\.6"),
     ):
-        with pytest.raises(UnsupportedModelError, match=told):
+        with pytest.raises(UnsupportedModelError, match=why):
             admit_weights(quantisation, CONFIG, device=gpu, dtype=dtype)
 
 

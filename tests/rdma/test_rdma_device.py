@@ -325,8 +325,8 @@ def test_a_region_of_a_device_is_flushed_for_each_seal() -> None:
                 await events.until(lambda e, count=number + 1: len(e.completed) == count)  # type: ignore[misc]
                 it.seal(Seal(grant=GRANT, epoch=EPOCH, writes=number, bytes_written=1))
                 await r.events.until(lambda e, count=number + 1: len(e.seals) == count)  # type: ignore[misc]
-            told = r.port.describe()
-            assert (told["seals"], told["flushes"], told["flush_failed"]) == (3, 3, 0)
+            reported = r.port.describe()
+            assert (reported["seals"], reported["flushes"], reported["flush_failed"]) == (3, 3, 0)
             assert np.array_equal(r.region.array_U8, expected_region(source_bytes(6, REGION_NBYTES), record_ops(1)))
 
     run(test())

@@ -35,7 +35,7 @@ def main() -> int:
         tally = Tally()
         for line in asked.sum.read_text().splitlines():
             tally.add(Result(**json.loads(line)))
-        print(tally.told())
+        print(tally.reported())
         return 1 if tally.violations else 0
     configs = [
         RunConfig(
@@ -61,7 +61,7 @@ def _run_all(configs: list[RunConfig], *, jobs: int, log: Path | None) -> int:
             with log.open("a") as file:
                 file.write(result.line() + "\n")
     if len(configs) > 1:
-        print(f"In all, in {jobs} process{'es' if jobs > 1 else ''}: {tally.told(time.perf_counter() - began_s)}")
+        print(f"In all, in {jobs} process{'es' if jobs > 1 else ''}: {tally.reported(time.perf_counter() - began_s)}")
     return 1 if tally.violations else 0
 
 
@@ -75,12 +75,12 @@ def _results(configs: list[RunConfig], jobs: int) -> Iterator[Result]:
 
 class _Progress:
     def __init__(self) -> None:
-        self._told_s = self._began_s = time.perf_counter()
+        self._reported_s = self._began_s = time.perf_counter()
 
     def __call__(self, ended: int, simulated_s: float) -> None:
         now_s = time.perf_counter()
-        if now_s - self._told_s >= PROGRESS_S:
-            self._told_s = now_s
+        if now_s - self._reported_s >= PROGRESS_S:
+            self._reported_s = now_s
             rate = ended / (now_s - self._began_s)
             print(f"{ended} requests, {simulated_s:.0f} s simulated, {rate:.0f} a second", file=sys.stderr, flush=True)
 

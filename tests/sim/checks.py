@@ -106,9 +106,9 @@ def what_is_left(cluster: SimCluster) -> dict[str, str]:
     for name, process in cluster.processes.items():
         if process.kind is Kind.CLIENT:
             continue
-        told = _left(process) if process.alive and process.ready else "not ready"
-        if told:
-            left[name] = told
+        reported = _left(process) if process.alive and process.ready else "not ready"
+        if reported:
+            left[name] = reported
     return left
 
 
@@ -116,27 +116,27 @@ def _left(process: Process) -> str:
     runtime = process.runtime
     if runtime is None:
         return ""
-    told = [f"{what} {count}" for what, count in runtime.holds().left().items()]
+    reported = [f"{what} {count}" for what, count in runtime.holds().left().items()]
     if process.decode is not None:
         receiver = process.decode.receiver
-        told += [
+        reported += [
             f"{s.value} {n}"
             for s, n in receiver.grants.states().items()
             if n and s not in (GrantState.FENCED, GrantState.RELEASED)
         ]
         if decode_state(process.decode).outputs:
-            told.append("outputs")
+            reported.append("outputs")
         if receiver._timers:
-            told.append(f"timers {len(receiver._timers)}")
+            reported.append(f"timers {len(receiver._timers)}")
     if process.peers is not None:
-        told += [f"handoffs {len(peer._handoffs)}" for peer in process.peers._peers.values() if peer._handoffs]
-        told += [f"link {link.number} busy" for link in process.links if not link.idle]
+        reported += [f"handoffs {len(peer._handoffs)}" for peer in process.peers._peers.values() if peer._handoffs]
+        reported += [f"link {link.number} busy" for link in process.links if not link.idle]
     if process.router is not None and process.router.streams.inboxes:
-        told.append(f"inboxes {len(process.router.streams.inboxes)}")
+        reported.append(f"inboxes {len(process.router.streams.inboxes)}")
     if process.ledger is not None:
         counts = process.ledger.counts()
         if counts.cached + counts.free != counts.total or counts.promised:
-            told.append(f"blocks {counts}")
+            reported.append(f"blocks {counts}")
     if runtime.membership.stale:
-        told.append("directory stale")
-    return ", ".join(told)
+        reported.append("directory stale")
+    return ", ".join(reported)

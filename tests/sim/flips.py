@@ -34,7 +34,7 @@ class Flips:
     """What was done, and what the nodes said."""
 
     flipped: set[GrantId] = field(default_factory=set)
-    told: int = 0
+    reported: int = 0
     """Log lines of either side about corrupt records."""
 
 
@@ -62,7 +62,7 @@ class _Ear(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         heard = record.getMessage() == SHOUT
-        self._flips.told += heard
+        self._flips.reported += heard
         return not heard
 
 

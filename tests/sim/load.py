@@ -334,9 +334,9 @@ class _Reader:
         else:
             self.tokens += ids
         if self.question.logprobs and not self.wrong:
-            told = [round(-1 - logprob.logprob) for logprob in message.logprobs]
-            if told != [token % ATTEMPTS for token in ids]:
-                self.wrong = f"log-probabilities by the attempts {told} for tokens {ids}"
+            reported = [round(-1 - logprob.logprob) for logprob in message.logprobs]
+            if reported != [token % ATTEMPTS for token in ids]:
+                self.wrong = f"log-probabilities by the attempts {reported} for tokens {ids}"
 
     def _take_token(self, token: int) -> None:
         """A token that is not the next one of the attempt so far."""

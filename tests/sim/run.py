@@ -72,7 +72,7 @@ class Outcome:
     quiet_after_s: float
     """From the end of the faults and the last request to nothing left."""
 
-    def told(self) -> str:
+    def reported(self) -> str:
         f = self.figures
         return (
             f"{f.asked} requests: {f.complete} complete ({f.mixed} of several attempts), "
@@ -136,8 +136,8 @@ class _Simulation:
                 try:
                     self._run()
                 except Exception as error:  # noqa: BLE001  # told as a violation
-                    told = "".join(traceback.format_exception(error)[-12:])
-                    self.cluster.violations.append(f"{self.world.now_s:.6f} broke off: {told}")
+                    reported = "".join(traceback.format_exception(error)[-12:])
+                    self.cluster.violations.append(f"{self.world.now_s:.6f} broke off: {reported}")
                 finally:
                     for process in list(self.cluster.processes.values()):
                         process.loop.kill()

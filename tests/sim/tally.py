@@ -47,7 +47,7 @@ def run(config: RunConfig) -> Result:
     wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
     f = outcome.figures
     text = [
-        f"seed {outcome.config.seed}, {outcome.config.profile}: {outcome.told()}",
+        f"seed {outcome.config.seed}, {outcome.config.profile}: {outcome.reported()}",
         f"  {wall_s:.1f} s, {cpu_s:.1f} s of one core: {f.asked / cpu_s:.0f} requests a second of it, "
         f"{f.complete / cpu_s:.0f} of them complete",
         *(f"  VIOLATION {violation}" for violation in outcome.violations),
@@ -98,7 +98,7 @@ class Tally:
         self._simulated_s += result.simulated_s
         self.violations += len(result.violations)
 
-    def told(self, wall_s: float | None = None) -> str:
+    def reported(self, wall_s: float | None = None) -> str:
         """`wall_s`: how long all of them took together."""
         s = self._sums
         runs = ", ".join(f"{count} {profile}" for profile, count in sorted(self._runs.items()))

@@ -66,8 +66,8 @@ def test_a_seed_repeats_itself() -> None:
     for hash_seed in ("1", "2"):
         command = [sys.executable, "-m", "tests.sim", "--seed", "8", "--steps", "30", "--profile", "routers"]
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"}
-        told = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
-        digests.add(told.partition("digest ")[2].split()[0])
+        reported = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+        digests.add(reported.partition("digest ")[2].split()[0])
     assert len(digests) == 1, digests
     other = simulate_or_fail(RunConfig(seed=9, requests=30, profile="routers"))
     assert other.digest != here.digest

@@ -211,8 +211,8 @@ def test_runs_are_added_up() -> None:
     tally = Tally()
     tally.add(result(1, []))
     tally.add(result(2, ["late write"]))
-    told = tally.told(wall_s=1.0)
-    assert "2 runs (2 small); 20 requests: 12 complete (2 of several attempts), 4 ended by an error" in told
-    assert "4 PEER_UNREACHABLE of the way to router, 2 refused" in told
-    assert "6 faults (crash 6), 6 deaths" in told
-    assert "1 violations; 20 requests a second of one core (1 s), 20 a second in all (1 s)" in told
+    reported = tally.reported(wall_s=1.0)
+    assert "2 runs (2 small); 20 requests: 12 complete (2 of several attempts), 4 ended by an error" in reported
+    assert "4 PEER_UNREACHABLE of the way to router, 2 refused" in reported
+    assert "6 faults (crash 6), 6 deaths" in reported
+    assert "1 violations; 20 requests a second of one core (1 s), 20 a second in all (1 s)" in reported

@@ -12,14 +12,14 @@ from tests.sim.run import RunConfig, simulate, simulate_or_fail
 def test_every_flip_is_caught_before_its_commit(profile: str, first: int) -> None:
     """One handoff in eight has a bit flipped, under the usual faults: none of these runs, every answer is right, and
     nothing is lost or left."""
-    flips = told = 0
+    flips = reported = 0
     for seed in range(first, first + 6):
         with flipping(seed=seed, chance=0.125) as done:
             outcome = simulate_or_fail(RunConfig(seed=seed, requests=30, profile=profile))
         assert outcome.figures.asked == outcome.figures.ended
-        flips, told = flips + len(done.flipped), told + done.told
+        flips, reported = flips + len(done.flipped), reported + done.reported
     assert flips > 10
-    assert told > 10
+    assert reported > 10
 
 
 def test_without_faults_each_flip_is_told_by_both_sides() -> None:
@@ -29,7 +29,8 @@ def test_without_faults_each_flip_is_told_by_both_sides() -> None:
         figures = simulate_or_fail(RunConfig(seed=9, requests=60, profile="small", fault_gap_s=0)).figures
     assert len(done.flipped) > 5
     assert not figures.lost
-    assert len(done.flipped) <= done.told <= 2 * len(done.flipped)  # a client may leave before the writer is answered
+    # a client may leave before the writer is answered
+    assert len(done.flipped) <= done.reported <= 2 * len(done.flipped)
 
 
 def test_an_unsampled_flip_is_a_wrong_answer() -> None:
@@ -37,7 +38,7 @@ def test_an_unsampled_flip_is_a_wrong_answer() -> None:
     with flipping(seed=9, chance=0.2, fraction=0.0) as done:
         outcome = simulate(RunConfig(seed=9, requests=60, profile="small", fault_gap_s=0))
     assert done.flipped
-    assert done.told == 0
+    assert done.reported == 0
     assert "a handoff with a flipped bit runs" in outcome.violations[0]
 
 
@@ -46,4 +47,4 @@ def test_comparing_changes_nothing_else() -> None:
     with flipping(seed=1, chance=0.0) as done:
         simulate_or_fail(RunConfig(seed=3, requests=40, profile="small"))
     assert not done.flipped
-    assert done.told == 0
+    assert done.reported == 0

@@ -60,10 +60,12 @@ def find_kubectl() -> Kubectl:
     path = shutil.which("kubectl")
     if path is None:
         pytest.skip("kubectl is not installed: the overlays cannot be rendered")
-    told = subprocess.run(
+    output = subprocess.run(
         [path, "version", "--client", "-o", "json"], capture_output=True, text=True, timeout=RUN_S_MAX, check=False
     )
-    version = re.match(r"v(\d+)\.(\d+)", json.loads(told.stdout or "{}").get("clientVersion", {}).get("gitVersion", ""))
+    version = re.match(
+        r"v(\d+)\.(\d+)", json.loads(output.stdout or "{}").get("clientVersion", {}).get("gitVersion", "")
+    )
     if version is None or (int(version[1]), int(version[2])) < KUBECTL_MIN:
         found = version[0] if version is not None else "of an unknown version"
         pytest.skip(f"kubectl is {found}; {'.'.join(map(str, KUBECTL_MIN))} or later is needed")

@@ -10,7 +10,7 @@ import pytest
 
 from kvtransfer.transport import WriteOps
 from kvtransfer.transports import ucx
-from kvtransfer.transports.ucx import UcxFailed, UcxUnavailable
+from kvtransfer.transports.ucx import UcxFailed, UcxUnavailable, UcxWelcome
 
 
 class AgentDouble:
@@ -32,18 +32,16 @@ class AgentDouble:
         self.region_U8: np.ndarray | None = region_U8
         self.base, self.nbytes = region_U8.ctypes.data, region_U8.nbytes
         self._metadata = f"{name} {next(self._names)}".encode()
+        self.welcome = UcxWelcome(region_base=self.base, region_nbytes=self.nbytes, metadata=self._metadata)
         self._peer = b""
         self._posts: dict[int, WriteOps] = {}
         self._told: list[int] = []
         self.alive[self._metadata] = self
 
-    def metadata(self) -> bytes:
-        return self._metadata
-
-    def load_peer(self, metadata: bytes, base: int, nbytes: int) -> None:
-        if metadata not in self.alive:
+    def load_peer(self, welcome: UcxWelcome) -> None:
+        if welcome.metadata not in self.alive:
             raise UcxFailed("no such agent")
-        self._peer, self.peer_nbytes = metadata, nbytes
+        self._peer, self.peer_nbytes = welcome.metadata, welcome.region_nbytes
 
     def post(self, ops: WriteOps, number: int) -> None:
         self._posts[number] = ops
@@ -64,8 +62,8 @@ class AgentDouble:
             self.alive[self._peer]._told.append(number)
 
     def notified(self) -> list[int]:
-        told, self._told = self._told, []
-        return told
+        reported, self._told = self._told, []
+        return reported
 
     def destroy(self) -> None:
         assert not AgentDouble.indestructible

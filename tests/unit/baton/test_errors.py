@@ -248,9 +248,9 @@ def test_an_event_as_json_is_one_line_too() -> None:
             log.exception("failed", id=b"\x01\xff")
     finally:
         tear_down_logging(handler)
-    told, failed = (json.loads(line) for line in stream.getvalue().splitlines())
-    assert re.fullmatch(TIME, told.pop("time"))
-    assert told == {
+    reported, failed = (json.loads(line) for line in stream.getvalue().splitlines())
+    assert re.fullmatch(TIME, reported.pop("time"))
+    assert reported == {
         "level": "INFO", "node": "decode-0", "component": "directory", "message": "expired\n",
         "fields": {"node": "a b", "share": 0.25, "left": "inf", "count": 3, "none": None, "long": "x" * 297 + "...",
                    "reason": "INTERNAL"},

@@ -59,14 +59,14 @@ def test_a_timer_that_comes_early_is_no_lag() -> None:
 
 def test_a_long_one_is_logged_and_each_is_told(caplog: pytest.LogCaptureFixture) -> None:
     lag = LoopLag(StillClock())
-    told: list[float] = []
-    lag.report = told.append
+    reported: list[float] = []
+    lag.report = reported.append
     with caplog.at_level(logging.WARNING, logger="baton.node"):
         lag.look((LAG_LOG_MS_MIN - 1) / 1000)
         assert not caplog.records
         lag.look(LAG_LOG_MS_MIN / 1000)
     assert [record.getMessage() for record in caplog.records] == ["the control thread was held up"]
-    assert told == [(LAG_LOG_MS_MIN - 1) / 1000, LAG_LOG_MS_MIN / 1000]
+    assert reported == [(LAG_LOG_MS_MIN - 1) / 1000, LAG_LOG_MS_MIN / 1000]
 
 
 def test_a_blocked_loop_is_seen() -> None:

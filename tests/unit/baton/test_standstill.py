@@ -193,14 +193,14 @@ def test_who_begins_to_watch_is_told_of_goodbyes_only() -> None:
     state.expire(now_s=1.0)
     state.remove(name="b", incarnation=2, now_s=1.0)
 
-    def told(since: int | None) -> tuple[bool, set[str]]:
+    def reported(since: int | None) -> tuple[bool, set[str]]:
         changes = state.changes_since(since, now_s=1.0)
         return changes.snapshot, {removal.name for removal in changes.removals}
 
-    assert told(version) == (False, {"a", "b"})
-    assert told(None) == (True, {"b"})
+    assert reported(version) == (False, {"a", "b"})
+    assert reported(None) == (True, {"b"})
     state.remove(name="a", incarnation=1, now_s=1.0)
-    assert told(None) == (True, {"a", "b"})
+    assert reported(None) == (True, {"a", "b"})
 
 
 @asynccontextmanager

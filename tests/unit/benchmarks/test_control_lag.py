@@ -8,6 +8,6 @@ from tests.unit.benchmarks.test_checksum import script
 
 
 def test_lags_are_told() -> None:
-    text = script("control_lag").told("loaded", np.array([1.0, 2.0, 40.0]))
+    text = script("control_lag").reported("loaded", np.array([1.0, 2.0, 40.0]))
     assert text.startswith("loaded        3 looks   p50    2.00 ms")
     assert text.endswith("max   40.00 ms")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from baton.ids import BlockId
 from cachestore.ledger import Ledger
-from cachestore.prefix_cache import IndexCursor, PrefixCache, block_digest, pack_tokens, root_digest
+from cachestore.prefix_cache import IndexCursor, PrefixCache, block_digest, chain_digests, pack_tokens, root_digest
 
 SIZE = 2
 
@@ -329,3 +329,18 @@ def test_statistics_count_admitted_prompts_only() -> None:
     cache.count_prompt(3, 2)
     cache.count_prompt(5, 0)
     assert (cache.prompt_tokens, cache.hit_tokens) == (8, 2)
+
+
+def test_digests_cover_full_blocks_and_all_before_them() -> None:
+    """11 tokens are two full blocks; another first token, or another salt, changes every digest."""
+
+    def digests(prompt: list[int], salt: bytes = b"") -> list[bytes]:
+        return chain_digests(root_digest(b"model", salt), prompt, 4)
+
+    prompt = list(range(11))
+    both = digests(prompt)
+    assert len(both) == 2
+    assert digests(prompt[:8]) == both
+    assert digests(prompt[:3]) == []
+    assert not set(digests([99, *prompt[1:]])) & set(both)
+    assert not set(digests(prompt, b"tenant")) & set(both)

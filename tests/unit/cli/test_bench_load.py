@@ -312,7 +312,7 @@ def test_a_wrong_configuration(given: dict[str, Any], problem: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("chunk", "told", "message"),
+    ("chunk", "reported", "message"),
     [
         ({"choices": [{"text": "a", "finish_reason": None}]}, 0, Message(1, timed=True)),
         ({"choices": [{"text": "", "finish_reason": "length"}], "usage": None}, 3, None),
@@ -322,6 +322,6 @@ def test_a_wrong_configuration(given: dict[str, Any], problem: str) -> None:
         ({"choices": [], "usage": {"completion_tokens": 3}}, 3, None),
     ],
 )
-def test_the_tokens_of_a_chunk(chunk: dict[str, Any], told: int, message: Message | None) -> None:
+def test_the_tokens_of_a_chunk(chunk: dict[str, Any], reported: int, message: Message | None) -> None:
     """Where the server counts, its count is taken; else a chunk is a token, and the rest is told at the end."""
-    assert _message(chunk, told) == message
+    assert _message(chunk, reported) == message

@@ -49,12 +49,12 @@ def test_a_child_tells_progress_and_readiness(tmp_path: Path) -> None:
     """Lines of progress come first, then the endpoint; the rest of its output is of no interest."""
 
     async def scene() -> None:
-        told: list[tuple[object, ...]] = []
+        heard: list[tuple[object, ...]] = []
         progress = """print('progress {"what": "loading", "done": 1, "total": 4}', flush=True)"""
-        child = make(tmp_path, f"{progress}; print('hello'); {SAYS_READY}; {SLEEPS}", lambda *news: told.append(news))
+        child = make(tmp_path, f"{progress}; print('hello'); {SAYS_READY}; {SLEEPS}", lambda *news: heard.append(news))
         assert await child.wait_ready()
         assert child.ready.result() == "127.0.0.1:4242"
-        assert told == [("loading", 1, 4)]
+        assert heard == [("loading", 1, 4)]
         assert await stop_children([child], grace_ms=ENDLESS_MS) == []
         assert child.exited.result() == -signal.SIGINT
 

@@ -92,8 +92,8 @@ def test_progress_of_a_service() -> None:
         return stdout.getvalue().splitlines(), stderr.getvalue()
 
     lines, nothing = run(io.StringIO(), supervised=True)
-    told = [json.loads(line.removeprefix("progress ")) for line in lines]
-    assert [progress["done"] for progress in told] == [0, 10, 249, 250, 999, 1000, 0]
+    reported = [json.loads(line.removeprefix("progress ")) for line in lines]
+    assert [progress["done"] for progress in reported] == [0, 10, 249, 250, 999, 1000, 0]
     assert nothing == ""
 
     assert run(io.StringIO(), supervised=False) == (
@@ -115,8 +115,8 @@ def test_progress_of_a_service_whose_log_is_json(caplog: pytest.LogCaptureFixtur
         for done in (0, 4, 249, 250, 1000):
             printer("loading", done, 1000)
     assert (stdout.getvalue(), stderr.getvalue()) == ("", "")
-    told = [record.baton_fields for record in caplog.records]  # type: ignore[attr-defined]
-    assert told == [{"what": "loading", "percent": percent} for percent in (0, 25, 100)]
+    reported = [record.baton_fields for record in caplog.records]  # type: ignore[attr-defined]
+    assert reported == [{"what": "loading", "percent": percent} for percent in (0, 25, 100)]
 
 
 def test_the_board_on_a_terminal_rewrites_lines() -> None:
@@ -187,13 +187,13 @@ def test_an_answer_as_data() -> None:
     data = answer_data(
         Answer(request_id="r", ids=[5, 6], text="the sea", reason=common_pb2.FINISH_REASON_LENGTH, stats=stats)
     )
-    told = data.pop("stats")
+    reported = data.pop("stats")
     assert data == {"request": "r", "finish": "length", "text": "the sea", "ids": [5, 6]}
-    assert isinstance(told, dict)
-    assert {name: value for name, value in told.items() if value} == {
+    assert isinstance(reported, dict)
+    assert {name: value for name, value in reported.items() if value} == {
         "prefill_node": "prefill-0", "prompt_tokens": 3, "output_tokens": 2,
     }  # fmt: skip
-    assert json.loads(json.dumps(told)) == told
+    assert json.loads(json.dumps(reported)) == reported
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,8 @@ def test_the_life_of_a_pin(cluster: RunningCluster) -> None:
     left_ms = pin.pop("ttl_left_ms")
     assert 0 < left_ms <= 900_000
     nodes = [{"node": name, "blocks": 3, "blocks_pinned": 0, "problem": None} for name in ("decode-0", "prefill-0")]
-    told = {"name": "support", "tokens": 49, "has_cache_salt": False, "from_config": False, "router": "router-0"}
-    assert pin == {**told, "nodes": nodes}
+    reported = {"name": "support", "tokens": 49, "has_cache_salt": False, "from_config": False, "router": "router-0"}
+    assert pin == {**reported, "nodes": nodes}
 
     async def warmed() -> bool:
         held = [(await cluster.status(name)).prefixes.pins for name in ("prefill-0", "decode-0")]

@@ -81,11 +81,11 @@ def test_flags_reach_their_processes(tmp_path: Path) -> None:
         assert free == {"decode-0": 48, "decode-1": 64, "prefill-0": 32, "router-0": 0}
         for name in cluster.names:
             lines = (tmp_path / "logs" / f"{name}.log").read_text(encoding="utf-8").splitlines()
-            told = [
+            reported = [
                 json.loads(line) for line in lines if line.startswith("{")
             ]  # what is no line of ours is a library's
-            assert {each["node"] for each in told} == {name}
-            assert "ready" in [each["message"] for each in told]
+            assert {each["node"] for each in reported} == {name}
+            assert "ready" in [each["message"] for each in reported]
 
     play(scene())
 

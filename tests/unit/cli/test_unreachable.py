@@ -41,8 +41,8 @@ def test_a_node_was_killed_and_another_one_is_stopped() -> None:
         why_slow = f"The process at {slow} does not answer: no connection came about in time."
         assert lines[4:] == ["", f"decode-0: {why_dead}", f"prefill-0: {why_slow}", UNREACHABLE_HINT]
 
-        told = json.loads(baton(cluster, "nodes", "--timeout", "3", "-o", "json").stdout)
-        assert {node["name"]: node["problem"] for node in told} == {
+        reported = json.loads(baton(cluster, "nodes", "--timeout", "3", "-o", "json").stdout)
+        assert {node["name"]: node["problem"] for node in reported} == {
             "decode-0": why_dead, "prefill-0": why_slow, "router-0": None,
         }  # fmt: skip
 

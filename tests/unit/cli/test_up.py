@@ -297,8 +297,8 @@ def test_a_user_cancels_a_request(tmp_path: Path) -> None:
             assert client.stdout is not None
             assert client.stdout.read(1).isdigit()
             client.send_signal(signal.SIGINT)
-            _, told = client.communicate(timeout=RUN_S_MAX)
-            assert (client.returncode, told) == (130, b"Cancelled.\n")
+            _, reported = client.communicate(timeout=RUN_S_MAX)
+            assert (client.returncode, reported) == (130, b"Cancelled.\n")
         held = [nodes_row(used["directory"], name) for name in ("decode-0", "prefill-0")]
         assert held == [["0", "0", "0", "0", "0", "0"]] * 2
         assert up.stop(signal.SIGINT) == 0

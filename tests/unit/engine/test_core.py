@@ -407,8 +407,8 @@ def test_abort_at_every_step() -> None:
                     node.submit(name, prompt, params_of(7))
                 known = run_and_abort(node, victim, when, at)
                 visited += known
-                told = node.tokens(victim)
-                assert told == reference[victim][: len(told)]
+                reported = node.tokens(victim)
+                assert reported == reference[victim][: len(reported)]
                 assert node.finish(victim) == [FinishReason.ABORTED if known else FinishReason.LENGTH]
                 for name in prompts.keys() - {victim}:
                     assert node.tokens(name) == reference[name]
@@ -475,8 +475,8 @@ def test_random_work_gives_the_reference(
         node.ledger.check()
     for name, (prompt, output, params) in jobs.items():
         want = mock_reference(prompt, params, params.max_tokens - len(output), config=SMALL, output=output)
-        told = node.tokens(name)
-        assert told == (want[: len(told)] if name in aborted else want)
+        reported = node.tokens(name)
+        assert reported == (want[: len(reported)] if name in aborted else want)
         assert node.finish(name) == [FinishReason.ABORTED if name in aborted else FinishReason.LENGTH]
     node.assert_nothing_held()
 

@@ -300,8 +300,8 @@ def test_random_growth_under_overcommit(first_seed: int) -> None:
         node.overlap.between = ask
         node.run()
         for name, tokens in wanted.items():
-            told = node.tokens(name)
-            assert told == (tokens[: len(told)] if name in aborted else tokens)
+            reported = node.tokens(name)
+            assert reported == (tokens[: len(reported)] if name in aborted else tokens)
         node.assert_nothing_held()
         counters = node.engine.counters
         overlapped, held_back = overlapped + counters.steps_overlapped, held_back + counters.steps_held_back
@@ -402,12 +402,12 @@ class Play:
             plain = Node(ENDS_OFTEN, num_blocks=40)
             plain.submit(name, prompt, params, mode=mode)
             plain.run()
-            told, wanted = self.node.tokens(name), plain.tokens(name)
+            reported, wanted = self.node.tokens(name), plain.tokens(name)
             if name in self.aborted:
-                assert told == wanted[: len(told)]
+                assert reported == wanted[: len(reported)]
                 assert self.node.finish(name) == [FinishReason.ABORTED]
             else:
-                assert (told, self.node.finish(name)) == (wanted, plain.finish(name))
+                assert (reported, self.node.finish(name)) == (wanted, plain.finish(name))
         assert self.node.overlap.in_flight == self.node.late.in_flight == 0
         self.node.assert_nothing_held()
 

@@ -76,8 +76,8 @@ def test_nothing_is_drawn_from_scores_that_are_not_numbers(
     logits_BV = torch.tensor([good[0], broken, good[1]], dtype=dtype)
     drawn = sample(logits_BV, [params] * 3, [0, 1, 2], tokens=tokens)
     assert drawn.tolist() == [alone[0], NO_TOKEN, alone[1]]
-    told = token_logprobs(logits_BV, drawn, [replace(params, logprobs=2)] * 3)
-    assert sorted(told) == [0, 1, 2] and not math.isfinite(told[1].logprob)
+    reported = token_logprobs(logits_BV, drawn, [replace(params, logprobs=2)] * 3)
+    assert sorted(reported) == [0, 1, 2] and not math.isfinite(reported[1].logprob)
 
 
 def test_greedy_ignores_the_filters() -> None:

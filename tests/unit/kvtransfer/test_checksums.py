@@ -239,8 +239,8 @@ def test_chunks_add_up_and_sources_are_held_until_they_are_read(monkeypatch: pyt
                 for layer in range(3)
                 for s, d in zip(src, dst, strict=True)
             }
-            told = zip(found.layers_R.tolist(), found.blocks_R.tolist(), found.crcs_R.tolist(), strict=True)
-            assert {(layer, block): crc for layer, block, crc in told} == want
+            reported = zip(found.layers_R.tolist(), found.blocks_R.tolist(), found.crcs_R.tolist(), strict=True)
+            assert {(layer, block): crc for layer, block, crc in reported} == want
             assert gate.threads == {"checksum-test_0"}
             again = asyncio.Event()
             sample.settled(asyncio.get_running_loop(), again.set)
@@ -353,13 +353,13 @@ def test_the_receiver_says_what_it_found_and_remembers_it(
 
     async def scene() -> None:
         checks = RecordChecks(ChecksumThread(region, name="test"), LAYOUT, num_blocks=BLOCKS)
-        told: list[RecordsChecked] = []
+        reported: list[RecordsChecked] = []
         blocks = [BlockId(1), BlockId(4)]
         checks.keep(one, sums([0, 2], [1, 4], good), blocks)
         checks.keep(other, sums([0, 2], [1, 4], [good[0], good[1] ^ 1]), blocks)
-        await checks.run(one, told.append)
-        await checks.run(other, told.append)
-        assert told == [RecordsChecked(grant=one, intact=True), RecordsChecked(grant=other, intact=False)]
+        await checks.run(one, reported.append)
+        await checks.run(other, reported.append)
+        assert reported == [RecordsChecked(grant=one, intact=True), RecordsChecked(grant=other, intact=False)]
         assert checks.records == 4
         for _ in range(2):
             error = checks.error(other)
@@ -385,17 +385,17 @@ def test_a_grant_that_is_forgotten_is_compared_for_nobody(meanwhile: bool, monke
 
     async def scene() -> None:
         checks = RecordChecks(ChecksumThread(random_region(3), name="test"), LAYOUT, num_blocks=BLOCKS)
-        told: list[RecordsChecked] = []
+        reported: list[RecordsChecked] = []
         try:
             checks.keep(GRANT, sums([0], [1], [0]), [BlockId(1)])
-            running = asyncio.ensure_future(checks.run(GRANT, told.append))
+            running = asyncio.ensure_future(checks.run(GRANT, reported.append))
             if meanwhile:
                 await asyncio.sleep(0)
                 assert not running.done()
             checks.forget(GRANT)
             gate.open.set()
             await running
-            assert (told, checks.records) == ([], 0)
+            assert (reported, checks.records) == ([], 0)
             with pytest.raises(KeyError):
                 checks.error(GRANT)
         finally:
@@ -428,11 +428,11 @@ def test_records_that_cannot_be_read_end_the_handoff_with_an_error(
         assert blocks is not None
         checks.keep(grant, sums([0], [blocks[0]], [0]), blocks)
         script.commit(sampled=True)
-        told: list[RecordsChecked] = []
-        await checks.run(grant, told.append)
-        assert told == [RecordsChecked(grant=grant, intact=False)]
+        reported: list[RecordsChecked] = []
+        await checks.run(grant, reported.append)
+        assert reported == [RecordsChecked(grant=grant, intact=False)]
         (report, answer) = [
-            i for i in script.machine.handle(told[0]) if isinstance(i, ReportCorrupt | AnswerCommit)
+            i for i in script.machine.handle(reported[0]) if isinstance(i, ReportCorrupt | AnswerCommit)
         ]  # fmt: skip
         assert isinstance(report, ReportCorrupt)
         checks.report(report, WriterPlace(endpoint="", name="prefill-0", host="", transport=TransportName.TCP))

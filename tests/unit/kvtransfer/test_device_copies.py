@@ -187,8 +187,8 @@ def test_a_device_error_ends_the_pool_and_completes_everything_uncopied(
     """An event that raises (a kernel went wrong): no batch stays open, and the error is told."""
 
     async def scene() -> None:
-        told: list[str] = []
-        monkeypatch.setattr("threading.excepthook", lambda args: told.append(str(args.exc_value)))
+        reported: list[str] = []
+        monkeypatch.setattr("threading.excepthook", lambda args: reported.append(str(args.exc_value)))
         device = ShimDevice(5)
         scene = Scene(device)
 
@@ -202,7 +202,7 @@ def test_a_device_error_ends_the_pool_and_completes_everything_uncopied(
             await scene.drained.wait()
         scene.pool.join()
         assert scene.completed == [(grant_of(1), 1, RECORD, False)]
-        assert told == ["an illegal memory access was encountered"]
+        assert reported == ["an illegal memory access was encountered"]
 
     run(scene())
 

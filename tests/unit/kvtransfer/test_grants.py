@@ -138,8 +138,8 @@ def test_rising_lowest_live_number_is_evidence_and_forgets() -> None:
     """Grant 0's Release got lost, the Reserve of 1 says that 0 is over: its blocks are free in time for 1."""
     r = Receiver(blocks=2)
     r.reserve(0)
-    told = r.reserve(1, key=key_of("s"), lowest_live=1)
-    assert told == [
+    reported = r.reserve(1, key=key_of("s"), lowest_live=1)
+    assert reported == [
         CloseGrant(grant=grant_of(0)),
         ForgetGrant(grant=grant_of(0)),
         StartGrantTimer(grant=grant_of(1), kind=TimerKind.LEASE),

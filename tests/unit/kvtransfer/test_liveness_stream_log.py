@@ -98,33 +98,33 @@ def test_a_receiver_is_lost_once_and_reached_again_once(caplog: pytest.LogCaptur
     each change; in between it counts as out of reach until it has said something."""
 
     async def scene() -> None:
-        told: list[str] = []
+        reported: list[str] = []
         clock, receiver = PausingClock(), Receiver()
         with socket.create_server(("127.0.0.1", 0)) as listener:
             stream = LivenessStream(
                 address=PeerAddress(name="decode-0", endpoint=f"127.0.0.1:{listener.getsockname()[1]}", pair=PAIR),
                 stub=receiver,  # type: ignore[arg-type]
-                lost=lambda: told.append("lost"),
-                gone=lambda: told.append("gone"),
+                lost=lambda: reported.append("lost"),
+                gone=lambda: reported.append("gone"),
                 liveness=LIVENESS,
                 clock=clock,
             )
             async with asyncio.timeout(HANG_S):
                 await receiver.watched.wait()
-                assert (told, stream.out_of_reach) == ([], False)
+                assert (reported, stream.out_of_reach) == ([], False)
                 receiver.cut()
                 await clock.paused.wait()
-                assert (told, stream.out_of_reach) == (["lost"], True)
+                assert (reported, stream.out_of_reach) == (["lost"], True)
                 await clock.tried()
-                assert (told, stream.out_of_reach) == (["lost"], True)
+                assert (reported, stream.out_of_reach) == (["lost"], True)
                 receiver.heal()
                 clock.go_on.set()
                 await receiver.watched.wait()
-                assert (told, stream.out_of_reach) == (["lost"], False)
+                assert (reported, stream.out_of_reach) == (["lost"], False)
                 clock.paused.clear()
                 receiver.cut()
                 await clock.paused.wait()
-                assert (told, stream.out_of_reach) == (["lost", "lost"], True)
+                assert (reported, stream.out_of_reach) == (["lost", "lost"], True)
                 await stream.close()
 
     with caplog.at_level(logging.INFO, logger="baton.writer"):

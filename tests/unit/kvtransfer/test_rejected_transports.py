@@ -29,7 +29,7 @@ PIDS = "another PID namespace"
 
 
 @pytest.mark.parametrize(
-    ("offered", "own", "withdrawn", "apart", "chosen", "told"),
+    ("offered", "own", "withdrawn", "apart", "chosen", "reported"),
     [
         ("shm tcp", (SHM, TCP), (), "", SHM, {}),
         ("shm tcp", (SHM, TCP), (), PIDS, TCP, {"shm": PIDS}),
@@ -57,13 +57,13 @@ def test_each_better_transport_has_a_reason(
     withdrawn: tuple[TransportName, ...],
     apart: str,
     chosen: TransportName,
-    told: dict[str, str],
+    reported: dict[str, str],
 ) -> None:
     names = offered.split()
     assert choose(names, own, same_host=not apart) is chosen
     found = rejected_transports(chosen, names, own, withdrawn=withdrawn, apart=apart)
-    assert {other.transport: other.why for other in found} == told
-    assert len(found) == len(told)
+    assert {other.transport: other.why for other in found} == reported
+    assert len(found) == len(reported)
 
 
 def test_whatever_is_offered_all_that_is_better_is_told_once_and_nothing_else() -> None:
@@ -93,7 +93,7 @@ def test_only_what_nobody_can_mend_is_expected() -> None:
 
 
 @pytest.mark.parametrize(
-    ("differ", "told"),
+    ("differ", "reported"),
     [
         ("", ""),
         ("p", "another PID namespace"),
@@ -103,10 +103,10 @@ def test_only_what_nobody_can_mend_is_expected() -> None:
         ("mnp", "another machine"),
     ],
 )
-def test_what_keeps_two_processes_apart(differ: str, told: str) -> None:
+def test_what_keeps_two_processes_apart(differ: str, reported: str) -> None:
     """On another machine the namespaces differ too, and that says nothing."""
     other = [f"{part}'" if part in differ else part for part in "munp"]
-    assert host_difference(list("munp"), other) == told
+    assert host_difference(list("munp"), other) == reported
 
 
 def test_a_peer_that_does_not_say_what_its_host_is_made_of() -> None:

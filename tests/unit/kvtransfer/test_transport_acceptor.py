@@ -46,8 +46,8 @@ class Port(ShmReceiverPort):
 async def accepted(failures: list[str]) -> tuple[int, list[str]]:
     """Connect once; how often the port paused, and what the loop was told of exceptions."""
     loop = asyncio.get_running_loop()
-    told: list[str] = []
-    loop.set_exception_handler(lambda _, context: told.append(repr(context.get("exception"))))
+    reported: list[str] = []
+    loop.set_exception_handler(lambda _, context: reported.append(repr(context.get("exception"))))
     got: asyncio.Future[socket.socket] = loop.create_future()
     with Listener() as listener, socket.socket() as peer:
         listener.failures = [getattr(errno, name) for name in failures]
@@ -64,7 +64,7 @@ async def accepted(failures: list[str]) -> tuple[int, list[str]]:
             await port.close()
     refused = BasePort.describe(port)["refused"]
     assert isinstance(refused, dict)
-    return refused.get("DESCRIPTORS", 0), told
+    return refused.get("DESCRIPTORS", 0), reported
 
 
 @pytest.mark.parametrize("name", GONE)
@@ -81,6 +81,6 @@ def test_without_descriptors_it_pauses(name: str) -> None:
 
 def test_an_error_of_ours_is_told() -> None:
     """EINVAL means that the socket does not listen: that is a bug, and it is not hidden."""
-    pauses, told = asyncio.run(accepted(["EINVAL"]))
-    assert (pauses, len(told)) == (0, 1)
-    assert "Invalid argument" in told[0]
+    pauses, reported = asyncio.run(accepted(["EINVAL"]))
+    assert (pauses, len(reported)) == (0, 1)
+    assert "Invalid argument" in reported[0]

@@ -222,7 +222,7 @@ def test_a_better_transport_that_is_not_used_is_told_once(caplog: pytest.LogCapt
 
     async def test() -> None:
         peer, channel = make_peer(make_link, (TCP,))
-        told: list[tuple[str, str]] = []
+        reported: list[tuple[str, str]] = []
         seen: list[list[common_pb2.RejectedTransport]] = []
         for better in (
             {"shm": ANOTHER_MACHINE},
@@ -234,7 +234,7 @@ def test_a_better_transport_that_is_not_used_is_told_once(caplog: pytest.LogCapt
             channel.better = better
             caplog.clear()
             assert await ask(peer) is Reason.DECODE_FULL
-            told += [
+            reported += [
                 (record.levelname, record.baton_fields["instead_of"])  # type: ignore[attr-defined]
                 for record in caplog.records
                 if record.getMessage() == "a better transport is not used"
@@ -242,7 +242,7 @@ def test_a_better_transport_that_is_not_used_is_told_once(caplog: pytest.LogCapt
             seen.append(peer.link.rejected_transports)
             peer.link_lost(PAIR, "broken")
         machine = "shm (another machine)"
-        assert told == [
+        assert reported == [
             ("INFO", machine),
             ("WARNING", f"{machine}; rdma (its device there is lost)"),
             ("INFO", machine),

@@ -107,22 +107,22 @@ async def on(driver: FakeDriver) -> AsyncIterator[tuple[Receiving, Seen]]:
 
 
 def figures(r: Receiving) -> tuple[object, ...]:
-    told = r.port.describe()
-    return tuple(told[name] for name in ("seals", "flushes", "flush_failed", "fences_waiting", "fences_ended"))
+    reported = r.port.describe()
+    return tuple(reported[name] for name in ("seals", "flushes", "flush_failed", "fences_waiting", "fences_ended"))
 
 
 def test_when_a_seal_is_told_the_device_sees_all_of_it() -> None:
     """Two batches and two seals on a device that sees nothing of itself: at each seal all that was posted before."""
 
     async def test() -> None:
-        async with on(LooseDriver()) as (r, events), linked(r, SOURCE_U8) as (link, told):
+        async with on(LooseDriver()) as (r, events), linked(r, SOURCE_U8) as (link, reported):
             assert r.port.describe()["registered"] == (
                 "double0:1, device memory as peer memory (no dma-buf: the device's driver makes none)"
             )
             batches = [record_ops(2, 20), record_ops(3, 20)]
             for number, ops in enumerate(batches, 1):
                 link.post(GRANT, ops)
-                await told.until(lambda e, count=number: len(e.completed) == count)  # type: ignore[misc]
+                await reported.until(lambda e, count=number: len(e.completed) == count)  # type: ignore[misc]
                 link.seal(seal_of(number))
                 await r.events.until(lambda e, count=number: len(e.seals) == count)  # type: ignore[misc]
             assert np.array_equal(events.at_seal[0], expected_region(SOURCE_U8, batches[0]))
@@ -134,9 +134,9 @@ def test_when_a_seal_is_told_the_device_sees_all_of_it() -> None:
 
 def test_a_device_with_an_order_of_its_own_is_not_flushed() -> None:
     async def test() -> None:
-        async with on(OrderedDriver()) as (r, events), linked(r, SOURCE_U8) as (link, told):
+        async with on(OrderedDriver()) as (r, events), linked(r, SOURCE_U8) as (link, reported):
             link.post(GRANT, record_ops(2))
-            await told.until(lambda e: bool(e.completed))
+            await reported.until(lambda e: bool(e.completed))
             link.seal(seal_of())
             await r.events.until(lambda e: bool(e.seals))
             assert np.array_equal(events.at_seal[0], expected_region(SOURCE_U8, record_ops(2)))
@@ -151,13 +151,13 @@ def test_a_seal_that_cannot_be_flushed_counts_for_nothing_and_frees_nothing() ->
 
     async def test() -> None:
         driver = LooseDriver()
-        async with on(driver) as (r, _), linked(r, SOURCE_U8) as (link, told):
+        async with on(driver) as (r, _), linked(r, SOURCE_U8) as (link, reported):
             link.post(GRANT, record_ops(2))
-            await told.until(lambda e: bool(e.completed))
+            await reported.until(lambda e: bool(e.completed))
             driver.broken = "cudaDeviceFlushGPUDirectRDMAWrites: an illegal memory access was encountered"
             link.seal(seal_of())
-            await told.until(lambda e: bool(e.lost))
-            assert told.lost == [(PAIR, "refused by the receiver: FLUSH")]
+            await reported.until(lambda e: bool(e.lost))
+            assert reported.lost == [(PAIR, "refused by the receiver: FLUSH")]
             assert r.refused == {"FLUSH": 1}
             assert (r.events.seals, r.events.gone) == ([], [])
             assert not any(not qps.sends for qps in DoubleQueuePairs.alive.values())
@@ -181,9 +181,9 @@ def test_a_fence_has_its_evidence_when_the_device_sees_what_came_before() -> Non
 
     async def test() -> None:
         driver = LooseDriver()
-        async with on(driver) as (r, _), linked(r, SOURCE_U8) as (link, told):
+        async with on(driver) as (r, _), linked(r, SOURCE_U8) as (link, reported):
             link.post(GRANT, record_ops(2))
-            await told.until(lambda e: bool(e.completed))
+            await reported.until(lambda e: bool(e.completed))
             assert not driver.seen_U8.any()
             r.port.fence(PAIR, EPOCH)
             await r.events.until(lambda e: bool(e.gone))
@@ -282,10 +282,10 @@ def test_what_a_writer_lets_go_of_by_its_own_word_is_flushed(sealed: bool) -> No
 
     async def test() -> None:
         driver, ops = LooseDriver(), record_ops(2, 20)
-        async with on(driver) as (r, _), linked(r, SOURCE_U8) as (link, told):
+        async with on(driver) as (r, _), linked(r, SOURCE_U8) as (link, reported):
             r.port.allow(PAIR, EPOCH, GRANT, Everything())
             link.post(GRANT, ops)
-            await told.until(lambda e: bool(e.completed))
+            await reported.until(lambda e: bool(e.completed))
             if sealed:
                 link.seal(replace(seal_of(), grant=GRANT))
                 await r.events.until(lambda e: bool(e.seals))
@@ -302,13 +302,13 @@ def test_what_a_writer_lets_go_of_by_its_own_word_is_flushed(sealed: bool) -> No
 def test_a_grant_that_ends_on_a_device_that_cannot_be_flushed_ends_its_link() -> None:
     async def test() -> None:
         driver = LooseDriver()
-        async with on(driver) as (r, _), linked(r, SOURCE_U8) as (link, told):
+        async with on(driver) as (r, _), linked(r, SOURCE_U8) as (link, reported):
             r.port.allow(PAIR, EPOCH, GRANT, Everything())
             link.post(GRANT, record_ops(2, 20))
-            await told.until(lambda e: bool(e.completed))
+            await reported.until(lambda e: bool(e.completed))
             driver.fails = 1
             assert not r.port.forbid(GRANT)
-            await told.until(lambda e: bool(e.lost))
+            await reported.until(lambda e: bool(e.lost))
             assert (r.port.describe()["refused"], figures(r)[2]) == ({"FLUSH": 1}, 1)
 
     run(test())

@@ -65,8 +65,8 @@ def test_records_land_and_the_seal_waits_for_every_queue_pair_that_they_took() -
                 await r.events.until(lambda e: bool(e.seals))
                 assert r.events.seals == [(PAIR, Seal(grant=GRANT, epoch=EPOCH, writes=1, bytes_written=2))]
                 assert np.array_equal(r.region.array_U8, expected_region(source_U8, record_ops(1)))
-                told = link.describe()
-                assert (told["writes"], told["chains"]) == (128, 16)
+                reported = link.describe()
+                assert (reported["writes"], reported["chains"]) == (128, 16)
             assert r.events.gone == [] and events.lost == []
 
     run(test())

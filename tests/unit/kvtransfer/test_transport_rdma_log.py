@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("double")
 TRIES = 20
 
 
-def told(caplog: pytest.LogCaptureFixture, what: str) -> list[tuple[str, str, dict[str, Any]]]:
+def reported(caplog: pytest.LogCaptureFixture, what: str) -> list[tuple[str, str, dict[str, Any]]]:
     """Level, message and fields of the lines about it, but for what depends on the time that it took."""
     lines = [(r.levelname, r.getMessage(), dict(r.baton_fields)) for r in caplog.records if what in r.getMessage()]  # type: ignore[attr-defined]
     for *_, fields in lines:
@@ -43,7 +43,7 @@ def test_a_fence_without_evidence_is_not_told_at_each_try(caplog: pytest.LogCapt
     with caplog.at_level(logging.INFO, "baton.rdma"):
         run(test())
     what, writer = "a fence has no evidence yet", f"{PAIR.writer:x}"
-    first, last = told(caplog, what)
+    first, last = reported(caplog, what)
     assert (first[:2], first[2]["peer"]) == (("ERROR", what), writer)
     because = "its queue pairs are destroyed, the device is flushed"
     assert last == ("INFO", f"{what}: no more", {"peer": writer, "times": TRIES - 1, "because": because})
@@ -62,6 +62,6 @@ def test_a_link_that_keeps_its_source_does_not_say_so_at_each_try(caplog: pytest
     with caplog.at_level(logging.INFO, "baton.rdma"):
         run(test())
     what = "RDMA link keeps its source blocks"
-    first, last = told(caplog, what)
+    first, last = reported(caplog, what)
     assert (first[:2], last[:2]) == (("ERROR", what), ("INFO", f"{what}: no more"))
     assert (last[2]["times"], last[2]["because"]) == (TRIES - 1, "its queue pairs are destroyed")

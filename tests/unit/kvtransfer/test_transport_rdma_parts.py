@@ -298,12 +298,12 @@ def test_how_memory_of_gpus_can_be_registered_is_told(
 def test_the_command_says_whether_it_works_and_ends_so() -> None:
     """On whatever machine this is: the exit code is the verdict, and each line has what to do where it is missing."""
     done = run_baton("doctor", "-o", "json")
-    told = json.loads(done.stdout)
-    assert done.returncode == (0 if told["rdma"] else 1)
-    assert {finding["what"] for finding in told["findings"]} >= {"device", "pyverbs", "poster", "memory"}
-    assert all(bool(finding["todo"]) == (finding["verdict"] != "ok") for finding in told["findings"])
+    reported = json.loads(done.stdout)
+    assert done.returncode == (0 if reported["rdma"] else 1)
+    assert {finding["what"] for finding in reported["findings"]} >= {"device", "pyverbs", "poster", "memory"}
+    assert all(bool(finding["todo"]) == (finding["verdict"] != "ok") for finding in reported["findings"])
     text = run_baton("doctor").stdout
-    assert ("RDMA works here" in text) == told["rdma"]
+    assert ("RDMA works here" in text) == reported["rdma"]
 
 
 class Wrapper:

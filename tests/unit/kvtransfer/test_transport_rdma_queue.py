@@ -43,7 +43,7 @@ class Bench:
             src_nbytes=NBYTES,
             dst_nbytes=NBYTES,
             loop=self.loop,
-            completed=lambda *told: self.completed.append(told),
+            completed=lambda *reported: self.completed.append(reported),
             in_doubt=lambda grant: self.in_doubt.append((grant, len(self.completed))),
             wake=self._wake,
         )

@@ -167,11 +167,11 @@ def test_where_neither_works_the_error_says_both_and_what_to_do() -> None:
     region = region_of(Driver(allowed()))
     with pytest.raises(RegistrationRefused) as caught:
         DeviceBytes(region).register(Card(refuses_dma_buf=True, refuses_address=True), remote_writes=True)
-    told = str(caught.value)
-    assert told.startswith(
+    reported = str(caught.value)
+    assert reported.startswith(
         "as a dma-buf: Operation not supported; as peer memory: Bad address; load the kernel's module"
     )
-    assert "nvidia_peermem" in told and "open kernel modules" in told and "BAR1" in told
+    assert "nvidia_peermem" in reported and "open kernel modules" in reported and "BAR1" in reported
     region.close()
 
 

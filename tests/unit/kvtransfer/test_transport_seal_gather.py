@@ -63,8 +63,8 @@ def test_each_seal_is_told_once_with_the_last_of_its_parts(masks: list[int], rng
     last = {number: at for at, (number, _) in enumerate(parts)}
     for at, (number, way) in enumerate(parts):
         if way is None:
-            told = gather.message_came(said(number, ways_mask=masks[number - first]))
+            reported = gather.message_came(said(number, ways_mask=masks[number - first]))
         else:
-            told = gather.number_came(number & 0xFFFF_FFFF, way)
-        assert told == (said(number, ways_mask=masks[number - first]) if last[number] == at else None)
+            reported = gather.number_came(number & 0xFFFF_FFFF, way)
+        assert reported == (said(number, ways_mask=masks[number - first]) if last[number] == at else None)
     assert not gather.waiting

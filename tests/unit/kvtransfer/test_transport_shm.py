@@ -242,11 +242,11 @@ def test_a_killed_receiver_loses_the_link_and_every_batch_completes(monkeypatch:
     async def test() -> None:
         async with child() as peer:
             pair, events = pair_of(2), Recorder()
-            told = await peer.ask("receive", nbytes=REGION_NBYTES, pair=[pair.receiver, pair.writer], epoch=EPOCH)
+            reported = await peer.ask("receive", nbytes=REGION_NBYTES, pair=[pair.receiver, pair.writer], epoch=EPOCH)
             endpoint = DataEndpoint(
                 transport=TransportName.SHM,
-                address=told["address"],
-                secret=bytes.fromhex(told["secret"]),
+                address=reported["address"],
+                secret=bytes.fromhex(reported["secret"]),
                 epoch=EPOCH,
             )
             loop, source_U8 = asyncio.get_running_loop(), source_bytes(1, REGION_NBYTES)
@@ -278,11 +278,11 @@ def test_seals_wait_for_a_stopped_receiver_within_their_limit() -> None:
     async def test() -> None:
         async with child() as peer:
             pair, events = pair_of(2), Recorder()
-            told = await peer.ask("receive", nbytes=REGION_NBYTES, pair=[pair.receiver, pair.writer], epoch=EPOCH)
+            reported = await peer.ask("receive", nbytes=REGION_NBYTES, pair=[pair.receiver, pair.writer], epoch=EPOCH)
             endpoint = DataEndpoint(
                 transport=TransportName.SHM,
-                address=told["address"],
-                secret=bytes.fromhex(told["secret"]),
+                address=reported["address"],
+                secret=bytes.fromhex(reported["secret"]),
                 epoch=EPOCH,
             )
             loop, source_U8 = asyncio.get_running_loop(), source_bytes(1, REGION_NBYTES)

@@ -49,8 +49,8 @@ class PairFenceMachine(RuleBasedStateMachine):
 
     @rule(epoch=st.integers(1, 12))
     def fence(self, epoch: int) -> None:
-        told = self.book.fence(Epoch(epoch))
-        assert sorted(told) == sorted(c for c, e in self.open.items() if e <= epoch)
+        reported = self.book.fence(Epoch(epoch))
+        assert sorted(reported) == sorted(c for c, e in self.open.items() if e <= epoch)
         assert self.book.is_fencing(Epoch(epoch))
         self.fenced = max(self.fenced, epoch)
         self.asked.add(epoch)
@@ -58,10 +58,10 @@ class PairFenceMachine(RuleBasedStateMachine):
     @rule()
     def settle(self) -> None:
         due = sorted(e for e in self.asked if not any(its <= e for its in self.open.values()))
-        told = []
+        reported = []
         while (settled := self.book.settled()) is not None:
-            told.append(settled[0])
-        assert told == due
+            reported.append(settled[0])
+        assert reported == due
         self.asked -= set(due)
 
     @invariant()

@@ -228,22 +228,22 @@ class Told:
 
 
 def two_ports() -> tuple[ReceiverPorts, Told, FakePort, FakePort]:
-    told, shm, tcp = Told(), FakePort(SHM), FakePort(TCP)
-    ports = ReceiverPorts(told)
+    reported, shm, tcp = Told(), FakePort(SHM), FakePort(TCP)
+    ports = ReceiverPorts(reported)
     ports.add(shm)
     ports.add(tcp)
-    return ports, told, shm, tcp
+    return ports, reported, shm, tcp
 
 
 def test_a_pair_is_gone_when_every_port_that_it_used_says_so() -> None:
     """A pair that went from shm down to tcp: one port's evidence, asked for or not, makes the other fence too, and
     only both together are evidence. Meanwhile nothing new is expected of the pair."""
-    ports, told, shm, tcp = two_ports()
+    ports, reported, shm, tcp = two_ports()
     pair, epoch = pair_of(2), Epoch(4)
     ports.expect(pair, epoch, SHM)
     ports.expect(pair, epoch, TCP)
     PortEvents(ports, TCP).writer_gone(pair, epoch, "joined")
-    assert (shm.asked, tcp.asked, told.gone) == ([("fence", pair, epoch)], [], [])
+    assert (shm.asked, tcp.asked, reported.gone) == ([("fence", pair, epoch)], [], [])
     ports.fence(pair, epoch)
     assert (shm.asked, tcp.asked) == ([("fence", pair, epoch)], [])
     for transport in (SHM, TCP):
@@ -251,18 +251,18 @@ def test_a_pair_is_gone_when_every_port_that_it_used_says_so() -> None:
             ports.expect(pair, epoch, transport)
     ports.expect(pair_of(3), epoch, TCP)
     PortEvents(ports, SHM).writer_gone(pair, epoch, "dead")
-    assert told.gone == [(pair, epoch, "shm: dead; tcp: joined")]
+    assert reported.gone == [(pair, epoch, "shm: dead; tcp: joined")]
     ports.expect(pair, Epoch(5), TCP)
 
 
 def test_a_pair_of_one_transport_does_not_wait_for_the_other() -> None:
     """Only the port that the pair used is asked; a pair that never connected is asked of all."""
-    ports, told, shm, tcp = two_ports()
+    ports, reported, shm, tcp = two_ports()
     pair, nobody, epoch = pair_of(2), pair_of(3), Epoch(0)
     ports.expect(pair, epoch, TCP)
     ports.fence(pair, epoch)
     PortEvents(ports, TCP).writer_gone(pair, epoch, "joined")
-    assert told.gone == [(pair, epoch, "joined")]
+    assert reported.gone == [(pair, epoch, "joined")]
     assert (shm.asked, tcp.asked) == ([], [("fence", pair, epoch)])
     ports.fence(nobody, epoch)
     assert shm.asked == [("fence", nobody, epoch)]

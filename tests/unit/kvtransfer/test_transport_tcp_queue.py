@@ -179,11 +179,11 @@ def test_an_error_in_one_completion_loses_no_other() -> None:
     """One acknowledgement completes three batches, and whoever is told of the first fails: the others are told of, in
     order, and then the error comes."""
     with sending() as s:
-        told: list[int] = []
+        reported: list[int] = []
 
         def completed(grant: GrantId, writes: int, nbytes: int, copied: bool) -> None:
-            told.append(nbytes)
-            if len(told) == 1:
+            reported.append(nbytes)
+            if len(reported) == 1:
                 raise RuntimeError("the first")
 
         s.queue._completed = completed
@@ -192,7 +192,7 @@ def test_an_error_in_one_completion_loses_no_other() -> None:
             s.take(0).result(DEADLINE_S)
         with pytest.raises(RuntimeError, match="the first"):
             s.link._acknowledged(s.streams[0], 2, landed=True)
-        assert told == [10, 20, 30]
+        assert reported == [10, 20, 30]
 
 
 def test_the_rest_of_what_was_lent_comes_before_everything_else() -> None:

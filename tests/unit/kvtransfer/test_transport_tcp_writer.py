@@ -104,8 +104,8 @@ def test_an_error_in_one_message_loses_none_behind_it_in_the_packet() -> None:
     batches complete all the same, each as its own acknowledgement says, and the error is told."""
 
     async def test() -> None:
-        events, told = FailsOnce(), list[BaseException]()
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
+        events, reported = FailsOnce(), list[BaseException]()
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["exception"]))
         async with linked(events) as (link, receiver):
             for grant in (GRANT, OTHER, GRANT):
                 link.post(grant, ops_of([0], [0], [NBYTES]))
@@ -117,7 +117,7 @@ def test_an_error_in_one_message_loses_none_behind_it_in_the_packet() -> None:
                 (OTHER, 1, NBYTES, False),
                 (GRANT, 1, NBYTES, True),
             ]
-            assert [str(error) for error in told] == ["the test says so"]
+            assert [str(error) for error in reported] == ["the test says so"]
             assert events.lost == []
 
     run(test())

@@ -308,8 +308,8 @@ def test_after_the_fence_nothing_is_left_of_a_link_that_failed_with_writes_on_th
                 assert r.events.gone == []
                 r.port.fence(PAIR, EPOCH)
             await r.events.until(lambda e: bool(e.gone))
-            told = "1 acknowledged" if tls == "all" else "1 closed, its receiving worker destroyed"
-            assert r.events.gone == [(PAIR, EPOCH, told)]
+            reported = "1 acknowledged" if tls == "all" else "1 closed, its receiving worker destroyed"
+            assert r.events.gone == [(PAIR, EPOCH, reported)]
             await settled(r, lambda: PAIR not in r.port._pairs)
             assert (r.port._connections, r.describe("fences_waiting")) == ({}, 0)
             assert not r.region.array_U8.any()

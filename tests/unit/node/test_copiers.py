@@ -83,19 +83,19 @@ def test_copies_run_on_a_thread_in_order_and_end_on_the_loop() -> None:
     device, host = region(5, 1), region(7, 2)
 
     async def scenario() -> list[tuple[str, int, BaseException | None]]:
-        told: list[tuple[str, int, BaseException | None]] = []
+        reported: list[tuple[str, int, BaseException | None]] = []
         changed = asyncio.Event()
 
         def start(name: str, copy: BlockCopy) -> None:
             def done(error: BaseException | None) -> None:
-                told.append((name, threading.get_ident(), error))
+                reported.append((name, threading.get_ident(), error))
                 changed.set()
 
             thread.start(copy, done)
 
         async def until_told(count: int) -> None:
             async with asyncio.timeout(WAIT_S):
-                while len(told) < count:
+                while len(reported) < count:
                     changed.clear()
                     await changed.wait()
 
@@ -106,13 +106,13 @@ def test_copies_run_on_a_thread_in_order_and_end_on_the_loop() -> None:
         start("outside", out((5,), (3,)))
         await until_told(3)
         thread.close()
-        return told
+        return reported
 
-    told = asyncio.run(scenario())
-    assert [(name, ident) for name, ident, _ in told] == [
+    reported = asyncio.run(scenario())
+    assert [(name, ident) for name, ident, _ in reported] == [
         (n, threading.get_ident()) for n in ("out", "back", "outside")
     ]
-    assert [error is None for _, _, error in told] == [True, True, False]
+    assert [error is None for _, _, error in reported] == [True, True, False]
     assert (records(device, 5)[:, 4] == records(device, 5)[:, 2]).all()
 
 
@@ -146,17 +146,17 @@ def test_a_copy_that_fails_fails_all_that_are_not_over(monkeypatch: pytest.Monke
 
 def test_nothing_is_told_after_close() -> None:
     """The node is being taken apart: its books are not to be touched by a copy that ends late."""
-    told: list[BaseException | None] = []
+    reported: list[BaseException | None] = []
 
     async def scenario() -> None:
         thread = copier(region(5, 1), region(7, 2))
         for _ in range(20):
-            thread.start(out((2,), (3,)), told.append)
+            thread.start(out((2,), (3,)), reported.append)
         thread.close()
         await asyncio.sleep(0)
 
     asyncio.run(scenario())
-    assert told == []
+    assert reported == []
 
 
 def test_the_books_of_host_memory() -> None:

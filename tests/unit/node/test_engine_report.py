@@ -35,7 +35,7 @@ def test_a_region_on_a_device_is_reached_in_other_ways() -> None:
     }
 
 
-@pytest.mark.parametrize(("library", "told"), [(object(), "native"), (None, "nothing: no native library")])
-def test_rdma_without_its_library_says_so(monkeypatch: pytest.MonkeyPatch, library: object, told: str) -> None:
+@pytest.mark.parametrize(("library", "reported"), [(object(), "native"), (None, "nothing: no native library")])
+def test_rdma_without_its_library_says_so(monkeypatch: pytest.MonkeyPatch, library: object, reported: str) -> None:
     monkeypatch.setattr(rdma_verbs, "rdma_library", lambda: library)
-    assert posts_by() == told
+    assert posts_by() == reported

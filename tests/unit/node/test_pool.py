@@ -228,12 +228,12 @@ def test_a_region_on_the_device_has_what_its_transports_need(
         assert isinstance(pool.region, DeviceRegion)
         assert pool.region.shared is shared
         assert offered(transports, pool.region) == tuple(t for t in transports if t.value != "shm")
-        told = pool.describe().get("staging")
-        assert (pool.staged is not None, told is not None) == (pinned, pinned)
+        reported = pool.describe().get("staging")
+        assert (pool.staged is not None, reported is not None) == (pinned, pinned)
         if pool.staged is not None:
             assert pool.tcp_region is pool.staged
             share = pool.staged.share(3)
-            assert told == "9,437,184 bytes of pinned memory, 0 in use"
+            assert reported == "9,437,184 bytes of pinned memory, 0 in use"
             assert pool.describe()["staging"] == "9,437,184 bytes of pinned memory, 3,145,728 in use"
             share.give_back()
 

@@ -298,8 +298,8 @@ def test_aborted_in_each_state(state: SpillState, victim: str) -> None:
     node.run()
     assert node.finish(victim) == [FinishReason.ABORTED]
     expected = {"old": reference(prompt_of(1, 9), 28), "young": reference(prompt_of(2, 11), 24)}
-    told = node.tokens(victim)
-    assert told == expected.pop(victim)[: len(told)]
+    reported = node.tokens(victim)
+    assert reported == expected.pop(victim)[: len(reported)]
     assert {name: node.tokens(name) for name in expected} == expected
     node.assert_nothing_held()
 
@@ -403,8 +403,8 @@ def test_any_arrivals_copies_and_aborts(data: st.DataObject) -> None:
     node.run()
     for name, (prompt, count) in asked.items():
         expected = reference(prompt, count)
-        told = node.tokens(name)
-        assert told == (expected[: len(told)] if name in aborted else expected)
+        reported = node.tokens(name)
+        assert reported == (expected[: len(reported)] if name in aborted else expected)
     if not aborted:
         assert node.engine.counters.tokens_computed == node.expected_tokens_computed
     for chain in pins:

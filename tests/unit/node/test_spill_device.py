@@ -165,8 +165,8 @@ def test_sequences_that_end_at_any_moment(first_seed: int) -> None:
             node.overlap.between = ask
             await node.play()
             for name, tokens in wanted.items():
-                told = node.tokens(name)
-                assert told == (tokens[: len(told)] if name in aborted else tokens)
+                reported = node.tokens(name)
+                assert reported == (tokens[: len(reported)] if name in aborted else tokens)
             node.assert_nothing_held()
             during_copies += copying
         assert during_copies > 0

@@ -51,7 +51,7 @@ class Scene:
             name="test",
             poll_interval_s=1e-5,
         )
-        self.told: list[tuple[int, BaseException | None]] = []
+        self.reported: list[tuple[int, BaseException | None]] = []
         self._changed = asyncio.Event()
         self._asked = 0
 
@@ -59,7 +59,7 @@ class Scene:
         number, self._asked = self._asked, self._asked + 1
 
         def done(error: BaseException | None) -> None:
-            self.told.append((number, error))
+            self.reported.append((number, error))
             self._changed.set()
 
         self.copier.start(copy, done)
@@ -73,7 +73,7 @@ class Scene:
 
     async def until_told(self, count: int) -> None:
         async with asyncio.timeout(WAIT_S):
-            while len(self.told) < count:
+            while len(self.reported) < count:
                 self._changed.clear()
                 await self._changed.wait()
 
@@ -140,7 +140,7 @@ def test_blocks_leave_and_return_in_every_order_that_a_device_may_run_it(seed: i
         away: dict[int, int] = {}
         found: list[int] = []
         wanted: list[int] = []
-        value, told = 0, 0
+        value, reported = 0, 0
         for _ in range(6):
             left, right = chance.sample(range(BLOCKS), 3), list(range(HOST_BLOCKS))
             chance.shuffle(right)
@@ -151,21 +151,21 @@ def test_blocks_leave_and_return_in_every_order_that_a_device_may_run_it(seed: i
                 away[homes[left.index(block)]] = value
             s.out(left[:2], homes[:2])
             s.out(left[2:], homes[2:])
-            told += 2
-            await s.until_told(told)
+            reported += 2
+            await s.until_told(reported)
             for block in range(BLOCKS):
                 s.compute(block, 255)
             returning = chance.sample(sorted(away), 2)
             targets = chance.sample(range(BLOCKS), 2)
             s.back(targets, returning)
-            told += 1
-            await s.until_told(told)
+            reported += 1
+            await s.until_told(reported)
             for block, host in zip(targets, returning, strict=True):
                 wanted.append(away.pop(host))
                 s.read(block, found)
         device.finish()
         assert found == wanted
-        assert s.told == [(number, None) for number in range(told)]
+        assert s.reported == [(number, None) for number in range(reported)]
         s.copier.close()
 
     run(scene())
@@ -179,7 +179,7 @@ def test_without_an_event_of_the_compute_stream_the_simulator_objects() -> None:
         s.compute(2, 7)
         s.out([2], [0])
         await s.until_told(1)
-        ((number, error),) = s.told
+        ((number, error),) = s.reported
         assert number == 0 and isinstance(error, MissingDependency)
         assert str(error).startswith("copy touches region[64:96], and nothing orders it after a step on block 2")
         s.copier.close()
@@ -196,7 +196,7 @@ def test_a_block_reused_before_its_copy_out_has_ended_is_found() -> None:
         freeze(device)
         s.out([2], [0])
         await s.until_on_device(1)
-        assert s.told == []
+        assert s.reported == []
         with pytest.raises(MissingDependency, match=r"a step on block 2 touches region.* after copy of stream 1"):
             s.compute(2, 8)
         thaw(device)
@@ -250,7 +250,7 @@ def test_close_waits_for_what_is_on_the_device_and_drops_the_rest() -> None:
         s.host_looks()
         assert s.host_blocks() == [9] * COPIES_IN_FLIGHT_MAX + [0] * (HOST_BLOCKS - COPIES_IN_FLIGHT_MAX)
         assert len(s.host.accesses) == COPIES_IN_FLIGHT_MAX * LAYERS
-        assert s.told == []
+        assert s.reported == []
         s.copier.close()
 
     run(scene())
@@ -291,9 +291,9 @@ def test_a_device_that_fails_ends_every_copy_with_its_error() -> None:
         await s.until_told(3)
         s.back([1], [4])
         await s.until_told(4)
-        assert [number for number, _ in s.told] == [0, 1, 2, 3]
-        assert {str(error) for _, error in s.told} == {"an illegal memory access was encountered"}
-        assert {type(error) for _, error in s.told} == {DeviceError}
+        assert [number for number, _ in s.reported] == [0, 1, 2, 3]
+        assert {str(error) for _, error in s.reported} == {"an illegal memory access was encountered"}
+        assert {type(error) for _, error in s.reported} == {DeviceError}
         s.copier.close()
 
     run(scene())
@@ -318,11 +318,11 @@ def test_a_copy_that_cannot_be_queued_leaves_the_one_before_it_to_land() -> None
         s.out([2], [0])
         s.out([3], [1])
         await wait_until(lambda: device.refused == 1)
-        assert s.told == []
+        assert s.reported == []
         thaw(device)
         await s.until_told(2)
         s.host_looks()
-        assert [str(error) for _, error in s.told] == ["out of memory"] * 2
+        assert [str(error) for _, error in s.reported] == ["out of memory"] * 2
         s.copier.close()
 
     run(scene())
@@ -340,9 +340,9 @@ def test_a_stream_that_takes_no_event_is_told_like_any_failure(monkeypatch: pyte
         with monkeypatch.context() as patch:
             patch.setattr(s.device.compute, "record", no_event)
             s.out([2], [0])
-            assert s.told == []
+            assert s.reported == []
             await s.until_told(1)
-        assert [str(error) for _, error in s.told] == ["the context is lost"]
+        assert [str(error) for _, error in s.reported] == ["the context is lost"]
         s.copier.close()
 
     run(scene())
@@ -356,7 +356,7 @@ def test_a_block_outside_of_either_side_is_a_bug_of_ours(device: int, host: int)
         s = Scene(ShimDevice(9))
         s.out([device], [host])
         await s.until_told(1)
-        assert isinstance(s.told[0][1], WriteOutOfBounds)
+        assert isinstance(s.reported[0][1], WriteOutOfBounds)
         assert (s.region.accesses, s.host.accesses) == ([], [])
         s.copier.close()
 

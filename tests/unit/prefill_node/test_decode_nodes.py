@@ -18,7 +18,7 @@ FULL_LONG, FULL_SHORT = refusal(Reason.DECODE_FULL, 900), refusal(Reason.DECODE_
 
 
 @pytest.mark.parametrize(
-    ("refusals", "told"),
+    ("refusals", "reported"),
     [
         ([OUT_OF_REACH, TOO_LONG], OUT_OF_REACH),
         ([TOO_LONG, OUT_OF_REACH], OUT_OF_REACH),
@@ -29,10 +29,10 @@ FULL_LONG, FULL_SHORT = refusal(Reason.DECODE_FULL, 900), refusal(Reason.DECODE_
         ([TOO_LONG], TOO_LONG),
     ],
 )
-def test_too_long_is_told_only_where_every_node_has_said_so(refusals: list[BatonError], told: BatonError) -> None:
+def test_too_long_is_told_only_where_every_node_has_said_so(refusals: list[BatonError], reported: BatonError) -> None:
     """One that did not answer, or takes none now, may hold it: the router comes again instead of giving the client a
     final word."""
-    assert most_hopeful(refusals) is told
+    assert most_hopeful(refusals) is reported
 
 
 def test_of_full_nodes_the_one_that_expects_room_first() -> None:

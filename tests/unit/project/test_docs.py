@@ -169,9 +169,9 @@ def test_every_reason_is_documented() -> None:
     """With its gRPC code and its HTTP status; nothing else is."""
     sections = [line for line in text_of("docs/errors.md").splitlines() if line.startswith("## ")]
     rows = [row for section in sections for row in table_under("docs/errors.md", section)]
-    told = {row[0].strip("`"): (row[1], row[2]) for row in rows}
-    assert len(told) == len(rows)
-    assert told == {
+    reported = {row[0].strip("`"): (row[1], row[2]) for row in rows}
+    assert len(reported) == len(rows)
+    assert reported == {
         reason.value: (reason.code.name, str(error_status(BatonError(reason, "It broke.")))) for reason in Reason
     }
 

@@ -52,8 +52,8 @@ def test_a_pair_runs_without_the_packages_that_it_can_do_without() -> None:
     reflection services, starlette and pydantic-settings are not installed, and of others no more than a machine with a
     GPU has. The package itself is not installed either: it runs from its tree. What has to be carried there is named
     in the documentation."""
-    told = (ROOT / "docs/gpu.md").read_text()
-    assert [name for name in CARRIED.values() if name not in told] == []
+    reported = (ROOT / "docs/gpu.md").read_text()
+    assert [name for name in CARRIED.values() if name not in reported] == []
     result = run("-m", "tests.support.without_packages")
     assert result.returncode == 0, result.stderr
     assert result.stdout == "unknown\nserving\n[]\n"

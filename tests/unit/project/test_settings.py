@@ -128,8 +128,8 @@ def test_a_former_setting_is_refused_with_what_has_become_of_it(key: str, servic
     given: dict[str, Any] = {"name": "n", "engine.kind": "mock"} if service.has_engine else {}
     with pytest.raises(ConfigError) as caught:
         load_config(service, toml_path=file, env={variable: "1"}, flags=given)
-    told = {(problem.source, problem.problem) for problem in caught.value.problems}
-    assert told == {(f"{file}:{service.value}.{key}", FORMER[key]), (variable, FORMER[key])}
+    reported = {(problem.source, problem.problem) for problem in caught.value.problems}
+    assert reported == {(f"{file}:{service.value}.{key}", FORMER[key]), (variable, FORMER[key])}
     command = [sys.executable, "-m", "cli.main", service.value, flag_name(key), "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")

@@ -131,5 +131,5 @@ def test_an_answer_over_http(stream: bool) -> None:
 
     nothing_left(scene)
     parts = [message["body"] for message in sent if message["type"] == "http.response.body"]
-    told = parts[1].removeprefix(b"data: ") if stream else parts[0]
-    assert json.loads(told)["error"]["message"] == "All are full."
+    reported = parts[1].removeprefix(b"data: ") if stream else parts[0]
+    assert json.loads(reported)["error"]["message"] == "All are full."

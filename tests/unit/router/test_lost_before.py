@@ -109,9 +109,9 @@ class Scene:
         self.router._pause = pause  # type: ignore[method-assign,assignment]
         real = Retries.judge
 
-        def judge(retries: Retries, error: BatonError, **told: Any) -> Verdict:
-            self.judged.append(told)
-            return real(retries, error, **told)
+        def judge(retries: Retries, error: BatonError, **reported: Any) -> Verdict:
+            self.judged.append(reported)
+            return real(retries, error, **reported)
 
         request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1]))
         stats = inference_pb2.RequestStats()
@@ -181,9 +181,9 @@ def test_a_node_that_has_the_request_in_its_queue_says_so() -> None:
         heard = asyncio.Event()
 
         async def seen(call: Any) -> bool:
-            told = await begun(call)
+            reported = await begun(call)
             heard.set()
-            return told
+            return reported
 
         async def serve(call: int, context: Any) -> Events:
             if call == 1:
@@ -202,8 +202,8 @@ def test_a_node_that_has_the_request_in_its_queue_says_so() -> None:
         finally:
             await server.stop(0)
         assert node.calls == 2
-        (told,) = scene.judged
-        assert told["queued_s"] is not None
+        (reported,) = scene.judged
+        assert reported["queued_s"] is not None
 
     asyncio.run(scenario())
 
@@ -243,7 +243,7 @@ def test_grants_by_a_decode_node_that_is_known_to_be_lost() -> None:
         scene = Scene()
         stats = await held(scene, 4, nothing)
         assert stats.resumptions == 4
-        assert [told["lost_before"] for told in scene.judged] == [False, True, True, True]
+        assert [reported["lost_before"] for reported in scene.judged] == [False, True, True, True]
 
     asyncio.run(scenario())
 
@@ -279,7 +279,7 @@ def test_a_node_that_was_lost_and_comes_back_can_die_again() -> None:
                 await held(scene, 2, comes_back)
         finally:
             await asyncio.gather(*dies)
-        assert [told["lost_before"] for told in scene.judged] == [False, False]
+        assert [reported["lost_before"] for reported in scene.judged] == [False, False]
 
     asyncio.run(scenario())
 

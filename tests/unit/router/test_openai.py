@@ -46,9 +46,9 @@ values = st.recursive(
 bodies = st.dictionaries(st.sampled_from(FIELDS), values, max_size=8)
 
 
-def encode(messages: Sequence[Mapping[str, Any]], told: Mapping[str, Any]) -> Sequence[int]:
+def encode(messages: Sequence[Mapping[str, Any]], reported: Mapping[str, Any]) -> Sequence[int]:
     assert all(isinstance(message["role"], str) and isinstance(message["content"], str) for message in messages)
-    return [len(messages), len(told)]
+    return [len(messages), len(reported)]
 
 
 def attempt(parse: Callable[[Mapping[str, Any]], OpenAiCall], raw: bytes) -> OpenAiCall | BatonError:
@@ -190,7 +190,7 @@ def template_of(folder: Path, config: object, own: str | None = None) -> ChatTem
 def test_templates_are_found_where_models_have_them(tmp_path: Path) -> None:
     """In the configuration, as a list of named ones, in a file of its own, which goes first, or nowhere."""
     messages = [{"role": "user", "content": " hi "}]
-    told = {"add_generation_prompt": True}
+    reported = {"add_generation_prompt": True}
     assert template_of(tmp_path, {}) is None
     for config in (
         {"chat_template": CHAT_TEMPLATE, "bos_token": {"content": "<s>"}},
@@ -198,7 +198,7 @@ def test_templates_are_found_where_models_have_them(tmp_path: Path) -> None:
     ):
         template = template_of(tmp_path, config)
         assert template is not None
-        assert template.render(messages, told) == "<s>user: hi\nassistant:"
+        assert template.render(messages, reported) == "<s>user: hi\nassistant:"
     own = template_of(tmp_path, {"chat_template": "no"}, "{{ messages | tojson }}{{ tools is none }}")
     assert own is not None
     assert own.render([{"role": "user", "content": "<é>"}], {}) == '[{"role": "user", "content": "<é>"}]True'

@@ -7,7 +7,8 @@ from collections import Counter
 from baton.ids import Attempt, Incarnation, NodeName, RequestId, RequestKey
 from baton.lifecycle import Lifecycle
 from baton.wire import ModelInfo, NodeLoad, NodeRecord, Role
-from router.placement import RATE_UNKNOWN_TOKENS_PER_S, Placement, chain_hashes
+from cachestore.prefix_cache import chain_digests, root_digest
+from router.placement import RATE_UNKNOWN_TOKENS_PER_S, Placement
 
 BLOCK = 4
 MODEL = ModelInfo(
@@ -21,6 +22,10 @@ MODEL = ModelInfo(
     protocol_min=1,
     protocol_max=1,
 )
+
+
+def hashes_of(prompt: list[int]) -> list[bytes]:
+    return chain_digests(root_digest(b"", b""), prompt, BLOCK)
 
 
 def node(number: int, *, waiting: int = 0, rate: float = 0.0, sequence: int = 1) -> NodeRecord:
@@ -50,7 +55,7 @@ def test_expected_ttft_is_queue_and_uncached_tokens_over_the_rate() -> None:
     """40 tokens wait, two of the prompt's three full blocks are there: 40 + 13 - 8 tokens at 100 a second."""
     record = node(0, waiting=40)
     prompt = list(range(13))
-    hashes = chain_hashes(prompt, BLOCK, b"")
+    hashes = hashes_of(prompt)
     placed = placement(record)
     assert placed.expected_ttft_s(record, hashes, 13, 100.0) == 0.53
     left = placed.sent(record, key(0), hashes[:2], 8)
@@ -61,7 +66,7 @@ def test_expected_ttft_is_queue_and_uncached_tokens_over_the_rate() -> None:
 def test_a_wholly_cached_prompt_still_costs_a_token() -> None:
     """The last token is always computed: a node with everything is not free of cost."""
     record = node(0)
-    hashes = chain_hashes([7] * 8, BLOCK, b"")
+    hashes = hashes_of([7] * 8)
     placed = placement(record)
     placed.sent(record, key(0), hashes, 8)()
     assert placed.expected_ttft_s(record, hashes, 8, 100.0) == 0.01
@@ -120,7 +125,7 @@ def test_what_the_node_has_cached_is_no_load_of_requests_sent_there() -> None:
     """Two nodes, one with a long prefix. Of 120 tokens sent there 100 are cached: the next prompt with the prefix goes
     there too, until what is left to compute there outweighs the prefix."""
     prompt = list(range(120))
-    hashes = chain_hashes(prompt, BLOCK, b"")
+    hashes = hashes_of(prompt)
     records = [node(0), node(1)]
     placed = placement(*records)
     placed.sent(records[1], key(0), hashes[:25], 0)()
@@ -145,7 +150,7 @@ def test_a_report_replaces_what_was_counted_since_the_last_one() -> None:
 def test_a_prompt_goes_where_its_prefix_is_unless_the_queue_is_longer() -> None:
     """100 tokens of it are cached on the second node: 99 waiting there are still worth it, 101 are not."""
     prompt = list(range(120))
-    hashes = chain_hashes(prompt, BLOCK, b"")
+    hashes = hashes_of(prompt)
     for waiting, chosen in ((0, "prefill-1"), (99, "prefill-1"), (101, "prefill-0")):
         records = [node(0), node(1, waiting=waiting)]
         placed = placement(*records)
@@ -156,7 +161,7 @@ def test_a_prompt_goes_where_its_prefix_is_unless_the_queue_is_longer() -> None:
 def test_only_a_leading_chain_counts_as_cached() -> None:
     """A block in the middle that is not known ends the prefix, though later ones are known."""
     record = node(0)
-    hashes = chain_hashes(list(range(16)), BLOCK, b"")
+    hashes = hashes_of(list(range(16)))
     placed = placement(record)
     placed.sent(record, key(0), [hashes[0], hashes[2], hashes[3]], 16)
     assert placed.cached_blocks(record.incarnation, hashes) == 1
@@ -167,7 +172,7 @@ def test_the_memory_of_blocks_is_bounded_and_forgets_the_oldest() -> None:
     """Three blocks are remembered: a fourth pushes the least recently sent one out."""
     record = node(0)
     placed = placement(record, blocks_max=3)
-    a, b, c, d = (chain_hashes([i] * BLOCK, BLOCK, b"")[0] for i in range(4))
+    a, b, c, d = (hashes_of([i] * BLOCK)[0] for i in range(4))
     for digest in (a, b, c, a, d):
         placed.sent(record, key(0), [digest], 4)
     assert [placed.cached_blocks(record.incarnation, [digest]) for digest in (a, b, c, d)] == [1, 0, 1, 1]
@@ -176,7 +181,7 @@ def test_the_memory_of_blocks_is_bounded_and_forgets_the_oldest() -> None:
 def test_a_process_that_is_gone_is_forgotten_with_all_it_had() -> None:
     """The node restarts under its name: the new incarnation has no queue and no cache, and the old one is not kept."""
     old = node(0)
-    hashes = chain_hashes(list(range(8)), BLOCK, b"")
+    hashes = hashes_of(list(range(8)))
     placed = placement(old)
     left = placed.sent(old, key(0), hashes, 8)
     placed.update([node(1)])
@@ -184,14 +189,3 @@ def test_a_process_that_is_gone_is_forgotten_with_all_it_had() -> None:
     left()  # the call to the dead process ends only now
     placed.update([old])
     assert placed.expected_ttft_s(old, hashes, 8, 1.0) == 8.0
-
-
-def test_hashes_cover_full_blocks_and_all_before_them() -> None:
-    """11 tokens are two full blocks; another first token, or another salt, changes every digest."""
-    prompt = list(range(11))
-    hashes = chain_hashes(prompt, BLOCK, b"")
-    assert len(hashes) == 2
-    assert chain_hashes(prompt[:8], BLOCK, b"") == hashes
-    assert chain_hashes(prompt[:3], BLOCK, b"") == []
-    assert not set(chain_hashes([99, *prompt[1:]], BLOCK, b"")) & set(hashes)
-    assert not set(chain_hashes(prompt, BLOCK, b"tenant")) & set(hashes)

@@ -133,8 +133,8 @@ def test_a_client_that_is_wrong(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         play(scene)
     fields = [REQUEST_ID_KEY, "none", "body", "top_p"]
-    assert [(level, told["field"]) for level, told in refusals(caplog)] == [("INFO", field) for field in fields]
-    assert [told["request"] for _, told in refusals(caplog)] == ids
+    assert [(level, reported["field"]) for level, reported in refusals(caplog)] == [("INFO", field) for field in fields]
+    assert [reported["request"] for _, reported in refusals(caplog)] == ids
     assert len(set(ids)) == 4
     assert "secret" not in caplog.text
 
@@ -176,8 +176,8 @@ def test_one_call_too_many(caplog: pytest.LogCaptureFixture) -> None:
 
     with caplog.at_level(logging.INFO):
         play(scene, rpcs_max=1)
-    ((level, told),) = refusals(caplog)
-    assert (level, told["reason"], told["door"]) == ("WARNING", "TOO_MANY_CALLS", "grpc")
+    ((level, reported),) = refusals(caplog)
+    assert (level, reported["reason"], reported["door"]) == ("WARNING", "TOO_MANY_CALLS", "grpc")
 
 
 def test_one_connection_too_many(caplog: pytest.LogCaptureFixture) -> None:
@@ -192,8 +192,8 @@ def test_one_connection_too_many(caplog: pytest.LogCaptureFixture) -> None:
 
     with caplog.at_level(logging.INFO):
         play(scene, http_connections_max=1)
-    told = refusals(caplog)[-1][1]
-    assert (told["reason"], told["door"]) == ("TOO_MANY_CALLS", "http")
+    reported = refusals(caplog)[-1][1]
+    assert (reported["reason"], reported["door"]) == ("TOO_MANY_CALLS", "http")
 
 
 def test_a_flood_of_it_takes_few_lines(caplog: pytest.LogCaptureFixture) -> None:

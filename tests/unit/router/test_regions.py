@@ -116,9 +116,9 @@ def test_an_answer_that_has_outgrown_every_region_is_told_so() -> None:
         "fit nowhere to be taken up. They need 7 blocks; the largest region of a prefill node has 6."
     )
     assert "engine.num_blocks" in error.message
-    with pytest.raises(BatonError) as told:
+    with pytest.raises(BatonError) as reported:
         job.retries.judge(error, granted=False, now_s=0.0)
-    assert told.value is error
+    assert reported.value is error
 
 
 @pytest.mark.parametrize("output", [0, SIZE])
@@ -158,8 +158,8 @@ def test_the_nodes_own_word_counts_more_than_its_record() -> None:
     assert nodes.failed(job, records[1], pinned) is pinned
     assert "less what pins and padding keep" in refused(nodes, job).message
     job.output.append(1)
-    told = nodes.failed(job, records[1], pinned)
-    assert (told.reason, "This node's region has 4." in told.message) == (Reason.NOT_RESUMABLE, True)
+    reported = nodes.failed(job, records[1], pinned)
+    assert (reported.reason, "This node's region has 4." in reported.message) == (Reason.NOT_RESUMABLE, True)
 
 
 def test_a_refusal_of_the_decode_nodes_is_passed_on() -> None:
@@ -218,9 +218,9 @@ def test_the_log_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         for blocks in (6, 4, 4, 6, 4, 5, 5):
             watch.look((node(1, blocks), decode))
-    told = [record.baton_fields for record in caplog.records]  # type: ignore[attr-defined]
-    assert [fields["tokens_to_be_resumed_max"] for fields in told] == [64, 64, 80]
-    assert {fields["tokens_max"] for fields in told} == {96}
+    reported = [record.baton_fields for record in caplog.records]  # type: ignore[attr-defined]
+    assert [fields["tokens_to_be_resumed_max"] for fields in reported] == [64, 64, 80]
+    assert {fields["tokens_max"] for fields in reported} == {96}
 
 
 @pytest.mark.parametrize(
@@ -263,12 +263,12 @@ def test_the_log_is_told_of_regions_below_the_context(caplog: pytest.LogCaptureF
         for pinned in (1, 0):
             watch.look((with_pins(node(1, 4), pinned), decode))
         watch.look((node(1, 4), node(2, 6, role=Role.DECODE)))
-    told = [
+    reported = [
         record.baton_fields  # type: ignore[attr-defined]
         for record in caplog.records
         if record.getMessage().startswith("requests that no region holds are refused")
     ]
-    assert [tuple(fields.values()) for fields in told] == [
+    assert [tuple(fields.values()) for fields in reported] == [
         (80, 100, 100), (80, 100, 100), (64, 100, 100), (64, 96, 100)
     ]  # fmt: skip
 

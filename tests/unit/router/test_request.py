@@ -120,7 +120,7 @@ def test_the_ends_of_each_range_are_allowed(sampling: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "reported"),
     [
         ("temperature", -0.1, "from 0 (greedy) to 100"),
         ("temperature", 100.1, "from 0 (greedy) to 100"),
@@ -136,13 +136,13 @@ def test_the_ends_of_each_range_are_allowed(sampling: dict[str, Any]) -> None:
         ("stop_token_ids", list(range(STOP_TOKEN_IDS_MAX + 1)), f"at most {STOP_TOKEN_IDS_MAX} ids long"),
     ],
 )
-def test_each_sampling_field_out_of_range_is_named(name: str, value: Any, told: str) -> None:
+def test_each_sampling_field_out_of_range_is_named(name: str, value: Any, reported: str) -> None:
     """The error has the field's path, its value and what is allowed."""
     error = refused(**{name: value})
     assert (error.code, error.reason) == (Code.INVALID_ARGUMENT, Reason.SAMPLING_OUT_OF_RANGE)
     assert error.field == f"sampling.{name}"
     assert error.message.startswith(f"{name} is ")
-    assert told in error.message
+    assert reported in error.message
     if not isinstance(value, list):
         assert f" {value};" in error.message
 

@@ -187,9 +187,9 @@ def test_thousands_a_second_take_few_lines(caplog: pytest.LogCaptureFixture) -> 
             now_s += 1.0
             log.upkeep()
         log.close()
-    told = [fields for _, fields in ends(caplog)]
-    assert len([f for f in told if f["reason"] == "DECODE_FULL"]) == LIMITS.full_max
-    assert len([f for f in told if f["reason"] == "DATA_CORRUPT"]) == 60
+    reported = [fields for _, fields in ends(caplog)]
+    assert len([f for f in reported if f["reason"] == "DECODE_FULL"]) == LIMITS.full_max
+    assert len([f for f in reported if f["reason"] == "DATA_CORRUPT"]) == 60
     sums = [r.baton_fields["times"] for r in caplog.records if r.getMessage() == "request failed: repeated"]  # type: ignore[attr-defined]
     assert len(sums) == 6
     assert sum(sums) + LIMITS.full_max == 300_000

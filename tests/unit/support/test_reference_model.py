@@ -70,8 +70,8 @@ def test_a_token_beyond_the_tolerance_fails(
     answer, gap = swapped
     assert gap > 10 * reference_model.TIE_TOLERANCE
     monkeypatch.setattr(reference_model, "TIE_TOLERANCE", gap * 0.999)
-    told = f"prompt of 6 tokens, output token {PLACE}: at {PLACE} {answer[PLACE]} instead of {expected[PLACE]}"
-    with pytest.raises(AssertionError, match=told):
+    reported = f"prompt of 6 tokens, output token {PLACE}: at {PLACE} {answer[PLACE]} instead of {expected[PLACE]}"
+    with pytest.raises(AssertionError, match=reported):
         reference.compare(PROMPT, answer, expected)
 
 
