@@ -396,7 +396,8 @@ class UcxReceiverPort(ListeningPort[UcxConnection]):
             event = Refusal(RefusalReason.UCX)
         else:
             connection.agent, event = agent, wire.Prepared(payload=agent.welcome.encode())
-        connection.work = None
+        finally:
+            connection.work = None
         if connection.sock is None:
             self._drop(connection)
         else:
