@@ -58,7 +58,7 @@ def test_every_part_of_the_benchmark_runs_without_a_gpu(tmp_path: Path) -> None:
     assert min(figures["spill"][f"{way}_gbytes_s"] for way in ("out", "back")) > 0
     parts = {"kernels", "limits", "exactness", "handoff", "card", "spill", "tiny", "trace", "weights"}
     assert figures.keys() == parts | {"device", "torch", "triton", "python", "goals"}
-    assert figures["goals"]["exactness: float32_tokens_equal"] == {"goal": "true", "note": True, "met": True}
+    assert figures["goals"]["exactness: float32_tokens_equal"] == {"goal": "true", "found": True, "met": True}
     assert figures["goals"]["qwen3-8b: decode_of_copy_rate"]["met"] == NOT_MEASURED
 
 
@@ -98,10 +98,10 @@ def part(tmp_path: Path, script: str, **options: Any) -> dict[str, Any]:
         f"figures = Figures(Path({str(kept)!r}), {{'device': 'none'}}); figures.add(rate=2.5)\n"
     )
     given: dict[str, Any] = {"limit_s": 100.0, "stopped": lambda: False} | options
-    about, note = run_part([sys.executable, "-c", begin + script], kept, environment=ENVIRONMENT, **given)
-    assert note.pop("part_s") > 0
+    about, found = run_part([sys.executable, "-c", begin + script], kept, environment=ENVIRONMENT, **given)
+    assert found.pop("part_s") > 0
     assert about == ({"device": "none"} if kept.exists() else {})
-    return note
+    return found
 
 
 @pytest.mark.parametrize(
@@ -149,14 +149,14 @@ def wait_until_gone(pid: int) -> None:
 
 def marked(marker: str) -> dict[int, str]:
     """Processes that have inherited this variable, with their command lines."""
-    note = {}
+    found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if f"BENCH_MARKER={marker}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                note[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
-    return note
+    return found
 
 
 def test_a_part_whose_parent_is_killed_ends_with_its_children() -> None:
@@ -221,17 +221,17 @@ def test_goals_are_told_with_what_was_found() -> None:
         "handoff": {"exposed_ms": float("nan"), "error": "interrupted"},
     }
     table = outcome(results)
-    assert table["qwen3-8b: prefill_of_matrix_rate"] == {"goal": "at least 0.6", "note": 0.61, "met": True}
+    assert table["qwen3-8b: prefill_of_matrix_rate"] == {"goal": "at least 0.6", "found": 0.61, "met": True}
     assert table["qwen3-8b: decode_of_copy_rate"]["met"] is False
     assert table["handoff: exposed_ms"]["met"] is False
-    assert table["handoff: committed_ms"] == {"goal": "at most 1", "note": None, "met": NOT_MEASURED}
+    assert table["handoff: committed_ms"] == {"goal": "at most 1", "found": None, "met": NOT_MEASURED}
     assert passed(results, ("kernels", "exactness", "qwen3-8b"))
     assert not passed(results, ("kernels", "exactness", "handoff"))
 
 
-@pytest.mark.parametrize("note", [False, None])
-def test_tokens_that_differ_are_a_failure(note: bool | None) -> None:
+@pytest.mark.parametrize("found", [False, None])
+def test_tokens_that_differ_are_a_failure(found: bool | None) -> None:
     """So is a run that has not looked."""
-    results = EXACT | {"exactness": EXACT["exactness"] | {"float32_tokens_equal": note}}
+    results = EXACT | {"exactness": EXACT["exactness"] | {"float32_tokens_equal": found}}
     assert not passed(results, ("kernels", "exactness"))
     assert passed(results, ("kernels",))
