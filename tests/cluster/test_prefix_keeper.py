@@ -195,10 +195,10 @@ def test_a_configured_pin_waits_while_a_later_one_has_its_name() -> None:
             await second.pin(prefix("a", B), B, warm=False)
             routers.run(first)
 
-            async def whys() -> bool:
+            async def both_refuse() -> bool:
                 return [problem.reason for problem in kept.problems.values()] == [Reason.NAME_IN_USE] * 2
 
-            await wait_for(whys, "both nodes to refuse")
+            await wait_for(both_refuse, "both nodes to refuse")
             assert await routers.here() == {name: [("a", 3)] for name in NODES}
             assert await second.unpin("a")
             await routers.until([("a", 2)], "the configured pin")

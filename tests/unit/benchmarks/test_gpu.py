@@ -214,7 +214,7 @@ EXACT: dict[str, dict[str, Any]] = {
 }
 
 
-def test_goals_are_told_with_what_was_found() -> None:
+def test_goals_are_reported_with_what_was_found() -> None:
     """Met, missed or not measured; a NaN is missed. Speed that is missed is no failure."""
     results = EXACT | {
         "qwen3-8b": {"prefill_of_matrix_rate": 0.61, "decode_of_copy_rate": 0.69},
