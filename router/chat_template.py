@@ -27,6 +27,8 @@ _TEMPLATE_FAULTS: Final = (
     TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError
 )  # fmt: skip
 """What a template raises over messages that it was not written for."""
+_RESERVED: Final = frozenset({*_TOKENS, "messages", "tools"})
+"""Variables that a request must not set: they would change what the template takes for the model's own."""
 
 
 class ChatTemplate:
@@ -56,7 +58,13 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any], *, field: str = "messages"
     ) -> str:
-        """The text, special tokens spelt out. `extra` are further variables. Raises BatonError of `field`."""
+        """The text, special tokens spelt out. `extra` are further variables.
+
+        Raises BatonError of `field`, or of chat_template_kwargs where `extra` names a variable that is not a request's.
+        """
+        if taken := sorted(_RESERVED & extra.keys()):
+            text = f"chat_template_kwargs cannot set {', '.join(taken)}: the model and the request's messages do."
+            raise bad_field("chat_template_kwargs", text)
         variables = {"tools": None, "documents": None, **self._tokens, **extra, "messages": messages}
         try:
             return self._template.render(variables)

@@ -70,7 +70,8 @@ class PromptEncoder:
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any], *, field: str = "messages"
     ) -> Sequence[int]:
-        """`extra` are further variables of the template; `field` is where errors point to.
+        """`extra` are further variables of the template; `field` is where errors point to. A special token that a
+        message spells out is text.
 
         Raises BatonError NO_CHAT_TEMPLATE, PROMPT_TOO_LONG, or BAD_FIELD where the template refuses the messages.
         """
@@ -81,9 +82,10 @@ class PromptEncoder:
                 "that has a chat_template.jinja.",
                 field=field,
             )
-        text = self._template.render(messages, extra, field=field)
+        codec = self.codec
+        text = self._template.render(codec.as_text(messages), codec.as_text(extra), field=field)
         self._check_chars(len(text), _CHAT_OF, field)
-        return self.codec.encode_rendered(text)
+        return codec.encode_chat(text)
 
     def encode_pin(self, prefix: PinnedPrefix) -> Sequence[int]:
         """Raises BatonError NO_TOKENIZER, NO_CHAT_TEMPLATE or PROMPT_TOO_LONG."""
@@ -110,11 +112,9 @@ class PromptEncoder:
                 "The model has no chat template: pin the start of the prompt as text or token ids.",
                 field="system",
             )
-        chats = [
-            self._template.render([{"role": "system", "content": system}, {"role": "user", "content": user}], _ASK)
-            for user in _USERS
-        ]
-        first, second = (codec.encode_rendered(chat) for chat in chats)
+        begins = {"role": "system", "content": codec.as_text(system)}
+        chats = [self._template.render([begins, {"role": "user", "content": user}], _ASK) for user in _USERS]
+        first, second = map(codec.encode_chat, chats)
         same = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
         return [token for token, _ in same]
 

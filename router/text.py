@@ -6,8 +6,11 @@ depends on the text only, never on how it was cut into pieces.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import Any, Final
 
 from tokenizers import Tokenizer
 
@@ -72,11 +75,22 @@ UNFINISHED_BYTES_MAX = 3
 _REPLACEMENT = "\ufffd"
 
 
+_MARKS_FROM: Final = 0xF0000
+"""The first private character of Unicode's plane 15: a mark stands for a special token that is only text."""
+
+
 class TextCodec:
     """The tokenizer of a model folder. Immutable; `encode` is safe on any thread."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder().values()
+        special = sorted((token.content for token in added if token.special), key=len, reverse=True)
+        self._marks = {text: chr(_MARKS_FROM + i) for i, text in enumerate(special)}
+        self._texts = {mark: text for text, mark in self._marks.items()}
+        # Without a special token both match nothing.
+        self._at_special = re.compile("|".join(map(re.escape, special)) or "(?!)")
+        self._at_mark = re.compile(f"([{''.join(self._texts)}])" if special else "((?!))")
 
     @classmethod
     def load(cls, folder: Path) -> TextCodec:
@@ -103,6 +117,33 @@ class TextCodec:
         """A text that has its special tokens spelt out, as chat templates do: none are added."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
+
+    def as_text(self, value: Any) -> Any:
+        """The same JSON, with a mark in place of each special token that a string of it spells out.
+
+        `encode_chat` makes the token's text of the mark, and not the token: who writes to a model cannot end a message,
+        or begin another.
+        """
+        if isinstance(value, str):
+            return self._at_special.sub(lambda found: self._marks[found[0]], value)
+        if isinstance(value, Mapping):
+            return {key: self.as_text(each) for key, each in value.items()}
+        return [self.as_text(each) for each in value] if isinstance(value, list | tuple) else value
+
+    def encode_chat(self, text: str) -> Sequence[int]:
+        """`encode_rendered`, for a text that a template has made of what `as_text` gives."""
+        ids: list[int] = []
+        for i, piece in enumerate(self._at_mark.split(text)):
+            tokenizer, piece = (self._plain, self._texts[piece]) if i % 2 else (self._tokenizer, piece)
+            ids += tokenizer.encode(piece, add_special_tokens=False).ids
+        return ids
+
+    @cached_property
+    def _plain(self) -> Tokenizer:
+        """The same tokenizer, to which special tokens are text. Few need it, and it takes as much memory again."""
+        plain = Tokenizer.from_str(self._tokenizer.to_str())
+        plain.encode_special_tokens = True
+        return plain
 
     def token_text(self, token: int) -> str:
         """One token as it reads behind others, special ones too; U+FFFD stands for bytes that are no character."""
