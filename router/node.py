@@ -225,7 +225,7 @@ class RouterNode:
             if self._prefill_nodes.ready or self._loop.time() >= give_up_s:
                 break
             await self._pause(looks, resumed=False)
-        prompt: Sequence[int] = tuple(request.token_ids.ids)
+        prompt: Sequence[int] = request.token_ids.ids  # copied once its length has been checked
         if request.WhichOneof("prompt") in ("text", "chat"):
             # Off the loop: a long one takes seconds, and others' tokens must flow.
             prompt = await asyncio.to_thread(self.prompts.encode, request)

@@ -163,6 +163,30 @@ def test_an_empty_prompt_is_refused(prompt: Any, field: str) -> None:
     assert (error.code, error.reason, error.field) == (Code.INVALID_ARGUMENT, Reason.EMPTY_PROMPT, field)
 
 
+class Unread(Sequence[int]):
+    """Ids that nobody may look at."""
+
+    def __len__(self) -> int:
+        return 4 << 20
+
+    def __getitem__(self, index: Any) -> Any:
+        raise AssertionError(index)
+
+
+def test_the_length_of_a_prompt_is_checked_before_its_tokens_are_read() -> None:
+    """A message of the largest size costs as little as one of a few bytes."""
+    asked = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1]))
+    with pytest.raises(BatonError, match="4194304 tokens"):
+        check_request(
+            asked,
+            model=MODEL,
+            prompt=Unread(),
+            has_tokenizer=True,
+            answer_tokens=lambda _: 10,
+            rng=random.Random(1),
+        )
+
+
 @pytest.mark.parametrize(("prompt", "field"), [([2] * 50, "token_ids"), ([2] * 51, "token_ids"), ("!" * 50, "text")])
 def test_a_prompt_that_leaves_no_room_is_refused(prompt: Any, field: str) -> None:
     """A prompt of the whole context: no output token fits. The error has both numbers."""
