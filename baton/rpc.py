@@ -13,6 +13,7 @@ import inspect
 import random
 import socket
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -58,6 +59,13 @@ UNTIMED_METHODS: Final = frozenset(
     }
 )
 """Live as long as their caller, or are called by tools that set no deadline; keepalive ends them when it is gone."""
+
+TOOL_METHODS: Final = frozenset({f"/{HEALTH_SERVICE}/Watch", f"/{REFLECTION_SERVICE}/ServerReflectionInfo"})
+"""Streams that anybody may open and keep, so that their number is limited."""
+TOOL_STREAMS_MAX: Final = 512
+"""Of them at the same time, in all,"""
+TOOL_STREAMS_ADDRESS_MAX: Final = 128
+"""and from one address."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +209,8 @@ class _Edge(grpc.aio.ServerInterceptor):
         self._limits = limits
         self._rng = rng
         self._running = 0
+        self._tool_streams: Counter[str] = Counter()
+        """By address, without the port."""
         self._tasks: dict[asyncio.Task[Any], str] = {}
         self.refused: Callable[[BatonError], None] = lambda _error: None
 
@@ -242,7 +252,7 @@ class _Edge(grpc.aio.ServerInterceptor):
         self._tasks[task] = method
         task.add_done_callback(self._tasks.pop)
         try:
-            with self._slot(method):
+            with self._slot(method, context):
                 limit_s = self._limit_s(method, context)
                 if limit_s is None:
                     return await body()
@@ -294,7 +304,11 @@ class _Edge(grpc.aio.ServerInterceptor):
         return None
 
     @contextmanager
-    def _slot(self, method: str) -> Iterator[None]:
+    def _slot(self, method: str, context: _Context) -> Iterator[None]:
+        if method in TOOL_METHODS:
+            with self._tool_slot(context.peer().rpartition(":")[0]):
+                yield
+            return
         if method in UNTIMED_METHODS:
             yield
             return
@@ -312,6 +326,22 @@ class _Edge(grpc.aio.ServerInterceptor):
             yield
         finally:
             self._running -= 1
+
+    @contextmanager
+    def _tool_slot(self, address: str) -> Iterator[None]:
+        streams = self._tool_streams
+        if streams.total() >= TOOL_STREAMS_MAX or streams[address] >= TOOL_STREAMS_ADDRESS_MAX:
+            text = (
+                f"This server keeps {TOOL_STREAMS_ADDRESS_MAX} such streams of one address, {TOOL_STREAMS_MAX} in all."
+            )
+            raise BatonError(Reason.TOO_MANY_CALLS, text, retry_after_ms=self._limits.busy_retry_ms)
+        streams[address] += 1
+        try:
+            yield
+        finally:
+            streams[address] -= 1
+            if not streams[address]:
+                del streams[address]
 
 
 async def _write_all(behavior: Callable[..., Any], request: Any, context: _Context) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ from batonpb import (
     node_pb2,
     prefill_pb2,
 )
+from grpc_health.v1 import health_pb2
 
 from baton.errors import BatonError, Code, Reason
 from baton.log import LogLevel, set_up_logging
-from baton.rpc import RpcLimits, rpc_errors, time_left_s
+from baton.rpc import TOOL_STREAMS_ADDRESS_MAX, RpcLimits, rpc_errors, time_left_s
 from tests.support.logs import tear_down_logging
 from tests.support.rpc_harness import HANG_S, SERVING, Behavior, answer, run, serving
 
@@ -240,6 +242,31 @@ def test_beyond_the_limit_of_calls_the_answer_is_busy_and_health_still_works() -
             gate.set()
             await asyncio.gather(*calls)
             await served.get_status()
+
+    run(scene())
+
+
+def test_watchers_of_one_address_take_no_more_than_their_share() -> None:
+    """An attacker opens as many health watches as it can: it gets so many, the rest are refused at once. Checks and
+    other calls are answered, and when a watch ends there is room for one."""
+
+    async def scene() -> None:
+        async with serving(node=answer) as served:
+            watch = served.health.Watch
+            watches = [watch(health_pb2.HealthCheckRequest()) for _ in range(TOOL_STREAMS_ADDRESS_MAX)]
+            for each in watches:
+                assert (await each.read()).status == SERVING
+            for _ in range(100):
+                with pytest.raises(BatonError) as caught, rpc_errors("node-0"):
+                    await watch(health_pb2.HealthCheckRequest()).read()
+                assert caught.value.reason is Reason.TOO_MANY_CALLS
+            assert await served.check("") == SERVING
+            assert (await served.get_status()).requests == 7
+            watches[0].cancel()
+            while True:  # until the server has noticed
+                with suppress(BatonError), rpc_errors("node-0"):
+                    assert (await watch(health_pb2.HealthCheckRequest()).read()).status == SERVING
+                    break
 
     run(scene())
 
