@@ -8,6 +8,7 @@ import importlib
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -25,6 +26,11 @@ from cli.former_settings import FORMER
 from cli.options import LOG_FORMAT_FLAG, LOG_LEVEL_FLAG, common_options, config_flags, config_options, config_path
 
 log = get_log("process")
+
+FILES_RAISED_TO: Final = 1 << 20
+"""Open files of a process, as far as the hard limit allows: some tables of a process are as large as this number."""
+FILES_OWN: Final = 1_024
+"""Open files that a process needs beside its clients' connections."""
 
 
 class Service(Enum):
@@ -200,8 +206,21 @@ def _command(service: Service, ctx: click.Context, parameters: dict[str, object]
         stderr=sys.stderr,
         logs=log_format is LogFormat.JSON,
     )
+    raise_open_files(wanted=FILES_OWN + getattr(config, "http_connections_max", 0))
     asyncio.run(_serve(service, config, printer))
     _end_process()
+
+
+def raise_open_files(*, wanted: int) -> None:
+    """Use what the hard limit of open files allows. Beyond the limit no connection is taken, of nobody: a warning says
+    so where it is less than `wanted`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = FILES_RAISED_TO if hard == resource.RLIM_INFINITY else min(hard, FILES_RAISED_TO)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        log.warning("few files may be open here: raise the limit (ulimit -n, LimitNOFILE=)", limit=soft, wanted=wanted)
 
 
 def _end_process() -> None:

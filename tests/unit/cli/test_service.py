@@ -25,6 +25,31 @@ cli.main.run(["directory", "--listen", "127.0.0.1:0"])
 """
 
 
+LIMITED = """
+import resource, sys
+import cli.main, cli.services
+
+async def serve(config, *, stop, drain, on_ready, progress):
+    print(resource.getrlimit(resource.RLIMIT_NOFILE), flush=True)
+
+hard = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+cli.services.serve_function = lambda service: serve
+cli.main.run(["router", "--http-connections-max", "1000"])
+"""
+
+
+@pytest.mark.parametrize(("hard", "warned"), [(2_048, False), (1_500, True)])
+def test_a_service_may_open_as_many_files_as_the_hard_limit_allows(hard: int, warned: bool) -> None:
+    """A router starts under a soft limit of 256, which its clients would use up. Where the hard limit is too small for
+    all its connections it says so, with both numbers."""
+    command = [sys.executable, "-c", LIMITED, str(hard)]
+    result = subprocess.run(command, env=clean_env(), capture_output=True, text=True, timeout=RUN_S_MAX, check=False)
+    assert (result.returncode, result.stdout) == (0, f"({hard}, {hard})\n"), result.stderr
+    assert ("few files may be open here" in result.stderr) is warned
+    assert (f"limit={hard} wanted=2024" in result.stderr) is warned
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_service_says_that_it_is_ready_and_ends_well(tmp_path: Path, signum: signal.Signals) -> None:
     """Exactly one line on stdout; after the signal, status 0 and a free port."""
