@@ -41,6 +41,8 @@ HEALTH_SERVICE: Final = "grpc.health.v1.Health"
 REFLECTION_SERVICE: Final = "grpc.reflection.v1alpha.ServerReflection"
 RPCS_UNTIMED_MAX: Final = 1024
 """Calls beyond `rpcs_max` for health checks and long-lived streams, so that a full node still answers them."""
+INTERNAL_MARGIN_S: Final = 60
+"""By how much a call between nodes may take longer than the longest of a client, for which it may be made."""
 PING_INTERVAL_MS_MIN: Final = 50
 """Clients that ping more often than this without data are disconnected."""
 CLIENT_LIVENESS: Final = LivenessConfig(heartbeat_ms=10_000, answer_ms_max=5_000)
@@ -168,14 +170,15 @@ class RpcServer:
 
     def _build(self) -> grpc.aio.Server:
         limits = self._limits
+        calls_max = limits.rpcs_max + RPCS_UNTIMED_MAX
         options = [
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", limits.message_bytes_max),
             ("grpc.max_send_message_length", limits.message_bytes_max),
+            ("grpc.max_concurrent_streams", calls_max),
             ("grpc.http2.min_ping_interval_without_data_ms", PING_INTERVAL_MS_MIN),
             *self._liveness.ping_options(None),
         ]
-        calls_max = limits.rpcs_max + RPCS_UNTIMED_MAX
         with whole_wakes():
             server = grpc.aio.server(interceptors=[self._edge], maximum_concurrent_rpcs=calls_max, options=options)
         names = [service for service, _, _ in self._services]
@@ -301,7 +304,8 @@ class _Edge(grpc.aio.ServerInterceptor):
             return None if left_s is not None and left_s <= limit_s else limit_s
         if left_s is None:
             raise BatonError(Reason.NO_DEADLINE, f"{method} needs a deadline: set a timeout on the call.")
-        return None
+        longest_s = self._limits.public_deadline_ms_max / 1e3 + INTERNAL_MARGIN_S
+        return longest_s if left_s > longest_s else None
 
     @contextmanager
     def _slot(self, method: str, context: _Context) -> Iterator[None]:

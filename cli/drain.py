@@ -42,7 +42,7 @@ _FINAL: Final = frozenset({Reason.INCARNATION_MISMATCH, Reason.BAD_LIFECYCLE})
 _SILENT: Final = frozenset({Reason.PEER_UNREACHABLE, Reason.DEADLINE, Reason.CANCELLED})
 UNDRAINED_MAX: Final = 3
 """Statuses in a row: the first ones may be from before the order."""
-WATCH_S_MAX: Final = 86_400.0
+WATCH_S_MAX: Final = 3_600.0
 """How long one call may watch a node; the next one follows."""
 _COST_GIVEN_UP: Final = (
     "The deletion cost of {node}'s pod could not be set (its log says why): a smaller pool may remove another pod."

@@ -18,6 +18,7 @@ from batonpb import (
 )
 from grpc_health.v1 import health_pb2
 
+from baton import rpc
 from baton.errors import BatonError, Code, Reason
 from baton.log import LogLevel, set_up_logging
 from baton.rpc import TOOL_STREAMS_ADDRESS_MAX, RpcLimits, rpc_errors, time_left_s
@@ -142,6 +143,25 @@ def test_an_internal_call_without_a_deadline_is_refused() -> None:
             assert (caught.value.code, caught.value.reason) == (Code.INVALID_ARGUMENT, Reason.NO_DEADLINE)
             assert "/baton.v1.Node/GetStatus" in caught.value.message
             assert (await served.get_status()).requests == 7
+
+    run(scene())
+
+
+def test_an_internal_call_with_a_deadline_of_days_ends_with_the_longest_of_a_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A caller that names a week would hold its place for a week."""
+    monkeypatch.setattr(rpc, "INTERNAL_MARGIN_S", 0.05)
+
+    async def hang(_request: object, _context: object) -> None:
+        await asyncio.Event().wait()
+
+    async def scene() -> None:
+        limits = RpcLimits(public_deadline_ms_default=50, public_deadline_ms_max=50)
+        async with serving(limits, node=hang) as served:
+            with pytest.raises(BatonError) as caught:
+                await served.get_status(timeout=7 * 86_400)
+            assert caught.value.reason is Reason.DEADLINE
 
     run(scene())
 
