@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from baton.config import fixed, setting
 from baton.errors import InvalidField, check_positive
+from baton.rpc import RpcLimits
 from baton.runtime import ProcessConfig
 from router.request import CACHE_SALT_BYTES_MAX
 from router.retries import RetryConfig
@@ -128,6 +129,10 @@ class RouterConfig(ProcessConfig):
         "how long a client with too many unread tokens must have read nothing before it is disconnected",
         "Clients pause for longer in the middle of an answer.",
     )
+    rpc: RpcLimits = field(default_factory=lambda: RpcLimits(message_bytes_max=4 << 20))
+    """Clients send less than nodes do: a prompt is at most some hundred thousand tokens."""
+    http_bodies_bytes_max: int = fixed(64 << 20)
+    """Bytes of HTTP bodies that are under way at the same time, over all connections."""
     retries: RetryConfig = field(default_factory=RetryConfig)
     cancel_ms_max: int = fixed(1_000)
     """How long one cancel call to a node may take."""

@@ -9,9 +9,9 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
-from contextlib import aclosing, contextmanager, suppress
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from typing import Any, Final
 
 import h11
 import uvicorn
@@ -145,6 +145,10 @@ async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
         pass
 
 
+HEAD_BYTES_MAX = 16_384
+"""Of the head of one HTTP call."""
+SURPLUS_CONNECTIONS_MAX = 64
+"""Connections beyond the limit that are answered with 429 and closed. Further ones are closed without a word."""
 SEND_BUFFER_BYTES = 131_072
 """Bytes that the kernel may keep of what an HTTP client has not read."""
 
@@ -156,6 +160,8 @@ class OpenAiApp:
         self._node = node
         self._metrics = metrics
         self._began = int(time.time())
+        self._body_bytes = 0
+        """Of bodies that have begun to come and are not parsed yet."""
 
     def asgi(self) -> Starlette:
         return Starlette(
@@ -180,9 +186,9 @@ class OpenAiApp:
         try:
             called = read_metadata([(name.lower(), value) for name, value in request.headers.items()])
             request_id = request.state.request_id = called.request_id or request_id
-            raw = await self._body(request)
-            # Off the loop: long chats take long to render and encode, and others' tokens must flow.
-            return self._reply(await asyncio.to_thread(self._parse, raw, chat), called, request_id)
+            async with self._body(request) as raw:
+                call = await self._node.in_text_thread(self._parse, raw, chat)
+            return self._reply(call, called, request_id)
         except BatonError as error:
             if error.reason is not Reason.CANCELLED:
                 self._node.request_log.refused(error, door="http", request_id=request_id)
@@ -249,21 +255,34 @@ class OpenAiApp:
         )
         return CallReply(events, replies, headers={"x-request-id": request_id}, timeout_s=timeout_s)
 
-    async def _body(self, request: Request) -> bytes:
-        """The whole body. Raises BatonError where it is too long, or does not come."""
-        config, body = self._node.config, bytearray()
-        bytes_max = config.rpc.message_bytes_max
+    @asynccontextmanager
+    async def _body(self, request: Request) -> AsyncIterator[bytes]:
+        """The whole body, which counts as under way for as long. Raises BatonError where it is too long, or does not
+        come."""
+        body = bytearray()
+        try:
+            await self._read_body(request, body)
+            yield bytes(body)
+        finally:
+            self._body_bytes -= len(body)
+
+    async def _read_body(self, request: Request, body: bytearray) -> None:
+        """Append to `body`, and count."""
+        config, bytes_max = self._node.config, self._node.config.rpc.message_bytes_max
         try:
             async with asyncio.timeout(config.http_body_ms_max / 1000):
                 async for part in request.stream():
                     body += part
+                    self._body_bytes += len(part)
                     if len(body) > bytes_max:
                         raise bad_field("body", f"The body is longer than {bytes_max} bytes, the limit.")
+                    if self._body_bytes > config.http_bodies_bytes_max:
+                        text = "This router is reading as many bytes of bodies as it can hold."
+                        raise BatonError(Reason.TOO_MANY_CALLS, text, retry_after_ms=1_000)
         except TimeoutError as error:
             raise BatonError(Reason.DEADLINE, "The body of the request did not come in time.") from error
         except ClientDisconnect as error:
             raise BatonError(Reason.CANCELLED, "The client has left.") from error
-        return bytes(body)
 
 
 class HttpServer:
@@ -280,7 +299,11 @@ class HttpServer:
             uvicorn.Config(
                 self._answer,
                 interface="asgi3",
-                http=_protocol(config.http_body_ms_max / 1000),
+                http=_protocol(
+                    config.http_body_ms_max / 1000,
+                    connections_max=config.http_connections_max,
+                ),
+                h11_max_incomplete_event_size=HEAD_BYTES_MAX,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -315,8 +338,9 @@ class HttpServer:
             await asyncio.wait([self._task])
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """uvicorn has such a limit too, but says no in plain text and without a time to come back."""
-        if len(self._server.server_state.connections) <= self._connections_max:
+        """uvicorn has such a limit too, but says no in plain text, without a time to come back, and to those who were
+        there before too."""
+        if not scope["state"].get(_SURPLUS):
             await self._app(scope, receive, send)
             return
         text = f"This router has {self._connections_max} HTTP connections already, the limit."
@@ -325,7 +349,11 @@ class HttpServer:
         await error_response(error, headers={"connection": "close"})(scope, receive, send)
 
 
-def _protocol(head_s_max: float) -> type[H11Protocol]:
+_SURPLUS: Final = "surplus connection"
+"""In a call's state: the connection was one too many when it came."""
+
+
+def _protocol(head_s_max: float, *, connections_max: int) -> type[H11Protocol]:
     class Protocol(H11Protocol):
         """A connection that does not bring the whole head of a request in time is closed; uvicorn would keep it."""
 
@@ -333,6 +361,11 @@ def _protocol(head_s_max: float) -> type[H11Protocol]:
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            surplus = len(self.connections) - connections_max
+            if surplus > SURPLUS_CONNECTIONS_MAX:
+                transport.abort()
+                return
+            self.app_state = {**self.app_state, _SURPLUS: surplus > 0}
             self._late = self.loop.call_later(head_s_max, transport.close)
 
         def data_received(self, data: bytes) -> None:

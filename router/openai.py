@@ -77,8 +77,29 @@ class OpenAiCall:
     logprobs: bool
 
 
+JSON_ELEMENTS_MAX: Final = 1 << 18
+"""Brackets, commas and colons of one body. Parsing so many takes some ten milliseconds, in which no stream goes on."""
+JSON_STRINGS_MAX: Final = 1 << 16
+
+
+def check_elements(raw: bytes) -> None:
+    """Refuse JSON that is short to send and long to parse. Raises BatonError BAD_FIELD."""
+    if _elements(raw) <= JSON_ELEMENTS_MAX:
+        return
+    plain = raw.replace(rb"\\", b"").replace(rb"\"", b"")  # else a quote may be part of a string
+    if plain.count(b'"') > 2 * JSON_STRINGS_MAX:
+        raise BatonError(Reason.BAD_FIELD, f"The body has more than {JSON_STRINGS_MAX} strings, the limit.")
+    if _elements(b"".join(plain.split(b'"')[::2])) > JSON_ELEMENTS_MAX:
+        raise BatonError(Reason.BAD_FIELD, f"The body has more than {JSON_ELEMENTS_MAX} elements, the limit.")
+
+
+def _elements(raw: bytes) -> int:
+    return sum(map(raw.count, (b"[", b"{", b",", b":")))
+
+
 def parse_body(raw: bytes) -> dict[str, Any]:
     """The JSON object of a call, without the fields that are null. Raises BatonError BAD_FIELD."""
+    check_elements(raw)
     try:
         text = raw.decode()
         body = json.loads(text)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
+import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from baton.endpoint import split_endpoint
+from router import http_server
 from router.config import RouterConfig
 from router.http_server import HttpServer
 
@@ -105,3 +107,33 @@ def test_a_body_may_come_after_the_time_of_the_head() -> None:
         assert (await answer(stream, b"hi"))[1] == b"hi"
 
     run(scene, http_body_ms_max=BODY_MS_MAX)
+
+
+def test_connections_far_beyond_the_limit_are_closed_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is answered, one more is refused politely, and the flood behind them costs no answer."""
+    monkeypatch.setattr(http_server, "SURPLUS_CONNECTIONS_MAX", 1)
+
+    async def scene(connect: Connect) -> None:
+        first, second = await connect(), await connect()
+        assert (await answer(first))[1] == b"ok"
+        assert (await answer(second))[0].startswith(b"HTTP/1.1 429 ")
+        held = await connect()
+        held[1].write(REQUEST[:5])
+        for _ in range(20):
+            reader, _writer = await connect()
+            with suppress(ConnectionResetError):
+                assert await reader.read() == b""
+        assert (await answer(first))[1] == b"ok"
+
+    run(scene, http_connections_max=1)
+
+
+def test_a_head_without_an_end_is_refused() -> None:
+    """Headers follow headers: what a head may be is known, and nobody reads on."""
+
+    async def scene(connect: Connect) -> None:
+        reader, writer = await connect()
+        writer.write(REQUEST[:-2] + b"a: b\r\n" * 10_000)
+        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+
+    run(scene)

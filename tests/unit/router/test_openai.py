@@ -18,6 +18,8 @@ from engine.demo_model import CHAT_TEMPLATE, DemoModelParams, write_demo_model
 from router.chat_template import ChatTemplate
 from router.openai import (
     CHOICES_MAX,
+    JSON_ELEMENTS_MAX,
+    JSON_STRINGS_MAX,
     OpenAiCall,
     Replies,
     error_headers,
@@ -261,3 +263,28 @@ def test_a_broken_template_is_refused_at_start(tmp_path: Path, config: object, o
     with pytest.raises(BatonError) as caught:
         template_of(tmp_path, config, own)
     assert caught.value.reason is Reason.MODEL_BROKEN
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        (b"[" + b"[]," * JSON_ELEMENTS_MAX + b"[]]", "elements"),
+        (
+            b'{"a": {' + b'"k":1,' * (JSON_STRINGS_MAX // 2) + b'"k": [' + b"1," * JSON_ELEMENTS_MAX + b"1]}}",
+            "elements",
+        ),
+        (b'["' + b'","' * (JSON_STRINGS_MAX + 1) * 4 + b'"]', "strings"),
+        (b"[" * (JSON_ELEMENTS_MAX + 1), "elements"),
+    ],
+)
+def test_json_that_is_long_to_parse_is_refused_unparsed(raw: bytes, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few bytes for each list, object or string would hold up all streams for seconds."""
+    monkeypatch.setattr("router.openai.json.loads", lambda _text: pytest.fail("it was parsed"))
+    with pytest.raises(BatonError, match=f"more than .* {why}, the limit"):
+        parse_body(raw)
+
+
+@pytest.mark.parametrize("text", ["a, b: [c]{d}" * JSON_ELEMENTS_MAX, '\\"[,\\\\' * JSON_ELEMENTS_MAX])
+def test_what_a_string_holds_does_not_count(text: str) -> None:
+    """A long prompt may be code, with quotes and backslashes."""
+    assert parse_body(json.dumps({"prompt": text}).encode()) == {"prompt": text}

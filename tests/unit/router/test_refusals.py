@@ -196,6 +196,32 @@ def test_one_connection_too_many(caplog: pytest.LogCaptureFixture) -> None:
     assert (reported["reason"], reported["door"]) == ("TOO_MANY_CALLS", "http")
 
 
+def test_bodies_take_no_more_than_their_share() -> None:
+    """Two clients send the beginnings of bodies that together are over the limit: the second is refused with a time to
+    come back. When the first has left there is room again."""
+
+    async def scene(door: Door) -> None:
+        first, second = [await asyncio.open_connection(*split_endpoint(door.http)) for _ in range(2)]
+        for _, writer in (first, second):
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 900\r\n\r\n" + b" " * 800)
+        done, _ = await asyncio.wait(
+            [asyncio.create_task(each[0].readuntil(b"\r\n\r\n")) for each in (first, second)],
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        (refused,) = done
+        assert refused.result().startswith(b"HTTP/1.1 429 ") and b"retry-after-ms: 1000\r\n" in refused.result()
+        for _, writer in (first, second):
+            writer.close()
+            await writer.wait_closed()
+
+        async def has_room() -> bool:
+            return await door.post(b'"' + b" " * 900 + b'"') == b"HTTP/1.1 400 Bad Request\r\n"
+
+        await wait_for(has_room, "the bytes of those who left to count no more")
+
+    play(scene, http_bodies_bytes_max=1_000)
+
+
 def test_a_flood_of_it_takes_few_lines(caplog: pytest.LogCaptureFixture) -> None:
     """Five thousand a second for half a minute, of two kinds: each has its first lines and its sums, apart from the
     requests that failed for the same reason. None is left out."""
