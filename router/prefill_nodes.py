@@ -36,8 +36,8 @@ class PrefillNodes:
         self.ready: list[NodeRecord] = []
         """Those that take requests."""
         self._placement = Placement(blocks_max=blocks_max)
-        self._unavailable: dict[Incarnation, int] = {}
-        """Processes that refused work, or were not reached, each with the sequence of its record at that time."""
+        self._drained: dict[Incarnation, int] = {}
+        """Processes that refused work, each with the sequence of its record at that time."""
         self._most_tokens: dict[str, int] = {}
         """By fingerprint, what the largest region ever seen holds: its node may be on its way back."""
 
@@ -76,15 +76,10 @@ class PrefillNodes:
         """Whether there is one that has not failed this request since all had."""
         return bool(self.ready) and any(r.incarnation not in job.avoid for r in self._fit(job, self.model()))
 
-    def failed(self, job: Job, record: NodeRecord, error: BatonError, *, begun: bool = True) -> BatonError:
-        """The attempt at this node has failed. `begun`: the node had answered that it has the request.
-
-        Returns the error to judge the request by, mostly the same one.
-        """
-        gone = not begun and error.reason in (Reason.PEER_UNREACHABLE, Reason.INCARNATION_MISMATCH)
-        if gone or refused_by(error, record.incarnation):
-            # This counts until a later record says otherwise. A process that has died makes none.
-            self._unavailable[record.incarnation] = record.sequence
+    def failed(self, job: Job, record: NodeRecord, error: BatonError) -> BatonError:
+        """The attempt at this node has failed. Returns the error to judge the request by, mostly the same one."""
+        if refused_by(error, record.incarnation):
+            self._drained[record.incarnation] = record.sequence  # its own answer counts until a later record differs
         if error.reason in ASK_ANOTHER:
             job.avoid.add(record.incarnation)
         if error.reason is not Reason.PROMPT_TOO_LONG:
@@ -104,7 +99,7 @@ class PrefillNodes:
     def _fit(self, job: Job, model: ModelInfo) -> list[NodeRecord]:
         fit = [r for r in self.ready if r.model is not None and r.model.fingerprint == model.fingerprint]
         fit = [r for r in fit if r.incarnation not in job.too_small and may_hold(r, job.tokens)]
-        return [r for r in fit if self._unavailable.get(r.incarnation) != r.sequence] or fit
+        return [r for r in fit if self._drained.get(r.incarnation) != r.sequence] or fit
 
     def _held_elsewhere(self, job: Job, model: ModelInfo) -> list[NodeRecord]:
         """Those that may hold the request, ready or not."""
@@ -140,7 +135,7 @@ class PrefillNodes:
                 tokens = record.load.blocks.total * model.block_size
                 self._most_tokens[model.fingerprint] = max(self._most_tokens.get(model.fingerprint, 0), tokens)
         sequences = {record.incarnation: record.sequence for record in records}
-        self._unavailable = {i: sequence for i, sequence in self._unavailable.items() if sequences.get(i) == sequence}
+        self._drained = {i: sequence for i, sequence in self._drained.items() if sequences.get(i) == sequence}
 
 
 def _not_ready(text: str, reason: Reason = Reason.NO_PREFILL_NODE) -> BatonError:
@@ -182,7 +177,7 @@ class PrefillCalls:
             except BatonError as error:
                 if error.reason is Reason.DATA_CORRUPT:
                     job.observed.corrupt(record.name, job.stats.decode_node, error.metadata.get("transport", ""))
-                inbox.fail(self._nodes.failed(job, record, error, begun=inbox.queued_s is not None))
+                inbox.fail(self._nodes.failed(job, record, error))
             finally:
                 self._running[record.endpoint] -= 1
                 placed()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from baton.errors import BatonError, Reason
@@ -46,28 +44,3 @@ def test_a_process_that_does_not_answer_is_asked_only_where_no_other_is_left() -
     assert [placed(), placed(1), placed(2), placed(1, 2)] == ["node-1", "node-2", "node-1", "node-1"]
     job.avoid.add(Incarnation(2))
     assert placed(1) == "node-1"
-
-
-@pytest.mark.parametrize("reason", [Reason.PEER_UNREACHABLE, Reason.INCARNATION_MISMATCH])
-def test_a_process_that_was_not_reached_gets_no_other_request(reason: Reason) -> None:
-    """It died a moment ago, and the directory does not know yet. One request finds out; others go to the busier node
-    at once. A later record shows that it lives. A node that had the request may pass on such an error of a decode
-    node: this says nothing about itself."""
-    first, busy = node(1, 90, waiting_tokens=0), node(2, 90, waiting_tokens=500)
-    nodes, error = among(first, busy), BatonError(reason, "The connection was refused.")
-
-    def placed() -> str:
-        job = request(8)
-        record, left = nodes.place(job, RequestKey(request=job.id, attempt=Attempt(0)))
-        left()
-        return record.name
-
-    nodes.failed(request(8), first, error)
-    assert placed() == "node-1"
-    nodes.failed(request(8), first, error, begun=False)
-    assert [placed(), placed()] == ["node-2", "node-2"]
-    nodes.follow((replace(first, sequence=first.sequence + 1), busy))
-    assert placed() == "node-1"
-    nodes.failed(request(8), replace(first, sequence=first.sequence + 1), error, begun=False)
-    nodes.follow((replace(first, sequence=first.sequence + 1),))
-    assert placed() == "node-1"  # the only one there is
