@@ -66,7 +66,7 @@ TOOL_METHODS: Final = frozenset({f"/{HEALTH_SERVICE}/Watch", f"/{REFLECTION_SERV
 """Streams that anybody may open and keep, so that their number is limited."""
 TOOL_STREAMS_MAX: Final = 512
 """Of them at the same time, in all,"""
-TOOL_STREAMS_ADDRESS_MAX: Final = 128
+TOOL_STREAMS_ADDRESS_MAX: Final = 256
 """and from one address."""
 
 
@@ -76,7 +76,7 @@ class RpcLimits:
 
     message_bytes_max: int = setting(
         16 * 1024 * 1024,
-        "bytes of one gRPC message, and of the body of an HTTP call",
+        "bytes of one gRPC message",
         "Clients send longer prompts than fit.",
     )
     rpcs_max: int = setting(

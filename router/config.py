@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from baton.config import fixed, setting
 from baton.errors import InvalidField, check_positive
-from baton.rpc import RpcLimits
 from baton.runtime import ProcessConfig
 from router.request import CACHE_SALT_BYTES_MAX
 from router.retries import RetryConfig
@@ -94,6 +93,7 @@ class RouterConfig(ProcessConfig):
     http_connections_max: int = setting(
         2_048, "HTTP connections at the same time", "More clients keep connections open."
     )
+    http_body_bytes_max: int = setting(4 << 20, "bytes of the body of an HTTP call", "Clients send longer prompts.")
     http_body_ms_max: int = fixed(60_000)
     """How long the head of an HTTP call may take, and then its body."""
     max_tokens_default: int | None = setting(
@@ -129,8 +129,6 @@ class RouterConfig(ProcessConfig):
         "how long a client with too many unread tokens must have read nothing before it is disconnected",
         "Clients pause for longer in the middle of an answer.",
     )
-    rpc: RpcLimits = field(default_factory=lambda: RpcLimits(message_bytes_max=4 << 20))
-    """Clients send less than nodes do: a prompt is at most some hundred thousand tokens."""
     http_bodies_bytes_max: int = fixed(64 << 20)
     """Bytes of HTTP bodies that are under way at the same time, over all connections."""
     retries: RetryConfig = field(default_factory=RetryConfig)

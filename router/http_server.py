@@ -145,8 +145,12 @@ async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
         pass
 
 
-HEAD_BYTES_MAX = 16_384
+HEAD_BYTES_MAX = 32_768
 """Of the head of one HTTP call."""
+BODY_OWN_BYTES = 65_536
+"""Of each body that are taken however many bytes others have under way."""
+SURPLUS_MS_MAX = 2_000
+"""How long a connection that is one too many may take for the head of its call."""
 SURPLUS_CONNECTIONS_MAX = 64
 """Connections beyond the limit that are answered with 429 and closed. Further ones are closed without a word."""
 SEND_BUFFER_BYTES = 131_072
@@ -268,7 +272,7 @@ class OpenAiApp:
 
     async def _read_body(self, request: Request, body: bytearray) -> None:
         """Append to `body`, and count."""
-        config, bytes_max = self._node.config, self._node.config.rpc.message_bytes_max
+        config, bytes_max = self._node.config, self._node.config.http_body_bytes_max
         try:
             async with asyncio.timeout(config.http_body_ms_max / 1000):
                 async for part in request.stream():
@@ -276,7 +280,7 @@ class OpenAiApp:
                     self._body_bytes += len(part)
                     if len(body) > bytes_max:
                         raise bad_field("body", f"The body is longer than {bytes_max} bytes, the limit.")
-                    if self._body_bytes > config.http_bodies_bytes_max:
+                    if len(body) > BODY_OWN_BYTES and self._body_bytes > config.http_bodies_bytes_max:
                         text = "This router is reading as many bytes of bodies as it can hold."
                         raise BatonError(Reason.TOO_MANY_CALLS, text, retry_after_ms=1_000)
         except TimeoutError as error:
@@ -340,7 +344,7 @@ class HttpServer:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """uvicorn has such a limit too, but says no in plain text, without a time to come back, and to those who were
         there before too."""
-        if not scope["state"].get(_SURPLUS):
+        if not scope["state"].get(_SURPLUS) or scope["path"] in _FOR_PROBES:
             await self._app(scope, receive, send)
             return
         text = f"This router has {self._connections_max} HTTP connections already, the limit."
@@ -349,11 +353,16 @@ class HttpServer:
         await error_response(error, headers={"connection": "close"})(scope, receive, send)
 
 
+_FOR_PROBES: Final = frozenset({"/live", "/health"})
+"""Answered on every connection: a full router is not to be restarted."""
 _SURPLUS: Final = "surplus connection"
 """In a call's state: the connection was one too many when it came."""
 
 
 def _protocol(head_s_max: float, *, connections_max: int) -> type[H11Protocol]:
+    regular: set[asyncio.Protocol] = set()
+    """Connections that came when there were no more than the limit."""
+
     class Protocol(H11Protocol):
         """A connection that does not bring the whole head of a request in time is closed; uvicorn would keep it."""
 
@@ -361,12 +370,14 @@ def _protocol(head_s_max: float, *, connections_max: int) -> type[H11Protocol]:
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            surplus = len(self.connections) - connections_max
-            if surplus > SURPLUS_CONNECTIONS_MAX:
+            surplus = len(regular) >= connections_max
+            if surplus and len(self.connections) - len(regular) > SURPLUS_CONNECTIONS_MAX:
                 transport.abort()
                 return
-            self.app_state = {**self.app_state, _SURPLUS: surplus > 0}
-            self._late = self.loop.call_later(head_s_max, transport.close)
+            if not surplus:
+                regular.add(self)
+            self.app_state = {**self.app_state, _SURPLUS: surplus}
+            self._late = self.loop.call_later(SURPLUS_MS_MAX / 1000 if surplus else head_s_max, transport.close)
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
@@ -377,6 +388,7 @@ def _protocol(head_s_max: float, *, connections_max: int) -> type[H11Protocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._in_time()
+            regular.discard(self)
             super().connection_lost(exc)
 
         def _in_time(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -46,6 +47,7 @@ async def serve(
 ) -> None:
     """Run until `stop`, or until `drain` has emptied it. Raises BatonError when the router cannot start."""
     del progress
+    sys.set_int_max_str_digits(640)  # the least: JSON with long numbers takes quadratic time to read
     rng = Random(secrets.randbits(64))
 
     def follow_directory() -> None:

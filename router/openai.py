@@ -77,24 +77,28 @@ class OpenAiCall:
     logprobs: bool
 
 
-JSON_ELEMENTS_MAX: Final = 1 << 18
-"""Brackets, commas and colons of one body. Parsing so many takes some ten milliseconds, in which no stream goes on."""
+JSON_ELEMENTS_MAX: Final = 1 << 16
+"""Brackets and colons of one body. Parsing so many takes some ten milliseconds, in which no stream goes on."""
+JSON_COMMAS_MAX: Final = 1 << 19
+"""Commas: most are between token ids, which are quick to parse."""
 JSON_STRINGS_MAX: Final = 1 << 16
 
 
 def check_elements(raw: bytes) -> None:
     """Refuse JSON that is short to send and long to parse. Raises BatonError BAD_FIELD."""
-    if _elements(raw) <= JSON_ELEMENTS_MAX:
+    if _few_elements(raw):
         return
     plain = raw.replace(rb"\\", b"").replace(rb"\"", b"")  # else a quote may be part of a string
     if plain.count(b'"') > 2 * JSON_STRINGS_MAX:
         raise BatonError(Reason.BAD_FIELD, f"The body has more than {JSON_STRINGS_MAX} strings, the limit.")
-    if _elements(b"".join(plain.split(b'"')[::2])) > JSON_ELEMENTS_MAX:
-        raise BatonError(Reason.BAD_FIELD, f"The body has more than {JSON_ELEMENTS_MAX} elements, the limit.")
+    if not _few_elements(b"".join(plain.split(b'"')[::2])):
+        most = f"{JSON_ELEMENTS_MAX} lists, objects and keys, or {JSON_COMMAS_MAX} elements"
+        raise BatonError(Reason.BAD_FIELD, f"The body has more than {most}, the limit.")
 
 
-def _elements(raw: bytes) -> int:
-    return sum(map(raw.count, (b"[", b"{", b",", b":")))
+def _few_elements(raw: bytes) -> bool:
+    nested = sum(map(raw.count, (b"[", b"{", b":")))
+    return nested <= JSON_ELEMENTS_MAX and raw.count(b",") <= JSON_COMMAS_MAX
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
@@ -225,6 +229,9 @@ def _prompts(prompt: object) -> Sequence[_Prompt]:
     raise bad_field("prompt", "prompt must be a string, a list of strings, token ids, or a list of lists of token ids.")
 
 
+_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
+
+
 def _messages(messages: object) -> list[dict[str, Any]]:
     """The messages, each with its text as one string."""
     if not isinstance(messages, list) or not 0 < len(messages) <= MESSAGES_MAX:
@@ -233,6 +240,9 @@ def _messages(messages: object) -> list[dict[str, Any]]:
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise bad_field(f"messages.{i}", f"messages[{i}] must be an object with a role.")
+        if message["role"] not in _ROLES:  # templates put it between special characters
+            text = f"messages[{i}] has the role {message['role'][:40]!r}; roles are {', '.join(_ROLES)}."
+            raise bad_field(f"messages.{i}.role", text)
         checked.append({**message, "content": _content(message.get("content"), i)})
     return checked
 

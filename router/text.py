@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
 from tokenizers import Tokenizer
 
-from baton.errors import BatonError, Reason
+from baton.errors import BatonError, Reason, bad_field
 from router.request import CheckedRequest
 
 
@@ -75,8 +74,9 @@ UNFINISHED_BYTES_MAX = 3
 _REPLACEMENT = "\ufffd"
 
 
-_MARKS_FROM: Final = 0xF0000
-"""The first private character of Unicode's plane 15: a mark stands for a special token that is only text."""
+_MARKS_FROM: Final = 0xD0000
+"""Unicode's plane 13 has no characters, and nobody's text any. A mark stands for a special token that is only text."""
+JSON_DEPTH_MAX: Final = 64
 
 
 class TextCodec:
@@ -91,6 +91,9 @@ class TextCodec:
         # Without a special token both match nothing.
         self._at_special = re.compile("|".join(map(re.escape, special)) or "(?!)")
         self._at_mark = re.compile(f"([{''.join(self._texts)}])" if special else "((?!))")
+        self._plain = Tokenizer.from_str(tokenizer.to_str())
+        """The same tokenizer, to which special tokens are text."""
+        self._plain.encode_special_tokens = True
 
     @classmethod
     def load(cls, folder: Path) -> TextCodec:
@@ -110,40 +113,38 @@ class TextCodec:
             raise BatonError(Reason.MODEL_BROKEN, text, field="model") from error
 
     def encode(self, text: str) -> Sequence[int]:
-        ids: list[int] = self._tokenizer.encode(text).ids
+        # A batch of one: `encode` itself keeps the interpreter's lock, for seconds if the text is long.
+        ids: list[int] = self._tokenizer.encode_batch_fast([text])[0].ids
         return ids
 
     def encode_rendered(self, text: str) -> Sequence[int]:
         """A text that has its special tokens spelt out, as chat templates do: none are added."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
-    def as_text(self, value: Any) -> Any:
+    def as_text(self, value: Any, *, depth: int = 0) -> Any:
         """The same JSON, with a mark in place of each special token that a string of it spells out.
 
         `encode_chat` makes the token's text of the mark, and not the token: who writes to a model cannot end a message,
-        or begin another.
+        or begin another. Keys count too: templates write arguments of tools as JSON. Raises BatonError BAD_FIELD: it is
+        nested deeper than JSON_DEPTH_MAX.
         """
+        if depth > JSON_DEPTH_MAX:
+            raise bad_field("messages", f"The messages are nested deeper than {JSON_DEPTH_MAX}, the limit.")
         if isinstance(value, str):
             return self._at_special.sub(lambda found: self._marks[found[0]], value)
         if isinstance(value, Mapping):
-            return {key: self.as_text(each) for key, each in value.items()}
-        return [self.as_text(each) for each in value] if isinstance(value, list | tuple) else value
+            return {self.as_text(key): self.as_text(each, depth=depth + 1) for key, each in value.items()}
+        return [self.as_text(each, depth=depth + 1) for each in value] if isinstance(value, list | tuple) else value
 
     def encode_chat(self, text: str) -> Sequence[int]:
         """`encode_rendered`, for a text that a template has made of what `as_text` gives."""
-        ids: list[int] = []
-        for i, piece in enumerate(self._at_mark.split(text)):
-            tokenizer, piece = (self._plain, self._texts[piece]) if i % 2 else (self._tokenizer, piece)
-            ids += tokenizer.encode(piece, add_special_tokens=False).ids
-        return ids
-
-    @cached_property
-    def _plain(self) -> Tokenizer:
-        """The same tokenizer, to which special tokens are text. Few need it, and it takes as much memory again."""
-        plain = Tokenizer.from_str(self._tokenizer.to_str())
-        plain.encode_special_tokens = True
-        return plain
+        pieces = self._at_mark.split(text)
+        texts = [self._texts[mark] for mark in pieces[1::2]]
+        encoded: list[Any] = [None] * len(pieces)
+        encoded[::2] = self._tokenizer.encode_batch_fast(pieces[::2], add_special_tokens=False)
+        encoded[1::2] = self._plain.encode_batch_fast(texts, add_special_tokens=False)
+        return [token for each in encoded for token in each.ids]
 
     def token_text(self, token: int) -> str:
         """One token as it reads behind others, special ones too; U+FFFD stands for bytes that are no character."""

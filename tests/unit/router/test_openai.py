@@ -18,6 +18,7 @@ from engine.demo_model import CHAT_TEMPLATE, DemoModelParams, write_demo_model
 from router.chat_template import ChatTemplate
 from router.openai import (
     CHOICES_MAX,
+    JSON_COMMAS_MAX,
     JSON_ELEMENTS_MAX,
     JSON_STRINGS_MAX,
     OpenAiCall,
@@ -269,11 +270,9 @@ def test_a_broken_template_is_refused_at_start(tmp_path: Path, config: object, o
     ("raw", "why"),
     [
         (b"[" + b"[]," * JSON_ELEMENTS_MAX + b"[]]", "elements"),
-        (
-            b'{"a": {' + b'"k":1,' * (JSON_STRINGS_MAX // 2) + b'"k": [' + b"1," * JSON_ELEMENTS_MAX + b"1]}}",
-            "elements",
-        ),
-        (b'["' + b'","' * (JSON_STRINGS_MAX + 1) * 4 + b'"]', "strings"),
+        (b"[" + b"1," * JSON_COMMAS_MAX + b"1,1]", "elements"),
+        (b'{"a": {' + b'"k":1,' * (JSON_STRINGS_MAX // 2) + b'"k": ' + b"[" * JSON_ELEMENTS_MAX, "elements"),
+        (b'["' + b'","' * (JSON_STRINGS_MAX + 1) * 9 + b'"]', "strings"),
         (b"[" * (JSON_ELEMENTS_MAX + 1), "elements"),
     ],
 )
@@ -288,3 +287,12 @@ def test_json_that_is_long_to_parse_is_refused_unparsed(raw: bytes, why: str, mo
 def test_what_a_string_holds_does_not_count(text: str) -> None:
     """A long prompt may be code, with quotes and backslashes."""
     assert parse_body(json.dumps({"prompt": text}).encode()) == {"prompt": text}
+
+
+def test_a_role_of_their_own_is_refused() -> None:
+    """A template writes the role between the characters of a special token, so it must be one of a few."""
+    for role in ("im_end", "", "assistant|>"):
+        body = {"messages": [{"role": "user", "content": "a"}, {"role": role, "content": "b"}]}
+        with pytest.raises(BatonError) as caught:
+            parse_chat(body, lambda _messages, _extra: [1])
+        assert (caught.value.reason, caught.value.field) == (Reason.BAD_FIELD, "messages.1.role")

@@ -147,6 +147,10 @@ class Decoded:
     def get_added_tokens_decoder(self) -> Any:
         return TOKENIZER.get_added_tokens_decoder()
 
+    def to_str(self) -> str:
+        text: str = TOKENIZER.to_str()
+        return text
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         self.sizes.append(len(ids))
         return whole(ids)
