@@ -21,6 +21,7 @@ from benchmarks.gpu_receiver import COMMIT, GRANT, PAIR, REGION_BYTES, endpoint_
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.transport import Seal, WriteOps
 from kvtransfer.transports.cuda_ipc import CudaIpcWriterLink
+from kvtransfer.transports.writer_link import LinkParts
 
 if TYPE_CHECKING:
     from benchmarks.gpu_bench import Bench
@@ -53,7 +54,7 @@ async def _hand_over(bench: Bench, receiver: subprocess.Popen[str], figures: Fig
     loop, driver, events = asyncio.get_running_loop(), make_driver(bench.device.type), _Events()
     source = DeviceRegion(driver, REGION_BYTES, "bench-source")
     source.rehearse_copy(8)
-    link = await CudaIpcWriterLink.connect(endpoint, PAIR, source, events, loop)
+    link = await CudaIpcWriterLink.connect(LinkParts(endpoint, PAIR, events, loop), source)
     layers = _Layers(bench, link)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{reported['commit_port']}") as channel:
         await channel.channel_ready()

@@ -37,7 +37,7 @@ from kvtransfer.transports.rdma import (
 from kvtransfer.transports.rdma_ports import choose_port, find_ports
 from kvtransfer.transports.rdma_verbs import Poster, rdma_library
 from kvtransfer.transports.settings import RdmaConfig
-from kvtransfer.transports.writer_link import ChainLanes, ChainLimits, SealPart
+from kvtransfer.transports.writer_link import ChainLanes, ChainLimits, LinkParts, SealPart
 from tests.support.null_verbs import NullVerbs
 
 PAIR = Pair(receiver=Incarnation(1), writer=Incarnation(2))
@@ -96,7 +96,7 @@ async def ours(size: int, count: int, region_bytes: int, rounds: int, between: C
     events = Events()
     port = RdmaReceiverPort(memory=receiver, events=events)
     limits = RdmaLinkLimits(on_the_way_bytes_max=DEPTH * size, connect_ms_max=30_000)
-    link = await RdmaWriterLink.connect(port.expect(PAIR, EPOCH), PAIR, writer, events, loop, limits)
+    link = await RdmaWriterLink.connect(LinkParts(port.expect(PAIR, EPOCH), PAIR, events, loop), writer, limits)
     rates = []
     for number in range(rounds):
         await asyncio.to_thread(between)

@@ -23,6 +23,7 @@ from kvtransfer.transports.settings import ShmConfig, TcpConfig, UcxConfig
 from kvtransfer.transports.shm import ShmReceiverPort, ShmWriterLink
 from kvtransfer.transports.tcp import TcpReceiverPort, TcpWriterLink
 from kvtransfer.transports.ucx import UcxReceiverPort, UcxWriterLink
+from kvtransfer.transports.writer_link import LinkParts
 
 PAIR = Pair(receiver=Incarnation(1), writer=Incarnation(2))
 EPOCH = Epoch(1)
@@ -100,7 +101,7 @@ class OurSide:
             secret=bytes.fromhex(address["secret"]),
             epoch=EPOCH,
         )
-        common = (endpoint, PAIR, self.region_U8, self._events, self._loop)
+        common = (LinkParts(endpoint, PAIR, self._events, self._loop), self.region_U8)
         if self._transport is TransportName.SHM:
             shm = self._call(ShmWriterLink.connect(*common, ShmConfig(copy_threads=self._threads)))
             while shm.describe()["pages_ready_bytes"] < REGION_BYTES:

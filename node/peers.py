@@ -32,6 +32,7 @@ from kvtransfer.transports.shm import ShmWriterLink, copy_turns
 from kvtransfer.transports.tcp import TcpWriterLink
 from kvtransfer.transports.tcp_staged import StagedTcpLink
 from kvtransfer.transports.ucx import UcxWriterLink
+from kvtransfer.transports.writer_link import LinkParts
 from kvtransfer.writer import WriterPeer
 from node.config import WriterNodeConfig
 from node.pool import DevicePool, RegionTransports, add_fact
@@ -214,28 +215,27 @@ class Peers:
     async def _make_link(self, endpoint: DataEndpoint, pair: Pair, events: WriterEvents) -> WriterLink:
         """Open a link of the endpoint's transport. Raises BatonError PEER_UNREACHABLE, DataDoesNotPass."""
         transport, region, staged = endpoint.transport, self._pool.region, self._pool.staged
-        loop, config = self._loop, self._config
+        config = self._config
+        parts = LinkParts(endpoint, pair, events, self._loop)
         try:
             if transport is TransportName.CUDA_IPC:
                 assert isinstance(region, DeviceRegion), region.kind
-                return await CudaIpcWriterLink.connect(endpoint, pair, region, events, loop)
+                return await CudaIpcWriterLink.connect(parts, region)
             if transport is TransportName.RDMA:
                 assert self._rdma is not None
-                link = await RdmaWriterLink.connect(endpoint, pair, self._rdma, events, loop)
+                link = await RdmaWriterLink.connect(parts, self._rdma)
                 if self._poster is not None:
                     link.post_behind(self._poster)
                 return link
             if staged is not None:
                 assert transport is TransportName.TCP, transport
-                return await StagedTcpLink.connect_staged(endpoint, pair, staged, events, loop, config.tcp)
+                return await StagedTcpLink.connect_staged(parts, staged, config.tcp)
             source_U8 = self._pool.host_region.array_U8
             if transport is TransportName.SHM:
-                return await ShmWriterLink.connect(
-                    endpoint, pair, source_U8, events, loop, config.shm, turns=self._copy_turns
-                )
+                return await ShmWriterLink.connect(parts, source_U8, config.shm, turns=self._copy_turns)
             if transport is TransportName.UCX:
-                return await UcxWriterLink.connect(endpoint, pair, source_U8, events, loop, config.ucx)
-            return await TcpWriterLink.connect(endpoint, pair, source_U8, events, loop, config.tcp)
+                return await UcxWriterLink.connect(parts, source_U8, config.ucx)
+            return await TcpWriterLink.connect(parts, source_U8, config.tcp)
         except ConnectError as error:
             text = f"No {transport.value} link: {error}."
             if isinstance(error, RdmaUnproved):

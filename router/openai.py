@@ -17,7 +17,7 @@ from batonpb import common_pb2, inference_pb2
 
 from baton.errors import BatonError, Code, Reason, bad_field
 from baton.wire import ModelInfo
-from router.request import MESSAGES_MAX, UINT32_MAX
+from router.request import MESSAGES_MAX, ROLES, UINT32_MAX, check_role
 
 CHOICES_MAX: Final = 128
 """Answers to one call: prompts times n."""
@@ -229,9 +229,6 @@ def _prompts(prompt: object) -> Sequence[_Prompt]:
     raise bad_field("prompt", "prompt must be a string, a list of strings, token ids, or a list of lists of token ids.")
 
 
-_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
-
-
 def _messages(messages: object) -> list[dict[str, Any]]:
     """The messages, each with its text as one string."""
     if not isinstance(messages, list) or not 0 < len(messages) <= MESSAGES_MAX:
@@ -240,9 +237,7 @@ def _messages(messages: object) -> list[dict[str, Any]]:
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise bad_field(f"messages.{i}", f"messages[{i}] must be an object with a role.")
-        if message["role"] not in _ROLES:  # templates put it between special characters
-            text = f"messages[{i}] has the role {message['role'][:40]!r}; roles are {', '.join(_ROLES)}."
-            raise bad_field(f"messages.{i}.role", text)
+        check_role(message["role"], i, field=f"messages.{i}.role", roles=(*ROLES, "function"))
         checked.append({**message, "content": _content(message.get("content"), i)})
     return checked
 

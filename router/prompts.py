@@ -12,7 +12,7 @@ from batonpb import inference_pb2
 from baton.errors import BatonError, Reason, bad_field
 from baton.log import get_log
 from router.config import PinnedPrefix
-from router.request import MESSAGES_MAX
+from router.request import MESSAGES_MAX, check_role
 from router.text import TextCodec
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 log = get_log("router")
 
-ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _MAY_BE_EMPTY: Final = "assistant"
 """An answer may have ended before its first character."""
 _ASK: Final[Mapping[str, Any]] = {"add_generation_prompt": True}
@@ -130,11 +129,7 @@ class PromptEncoder:
         self._check_chars(sum(len(message.content) for message in chat.messages), _CHAT_OF, "chat.messages")
         for i, message in enumerate(chat.messages):
             place = f"chat.messages.{i}"
-            if message.role not in ROLES:
-                roles = ", ".join(ROLES)
-                raise bad_field(
-                    f"{place}.role", f"messages[{i}] has the role {message.role[:40]!r}; roles are {roles}."
-                )
+            check_role(message.role, i, field=f"{place}.role")
             if not message.content and message.role != _MAY_BE_EMPTY:
                 raise bad_field(f"{place}.content", f"messages[{i}] is empty; only an {_MAY_BE_EMPTY}'s may be.")
         return [{"role": message.role, "content": message.content} for message in chat.messages]

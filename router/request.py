@@ -25,6 +25,7 @@ LOGPROBS_MAX = 20
 STOP_STRINGS_MAX = 16
 STOP_CHARS_MAX = 256
 CACHE_SALT_BYTES_MAX = 256
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 MESSAGES_MAX = 4_096
 
 UINT32_MAX = (1 << 32) - 1
@@ -191,6 +192,13 @@ def check_salt(salt: str) -> bytes:
             "to share cached prefixes with all requests without one.",
         )
     return encoded
+
+
+def check_role(role: str, i: int, *, field: str, roles: Sequence[str] = ROLES) -> None:
+    """Of message `i`. Templates write it between the characters of a special token, so it is one of a few. Raises
+    BatonError naming `field`."""
+    if role not in roles:
+        raise bad_field(field, f"messages[{i}] has the role {role[:40]!r}; roles are {', '.join(roles)}.")
 
 
 def check_prompt(ids: Sequence[int], model: ModelInfo, *, field: str) -> None:

@@ -117,11 +117,6 @@ class TextCodec:
         ids: list[int] = self._tokenizer.encode_batch_fast([text])[0].ids
         return ids
 
-    def encode_rendered(self, text: str) -> Sequence[int]:
-        """A text that has its special tokens spelt out, as chat templates do: none are added."""
-        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        return ids
-
     def as_text(self, value: Any, *, depth: int = 0) -> Any:
         """The same JSON, with a mark in place of each special token that a string of it spells out.
 
@@ -130,7 +125,8 @@ class TextCodec:
         nested deeper than JSON_DEPTH_MAX.
         """
         if depth > JSON_DEPTH_MAX:
-            raise bad_field("messages", f"The messages are nested deeper than {JSON_DEPTH_MAX}, the limit.")
+            text = f"The messages, or variables of their template, are nested deeper than {JSON_DEPTH_MAX}, the limit."
+            raise bad_field("messages", text)
         if isinstance(value, str):
             return self._at_special.sub(lambda found: self._marks[found[0]], value)
         if isinstance(value, Mapping):
@@ -138,7 +134,7 @@ class TextCodec:
         return [self.as_text(each, depth=depth + 1) for each in value] if isinstance(value, list | tuple) else value
 
     def encode_chat(self, text: str) -> Sequence[int]:
-        """`encode_rendered`, for a text that a template has made of what `as_text` gives."""
+        """A text that a template has made of what `as_text` gives. It spells its special tokens out: none are added."""
         pieces = self._at_mark.split(text)
         texts = [self._texts[mark] for mark in pieces[1::2]]
         encoded: list[Any] = [None] * len(pieces)

@@ -335,7 +335,7 @@ class StartGrantTimer(ReceiverInstruction):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloseGrant(ReceiverInstruction):
-    """It is no longer open: stop its timers, and forbid its bytes where the port can refuse them."""
+    """It is no longer open: stop its timer, and forbid its bytes where the port can refuse them."""
 
     grant: GrantId
 

@@ -50,12 +50,10 @@ from kvtransfer.device.driver import GpuDirect
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.transport import (
     ConnectError,
-    DataEndpoint,
     DeviceError,
     ReceiverEvents,
     TransportName,
     WriteRanges,
-    WriterEvents,
 )
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import (
@@ -1153,11 +1151,8 @@ class RdmaWriterLink(ChainLink):
     @classmethod
     async def connect(
         cls,
-        endpoint: DataEndpoint,
-        pair: Pair,
+        parts: LinkParts,
         memory: RdmaMemory,
-        events: WriterEvents,
-        loop: asyncio.AbstractEventLoop,
         limits: RdmaLinkLimits = RDMA_LINK_LIMITS,
     ) -> RdmaWriterLink:
         """Connect the queue pairs, prove the pair's secret and that data passes. `memory` has the source region, and
@@ -1167,7 +1162,7 @@ class RdmaWriterLink(ChainLink):
             RdmaUnproved: the devices do not reach each other.
             ConnectError: refused, unreachable, not the receiver, no device, or not done within `connect_ms_max`.
         """
-        parts = LinkParts(endpoint=endpoint, pair=pair, events=events, loop=loop)
+        endpoint, loop = parts.endpoint, parts.loop
         channel: WriterChannel | None = None
         deadline_s = loop.time() + limits.connect_ms_max / 1000
         with connect_errors(endpoint.address, limits.connect_ms_max, QueuePairFailed, RdmaUnavailable):
@@ -1177,7 +1172,7 @@ class RdmaWriterLink(ChainLink):
                     region = RegionAddress.decode(endpoint.address)
                     hold.qps = qps = QueuePairs(hold.device, hold.device.config.qps, sends=True)
                     link_id = int.from_bytes(os.urandom(8))
-                    hello = wire.Hello(pair=pair, epoch=endpoint.epoch, link=link_id, payload=qps.ends.encode())
+                    hello = wire.Hello(pair=parts.pair, epoch=endpoint.epoch, link=link_id, payload=qps.ends.encode())
                     channel = await WriterChannel.open(region.listens, loop, CODEC, address=endpoint.address)
                     welcome = RdmaWelcome.decode((await channel.shake_hands(endpoint.secret, hello)).payload)
                     peer = LinkEnds.decode(welcome.ends)

@@ -42,7 +42,6 @@ from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 
-from baton.ids import Pair
 from baton.tasks import call_loop
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.native.copy import contiguous, copy_checked
@@ -55,7 +54,6 @@ from kvtransfer.transport import (
     Seal,
     TransportName,
     WriteOps,
-    WriterEvents,
 )
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import Codec, Refusal, RefusalReason, Signal, WriterChannel, connect_errors
@@ -587,11 +585,8 @@ class ShmWriterLink(ChannelLink):
     @classmethod
     async def connect(
         cls,
-        endpoint: DataEndpoint,
-        pair: Pair,
+        parts: LinkParts,
         source: Any,
-        events: WriterEvents,
-        loop: asyncio.AbstractEventLoop,
         config: ShmConfig | None = None,
         limits: ShmLinkLimits = SHM_LINK_LIMITS,
         turns: AbstractContextManager[object] | None = None,
@@ -606,14 +601,15 @@ class ShmWriterLink(ChannelLink):
         """
         cls._check_source(source)
         config = config or ShmConfig()
-        parts = LinkParts(endpoint=endpoint, pair=pair, events=events, loop=loop)
+        endpoint = parts.endpoint
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        channel = ShmChannel(sock, loop, cls.codec, address=endpoint.address)
+        channel = ShmChannel(sock, parts.loop, cls.codec, address=endpoint.address)
         with connect_errors(endpoint.address, limits.connect_ms_max):
             try:
                 async with asyncio.timeout(limits.connect_ms_max / 1000):
                     await connect_socket(sock, endpoint)
-                    welcome = await channel.shake_hands(endpoint.secret, wire.Hello(pair=pair, epoch=endpoint.epoch))
+                    hello = wire.Hello(pair=parts.pair, epoch=endpoint.epoch)
+                    welcome = await channel.shake_hands(endpoint.secret, hello)
                 region_nbytes = ShmWelcome.decode(welcome.payload).region_nbytes
                 if channel.fd is None:
                     raise ConnectError(f"{endpoint.address}: the receiver sent no file descriptor")

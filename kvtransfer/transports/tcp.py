@@ -68,14 +68,12 @@ from kvtransfer.native.sockets import Received, native_sockets
 from kvtransfer.region import Region
 from kvtransfer.transport import (
     ConnectError,
-    DataEndpoint,
     DeviceError,
     ReceiverEvents,
     Seal,
     TransportName,
     WriteOps,
     WriteRanges,
-    WriterEvents,
 )
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import GRANT_BYTES, Kind, Refusal, RefusalReason, at_most, close_politely
@@ -1052,11 +1050,8 @@ class TcpWriterLink(BaseWriterLink):
     @classmethod
     async def connect(
         cls,
-        endpoint: DataEndpoint,
-        pair: Pair,
+        parts: LinkParts,
         source_region_U8: np.ndarray,
-        events: WriterEvents,
-        loop: asyncio.AbstractEventLoop,
         config: TcpConfig | None = None,
         limits: LinkLimits = LINK_LIMITS,
     ) -> TcpWriterLink:
@@ -1065,7 +1060,6 @@ class TcpWriterLink(BaseWriterLink):
         Raises:
             ConnectError: refused, unreachable, not the receiver, or not done within `connect_ms_max`.
         """
-        parts = LinkParts(endpoint=endpoint, pair=pair, events=events, loop=loop)
         socks, welcome = await connect_streams(parts, config or TcpConfig(), limits)
         made = cls(parts, limits, socks=socks, welcome=welcome, source_region_U8=source_region_U8)
         await made._start()

@@ -10,7 +10,6 @@ A batch completes with its last piece, so when the receiver has acknowledged all
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
 import threading
@@ -20,11 +19,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from baton.ids import GrantId, Pair
+from baton.ids import GrantId
 from baton.tasks import call_loop
 from kvtransfer.device.driver import POLL_INTERVAL_S, DeviceEvent
 from kvtransfer.device.staging import StagedRegion, StagingFull, StagingShare, places
-from kvtransfer.transport import ConnectError, DataEndpoint, DeviceError, Seal, WriteOps, WriterEvents
+from kvtransfer.transport import ConnectError, DeviceError, Seal, WriteOps
 from kvtransfer.transports.control_channel import connect_errors
 from kvtransfer.transports.post_queue import Batch, Completed, Part, PostQueue, Taken
 from kvtransfer.transports.settings import TcpConfig
@@ -224,11 +223,8 @@ class StagedTcpLink(TcpWriterLink):
     @classmethod
     async def connect_staged(
         cls,
-        endpoint: DataEndpoint,
-        pair: Pair,
+        parts: LinkParts,
         source: StagedRegion,
-        events: WriterEvents,
-        loop: asyncio.AbstractEventLoop,
         config: TcpConfig | None = None,
         limits: LinkLimits = LINK_LIMITS,
     ) -> StagedTcpLink:
@@ -237,7 +233,7 @@ class StagedTcpLink(TcpWriterLink):
         Raises:
             ConnectError: as there, or there is no pinned memory left for another link.
         """
-        parts = LinkParts(endpoint=endpoint, pair=pair, events=events, loop=loop)
+        endpoint = parts.endpoint
         with connect_errors(endpoint.address, limits.connect_ms_max, StagingFull), contextlib.ExitStack() as undo:
             share = source.share(source.limits.link_chunks)
             undo.callback(share.give_back)

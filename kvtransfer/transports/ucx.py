@@ -39,11 +39,10 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from baton.ids import Pair
 from baton.log import get_log
 from kvtransfer.link import host_identity
 from kvtransfer.region import Region
-from kvtransfer.transport import DataEndpoint, ReceiverEvents, TransportName, WriteOps, WriterEvents
+from kvtransfer.transport import ReceiverEvents, TransportName, WriteOps
 from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports.control_channel import (
     ChannelState,
@@ -557,11 +556,8 @@ class UcxWriterLink(ChainLink):
     @classmethod
     async def connect(
         cls,
-        endpoint: DataEndpoint,
-        pair: Pair,
+        parts: LinkParts,
         source_region_U8: np.ndarray,
-        events: WriterEvents,
-        loop: asyncio.AbstractEventLoop,
         config: UcxConfig | None = None,
         limits: ChainLimits = UCX_LINK_LIMITS,
     ) -> UcxWriterLink:
@@ -571,10 +567,10 @@ class UcxWriterLink(ChainLink):
             ConnectError: refused, unreachable, not the receiver, no NIXL, or not done within `connect_ms_max`.
         """
         config = config or UcxConfig()
-        parts = LinkParts(endpoint=endpoint, pair=pair, events=events, loop=loop)
+        endpoint, loop = parts.endpoint, parts.loop
         link = int.from_bytes(os.urandom(8))
         own = UcxHello(host=bytes.fromhex(host_identity()), pid=os.getpid())
-        hello = wire.Hello(pair=pair, epoch=endpoint.epoch, link=link, payload=own.encode())
+        hello = wire.Hello(pair=parts.pair, epoch=endpoint.epoch, link=link, payload=own.encode())
         making = loop.run_in_executor(None, UcxAgent, source_region_U8, f"writer-{link:x}", config.tls)
         channel: WriterChannel | None = None
         with connect_errors(endpoint.address, limits.connect_ms_max, UcxFailed, UcxUnavailable):

@@ -49,7 +49,7 @@ class LinkLimits:
 LINK_LIMITS: Final = LinkLimits()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LinkParts:
     """What every link is made of."""
 

@@ -64,7 +64,7 @@ def chat_request(*messages: tuple[str, str], **sampling: Any) -> inference_pb2.G
 
 def test_messages_over_grpc(cluster: RunningCluster, model: Path) -> None:
     """Streamed and unary, the answer is the one to the rendered template as token ids."""
-    ids = list(TextCodec.load(model).encode_rendered(f"<|begin|>system: Be brief.\nuser: {LONG}\nassistant:"))
+    ids = list(TextCodec.load(model).encode_chat(f"<|begin|>system: Be brief.\nuser: {LONG}\nassistant:"))
     request = chat_request(("system", "Be brief."), ("user", LONG), max_tokens=12)
 
     async def ask() -> None:
@@ -123,7 +123,7 @@ def test_each_turn_finds_the_one_before_in_the_cache(cluster: RunningCluster, mo
         f"<|begin|>system: A first conversation.\nuser: {LONG}\nassistant: {first['text'].strip()}\n"
         "user: And the boats?\nassistant:"
     )
-    ids = list(TextCodec.load(model).encode_rendered(text))
+    ids = list(TextCodec.load(model).encode_chat(text))
     again = cluster.run(cluster.client.generate(ids, max_tokens=24, ignore_eos=True))
     assert (prompts[1], second["ids"], second["text"]) == (len(ids), again.ids, again.text)
     cluster.run(assert_conserved(cluster))

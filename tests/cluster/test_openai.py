@@ -100,7 +100,7 @@ def test_a_completion_is_the_same_streamed_and_whole(client: openai.OpenAI, clus
 
 def test_a_chat_is_rendered_by_the_models_template(client: openai.OpenAI, cluster: RunningCluster, model: Path) -> None:
     """The prompt is the rendered template, its special tokens as such; the role comes with the first token only."""
-    ids = list(TextCodec.load(model).encode_rendered(RENDERED))
+    ids = list(TextCodec.load(model).encode_chat(RENDERED))
     assert ids[0] == BOS_ID
     wanted = cluster.run(cluster.client.generate(ids, max_tokens=12, ignore_eos=True))
     whole = client.chat.completions.create(model="tiny", messages=MESSAGES, **GREEDY)

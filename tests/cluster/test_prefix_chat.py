@@ -83,7 +83,7 @@ def full(tokens: int) -> int:
 def test_the_first_chat_of_a_user_finds_the_system_message(cluster: RunningCluster, model: Path) -> None:
     """Whatever the user says first; all full blocks up to where the user's own words begin are there."""
     codec = TextCodec.load(model)
-    common = len(codec.encode_rendered(f"<|begin|>system: {SYSTEM}\nuser:"))
+    common = len(codec.encode_chat(f"<|begin|>system: {SYSTEM}\nuser:"))
     assert common > 3 * SIZE
     for user in ("Hello", "0", "Zebra?", "  spaces", "\u00e9t\u00e9"):
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": user}]

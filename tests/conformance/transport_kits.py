@@ -39,7 +39,7 @@ from kvtransfer.transports.shm import ShmLinkLimits, ShmReceiverPort, ShmWriterL
 from kvtransfer.transports.tcp import TcpReceiverPort, TcpWriterLink
 from kvtransfer.transports.tcp_staged import StagedTcpLink
 from kvtransfer.transports.ucx import UCX_LINK_LIMITS, UcxReceiverPort, UcxWriterLink, destruction_fences
-from kvtransfer.transports.writer_link import LinkLimits
+from kvtransfer.transports.writer_link import LinkLimits, LinkParts
 from tests.support.fake_device import FakeDriver, FakeStreams, LateStreams
 
 ConnectErrors = (ConnectError, ConnectError, ConnectError, ConnectError)
@@ -211,10 +211,10 @@ class Kit:
         if self.transport is TransportName.CUDA_IPC:
             source = FakeSource(memory=source_U8, nbytes=len(source_U8), driver=FakeDriver())
             device = ShmLinkLimits(bye_ms_max=300, connect_ms_max=self.connect_ms_max)
-            return await CudaIpcWriterLink.connect(endpoint, pair, source, events, loop, limits=device)
+            return await CudaIpcWriterLink.connect(LinkParts(endpoint, pair, events, loop), source, limits=device)
         if self.transport is TransportName.SHM:
             shm = ShmLinkLimits(copy_chunk_ops_max=4, bye_ms_max=300, connect_ms_max=self.connect_ms_max)
-            return await ShmWriterLink.connect(endpoint, pair, source_U8, events, loop, limits=shm)
+            return await ShmWriterLink.connect(LinkParts(endpoint, pair, events, loop), source_U8, limits=shm)
         if self.transport is TransportName.RDMA:
             rdma = RdmaConfig(qps=self.streams)
             limits = RdmaLinkLimits(bye_ms_max=5_000, connect_ms_max=self.connect_ms_max)
@@ -222,7 +222,7 @@ class Kit:
                 return await rdma_from_device(endpoint, pair, source_U8, events, rdma, limits)
             memory = RdmaMemory(region=HostBytes(lambda: source_U8), config=rdma, remote_writes=False)
             try:
-                link = await OwningLink.connect(endpoint, pair, memory, events, loop, limits)
+                link = await OwningLink.connect(LinkParts(endpoint, pair, events, loop), memory, limits)
             except BaseException:
                 await memory.close()
                 raise
@@ -231,20 +231,24 @@ class Kit:
             return link
         if self.transport is TransportName.UCX:
             drains = replace(UCX_LINK_LIMITS, connect_ms_max=self.connect_ms_max, drain_ms_max=3_000)
-            return await UcxWriterLink.connect(endpoint, pair, source_U8, events, loop, UcxConfig(tls=self.tls), drains)
+            return await UcxWriterLink.connect(
+                LinkParts(endpoint, pair, events, loop), source_U8, UcxConfig(tls=self.tls), drains
+            )
         tcp = TcpConfig(streams=self.streams)
         short = LinkLimits(connect_ms_max=self.connect_ms_max, drain_ms_max=300, bye_ms_max=300)
         if self.from_device:
             memory_on_device = staged(FakeSource(memory=source_U8, nbytes=len(source_U8), driver=FakeDriver()))
             try:
-                return await OwningStagedLink.connect_staged(endpoint, pair, memory_on_device, events, loop, tcp, short)
+                return await OwningStagedLink.connect_staged(
+                    LinkParts(endpoint, pair, events, loop), memory_on_device, tcp, short
+                )
             except BaseException:
                 memory_on_device.close()
                 raise
         if self.behind_events:
             poster = EventPoster(streams=FakeStreams(), name="event-poster")
             try:
-                posted = await OwningPostedLink.connect(endpoint, pair, source_U8, events, loop, tcp, short)
+                posted = await OwningPostedLink.connect(LinkParts(endpoint, pair, events, loop), source_U8, tcp, short)
             except BaseException:
                 poster.close()
                 raise
@@ -252,7 +256,7 @@ class Kit:
             posted.post_behind(poster)
             posted.poster = poster
             return posted
-        return await TcpWriterLink.connect(endpoint, pair, source_U8, events, loop, tcp, short)
+        return await TcpWriterLink.connect(LinkParts(endpoint, pair, events, loop), source_U8, tcp, short)
 
 
 async def rdma_from_device(
@@ -268,7 +272,7 @@ async def rdma_from_device(
     memory = RdmaMemory(region=DeviceBytes(source), config=config, remote_writes=False)
     poster = EventPoster(streams=source.driver.streams, name="event-poster")
     try:
-        link = await OwningPostedRdmaLink.connect(endpoint, pair, memory, events, loop, limits)
+        link = await OwningPostedRdmaLink.connect(LinkParts(endpoint, pair, events, loop), memory, limits)
     except BaseException:
         poster.close()
         await memory.close()

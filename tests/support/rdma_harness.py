@@ -30,6 +30,7 @@ from kvtransfer.transports.rdma import (
 )
 from kvtransfer.transports.receiver_port import PortLimits
 from kvtransfer.transports.settings import RdmaConfig
+from kvtransfer.transports.writer_link import LinkParts
 from tests.support.rdma_double import DoubleDevice, DoubleQueuePairs, install
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, pair_of
 
@@ -92,7 +93,9 @@ async def linked(
     memory = RdmaMemory(region=HostBytes(lambda: source_U8), config=CONFIG, remote_writes=False, limits=LIMITS)
     try:
         link_limits = RdmaLinkLimits(**{"connect_ms_max": 2_000, **limits})
-        link = await RdmaWriterLink.connect(r.port.expect(PAIR, epoch), PAIR, memory, events, loop, link_limits)
+        link = await RdmaWriterLink.connect(
+            LinkParts(r.port.expect(PAIR, epoch), PAIR, events, loop), memory, link_limits
+        )
         try:
             yield link, events
         finally:

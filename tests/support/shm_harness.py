@@ -28,6 +28,7 @@ from kvtransfer.transports import shm
 from kvtransfer.transports.receiver_port import PortLimits
 from kvtransfer.transports.settings import ShmConfig
 from kvtransfer.transports.shm import SHM_LINK_LIMITS, SHM_PORT_LIMITS, ShmLinkLimits, ShmReceiverPort, ShmWriterLink
+from kvtransfer.transports.writer_link import LinkParts
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60
@@ -275,7 +276,7 @@ async def linked(
     events, source_U8 = Recorder(), np.full(REGION_NBYTES, 5, np.uint8)
     loop = asyncio.get_running_loop()
     endpoint = r.port.expect(LINK_PAIR, LINK_EPOCH)
-    link = await ShmWriterLink.connect(endpoint, LINK_PAIR, source_U8, events, loop, config, limits)
+    link = await ShmWriterLink.connect(LinkParts(endpoint, LINK_PAIR, events, loop), source_U8, config, limits)
     try:
         yield link, events
     finally:

@@ -31,6 +31,7 @@ from kvtransfer.transports.shm import (
     ShmWriterLink,
     socket_address,
 )
+from kvtransfer.transports.writer_link import LinkParts
 
 
 def say(line: dict[str, Any]) -> None:
@@ -123,16 +124,18 @@ class Peer(LinkPeer):
         config = ShmConfig(copy_threads=limits.pop("copy_threads", 1))
         try:
             self.links[name] = await ShmWriterLink.connect(
-                DataEndpoint(
-                    transport=TransportName.SHM,
-                    address=endpoint["address"],
-                    secret=bytes.fromhex(endpoint["secret"]),
-                    epoch=Epoch(endpoint["epoch"]),
+                LinkParts(
+                    DataEndpoint(
+                        transport=TransportName.SHM,
+                        address=endpoint["address"],
+                        secret=bytes.fromhex(endpoint["secret"]),
+                        epoch=Epoch(endpoint["epoch"]),
+                    ),
+                    Pair(receiver=Incarnation(pair[0]), writer=Incarnation(pair[1])),
+                    Events(),
+                    self.loop,
                 ),
-                Pair(receiver=Incarnation(pair[0]), writer=Incarnation(pair[1])),
                 source_bytes(seed, nbytes),
-                Events(),
-                self.loop,
                 config,
                 ShmLinkLimits(**limits),
             )

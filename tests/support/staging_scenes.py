@@ -21,7 +21,7 @@ from kvtransfer.transport import Seal, WriteOps
 from kvtransfer.transports.settings import TcpConfig
 from kvtransfer.transports.tcp import ReceiveStream, TcpReceiverPort, TcpWriterLink
 from kvtransfer.transports.tcp_staged import StagedTcpLink
-from kvtransfer.transports.writer_link import LinkLimits
+from kvtransfer.transports.writer_link import LinkLimits, LinkParts
 from tests.conformance.transport_kits import Everything, FakeSource
 from tests.support.shm_harness import Recorder, grant_of, ops_of, pair_of
 from tests.support.stream_shim import Memory, MissingDependency, ShimDevice, ShimStream
@@ -147,7 +147,7 @@ class Scene:
         endpoint = self.port.expect(pair, EPOCH)
         loop = asyncio.get_running_loop()
         return await StagedTcpLink.connect_staged(
-            endpoint, pair, self.writer.staged, self.posted, loop, self.config, SHORT
+            LinkParts(endpoint, pair, self.posted, loop), self.writer.staged, self.config, SHORT
         )
 
     async def completed(self, count: int) -> None:

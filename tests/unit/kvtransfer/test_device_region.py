@@ -29,6 +29,7 @@ from kvtransfer.device.region import DeviceRegion, OpenedRegion
 from kvtransfer.link import DEFAULT_TRANSPORTS, check_transports, choose, serving
 from kvtransfer.transport import ConnectError, DataEndpoint, DeviceError, RegionKind, TransportName
 from kvtransfer.transports.cuda_ipc import CudaIpcReceiverPort, CudaIpcWriterLink
+from kvtransfer.transports.writer_link import LinkParts
 from node.regions import offered
 from tests.conformance.transport_kits import FakeSource
 from tests.support.fake_device import FakeDriver, FakeStream, FakeStreams
@@ -87,7 +88,7 @@ def test_under_mps_neither_side_begins() -> None:
         source = FakeSource(memory=np.zeros(8, np.uint8), nbytes=8, driver=driver)
         loop = asyncio.get_running_loop()
         with pytest.raises(ConnectError, match="stop MPS"):
-            await CudaIpcWriterLink.connect(endpoint, LINK_PAIR, source, Recorder(), loop)
+            await CudaIpcWriterLink.connect(LinkParts(endpoint, LINK_PAIR, Recorder(), loop), source)
 
     run(connect())
 
@@ -107,7 +108,9 @@ def test_a_device_without_a_stream_to_copy_on_leaves_with_bye(error: Exception) 
         source = FakeSource(memory=np.zeros(8, np.uint8), nbytes=8, driver=driver)
         endpoint = port.expect(LINK_PAIR, LINK_EPOCH)
         with pytest.raises(ConnectError, match="no stream"):
-            await CudaIpcWriterLink.connect(endpoint, LINK_PAIR, source, Recorder(), asyncio.get_running_loop())
+            await CudaIpcWriterLink.connect(
+                LinkParts(endpoint, LINK_PAIR, Recorder(), asyncio.get_running_loop()), source
+            )
         assert driver.open_memories == 0
         port.fence(LINK_PAIR, LINK_EPOCH)
         await events.until(lambda e: bool(e.gone))

@@ -26,6 +26,7 @@ from kvtransfer.transports.tcp import CODEC as TCP
 from kvtransfer.transports.tcp import FRAME_BYTES_MAX, MESSAGE_BYTES, SEGMENT_BYTES, Ack, ReceiveStream, TcpWriterLink
 from kvtransfer.transports.ucx import CODEC as UCX
 from kvtransfer.transports.ucx import UcxWriterLink
+from kvtransfer.transports.writer_link import LinkParts
 from tests.support.rdma_harness import CONFIG, double
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, ops_of, pair_of, run
 from tests.support.tcp_harness import wait_until
@@ -175,18 +176,22 @@ def test_what_a_writer_has_sent_arrives_though_it_leaves_acknowledgements_unread
 
 
 async def link_tcp(listens: str) -> None:
-    await TcpWriterLink.connect(endpoint_of(TransportName.TCP, listens), PAIR, SOURCE_U8, Recorder(), loop_now())
+    await TcpWriterLink.connect(
+        LinkParts(endpoint_of(TransportName.TCP, listens), PAIR, Recorder(), loop_now()), SOURCE_U8
+    )
 
 
 async def link_ucx(listens: str) -> None:
-    await UcxWriterLink.connect(endpoint_of(TransportName.UCX, listens), PAIR, SOURCE_U8, Recorder(), loop_now())
+    await UcxWriterLink.connect(
+        LinkParts(endpoint_of(TransportName.UCX, listens), PAIR, Recorder(), loop_now()), SOURCE_U8
+    )
 
 
 async def link_rdma(listens: str) -> None:
     memory = RdmaMemory(region=HostBytes(lambda: SOURCE_U8), config=CONFIG, remote_writes=False)
     try:
         endpoint = endpoint_of(TransportName.RDMA, RegionAddress(listens=listens, base=0, rkey=0).encode())
-        await RdmaWriterLink.connect(endpoint, PAIR, memory, Recorder(), loop_now())
+        await RdmaWriterLink.connect(LinkParts(endpoint, PAIR, Recorder(), loop_now()), memory)
     finally:
         await memory.close()
 

@@ -27,6 +27,7 @@ from kvtransfer.transports.rdma import (
     RegionAddress,
 )
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
+from kvtransfer.transports.writer_link import LinkParts
 from node.pool import RegionTransports
 from tests.conformance.transport_suite import expected_region, record_ops
 from tests.support.offered import RDMA, TCP, offer
@@ -166,7 +167,9 @@ def test_a_link_closes_though_its_queue_pairs_cannot_be_destroyed() -> None:
             source_U8, loop, events = source_bytes(1, REGION_NBYTES), asyncio.get_running_loop(), Recorder()
             memory = RdmaMemory(region=HostBytes(lambda: source_U8), config=CONFIG, remote_writes=False, limits=LIMITS)
             limits = RdmaLinkLimits(connect_ms_max=2_000)
-            link = await RdmaWriterLink.connect(r.port.expect(PAIR, EPOCH), PAIR, memory, events, loop, limits)
+            link = await RdmaWriterLink.connect(
+                LinkParts(r.port.expect(PAIR, EPOCH), PAIR, events, loop), memory, limits
+            )
             device: Any = memory.device
             own: Any = link._hold.qps
             DoubleQueuePairs.fails_to_destroy = 1 << 20
@@ -352,7 +355,7 @@ def test_a_receiver_that_does_not_know_the_secret_gets_no_data() -> None:
                 )
                 loop = asyncio.get_running_loop()
                 with pytest.raises(ConnectError, match="does not know the pair's secret"):
-                    await RdmaWriterLink.connect(elsewhere, PAIR, r.memory, Recorder(), loop)
+                    await RdmaWriterLink.connect(LinkParts(elsewhere, PAIR, Recorder(), loop), r.memory)
 
     run(test())
 

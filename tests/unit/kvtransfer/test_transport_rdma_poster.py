@@ -30,6 +30,7 @@ from kvtransfer.transports.rdma_verbs import (
     QueuePairFailed,
     rdma_library,
 )
+from kvtransfer.transports.writer_link import LinkParts
 from tests.support.null_verbs import NullVerbs
 from tests.support.shm_harness import Recorder, pair_of
 
@@ -231,7 +232,7 @@ def test_without_a_thread_to_post_with_nothing_is_kept(monkeypatch: pytest.Monke
     async def scene() -> None:
         loop = asyncio.get_running_loop()
         with pytest.raises(ConnectError, match="no thread to post with"):
-            await RdmaWriterLink.connect(endpoint, pair_of(1), memory, Recorder(), loop)
+            await RdmaWriterLink.connect(LinkParts(endpoint, pair_of(1), Recorder(), loop), memory)
 
     descriptors = len(os.listdir("/proc/self/fd"))
     with theirs:

@@ -13,6 +13,7 @@ from kvtransfer.region import Region
 from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName, WriteOps
 from kvtransfer.transports import shm
 from kvtransfer.transports.shm import ShmLinkLimits, ShmWriterLink
+from kvtransfer.transports.writer_link import LinkParts
 from tests.support.shm_harness import (
     DEADLINE_S,
     REGION_NBYTES,
@@ -250,7 +251,7 @@ def test_a_killed_receiver_loses_the_link_and_every_batch_completes(monkeypatch:
                 epoch=EPOCH,
             )
             loop, source_U8 = asyncio.get_running_loop(), source_bytes(1, REGION_NBYTES)
-            link = await ShmWriterLink.connect(endpoint, pair, source_U8, events, loop)
+            link = await ShmWriterLink.connect(LinkParts(endpoint, pair, events, loop), source_U8)
             for i in range(4):
                 link.post(grant_of(i), record_ops(1, 10))
             assert gate.reached.wait(DEADLINE_S)
@@ -267,7 +268,7 @@ def test_a_killed_receiver_loses_the_link_and_every_batch_completes(monkeypatch:
             assert events.completed[4] == (GRANT, 20, 20 * RECORD_NBYTES, False)
             await link.close()
             with pytest.raises(ConnectError):
-                await ShmWriterLink.connect(endpoint, pair, source_U8, events, loop)
+                await ShmWriterLink.connect(LinkParts(endpoint, pair, events, loop), source_U8)
 
     run(test())
 
@@ -287,7 +288,7 @@ def test_seals_wait_for_a_stopped_receiver_within_their_limit() -> None:
             )
             loop, source_U8 = asyncio.get_running_loop(), source_bytes(1, REGION_NBYTES)
             limits = ShmLinkLimits(seals_waiting_max=10)
-            link = await ShmWriterLink.connect(endpoint, pair, source_U8, events, loop, limits=limits)
+            link = await ShmWriterLink.connect(LinkParts(endpoint, pair, events, loop), source_U8, limits=limits)
             peer.stop()
             sent: list[GrantId] = []
             while link.describe()["seals_waiting"] != 10:

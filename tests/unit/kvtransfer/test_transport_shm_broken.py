@@ -14,6 +14,7 @@ from kvtransfer.transports import shm
 from kvtransfer.transports.control_channel import RefusalReason
 from kvtransfer.transports.receiver_port import PortLimits
 from kvtransfer.transports.shm import CODEC, ShmWriterLink, socket_address
+from kvtransfer.transports.writer_link import LinkParts
 from tests.support.shm_harness import DEADLINE_S, Gate, Receiver, Recorder, grant_of, linked, ops_of, receiver, run
 from tests.support.shm_harness import LINK_EPOCH as EPOCH
 from tests.support.shm_harness import LINK_PAIR as PAIR
@@ -89,7 +90,9 @@ def test_a_handshake_that_breaks_after_the_region_left_leaves_no_doubt(monkeypat
             monkeypatch.setattr(shm, "map_region", map_region)
             loop = asyncio.get_running_loop()
             with pytest.raises(ConnectError, match="no room to map"):
-                await ShmWriterLink.connect(r.port.expect(PAIR, EPOCH), PAIR, np.zeros(1, np.uint8), Recorder(), loop)
+                await ShmWriterLink.connect(
+                    LinkParts(r.port.expect(PAIR, EPOCH), PAIR, Recorder(), loop), np.zeros(1, np.uint8)
+                )
             assert await fenced(r) == "1 acknowledged"
 
     run(test())

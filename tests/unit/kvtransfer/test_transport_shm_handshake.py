@@ -22,6 +22,7 @@ from kvtransfer.transports.control_channel import RefusalReason
 from kvtransfer.transports.receiver_port import PortLimits
 from kvtransfer.transports.settings import ShmConfig
 from kvtransfer.transports.shm import CODEC, ShmWelcome, ShmWriterLink, socket_address
+from kvtransfer.transports.writer_link import LinkParts
 from tests.support.shm_harness import (
     DEADLINE_S,
     REGION_NBYTES,
@@ -117,7 +118,7 @@ def test_a_writer_that_does_not_prove_its_pair_is_refused(
             endpoint = changed(r.port.expect(PAIR, EPOCH), **fields)
             with pytest.raises(ConnectError) as error:
                 await ShmWriterLink.connect(
-                    endpoint, pair, np.zeros(1, np.uint8), Recorder(), asyncio.get_running_loop()
+                    LinkParts(endpoint, pair, Recorder(), asyncio.get_running_loop()), np.zeros(1, np.uint8)
                 )
             assert error.value.reason is reason
             assert r.port.describe()["refused"] == {reason.name: 1}
@@ -359,7 +360,9 @@ def test_an_address_that_leads_nowhere_is_a_clear_error(address: str, text: str)
     async def test() -> None:
         endpoint = DataEndpoint(transport=TransportName.SHM, address=address, secret=b"0" * 16, epoch=EPOCH)
         with pytest.raises(ConnectError, match=text):
-            await ShmWriterLink.connect(endpoint, PAIR, np.zeros(1, np.uint8), Recorder(), asyncio.get_running_loop())
+            await ShmWriterLink.connect(
+                LinkParts(endpoint, PAIR, Recorder(), asyncio.get_running_loop()), np.zeros(1, np.uint8)
+            )
 
     run(test())
 

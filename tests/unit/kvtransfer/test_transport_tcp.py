@@ -17,6 +17,7 @@ from kvtransfer.transports import control_channel as wire
 from kvtransfer.transports import tcp
 from kvtransfer.transports.settings import TcpConfig
 from kvtransfer.transports.tcp import CODEC, FRAME_BYTES_MAX, Ack, TcpHello, TcpWriterLink
+from kvtransfer.transports.writer_link import LinkParts
 from tests.conformance.transport_kits import Everything
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, ops_of, pair_of, run
 from tests.support.tcp_harness import (
@@ -226,7 +227,7 @@ def test_posting_never_waits_for_a_receiver_that_does_not_read() -> None:
         async with receiving() as r:
             source_U8 = np.random.default_rng(3).integers(0, 256, REGION_NBYTES, dtype=np.uint8)
             events, loop, other = Recorder(), asyncio.get_running_loop(), grant_of(8)
-            link = await TcpWriterLink.connect(r.endpoint, PAIR, source_U8, events, loop)
+            link = await TcpWriterLink.connect(LinkParts(r.endpoint, PAIR, events, loop), source_U8)
             r.port.allow(PAIR, EPOCH, GRANT, Everything())
             streams = r.port._streams(PAIR)
             with streams[0]._landing, streams[1]._landing:
@@ -281,7 +282,7 @@ def test_completions_wait_for_the_acknowledgement() -> None:
         async with receiving() as r:
             source_U8, events = np.full(REGION_NBYTES, 5, np.uint8), Recorder()
             loop, other = asyncio.get_running_loop(), grant_of(8)
-            link = await TcpWriterLink.connect(r.endpoint, PAIR, source_U8, events, loop)
+            link = await TcpWriterLink.connect(LinkParts(r.endpoint, PAIR, events, loop), source_U8)
             r.port.allow(PAIR, EPOCH, other, First(1000))
             link.post(GRANT, ops_of([0], [0], [1000]))
             await events.until(lambda e: len(e.completed) == 1)
@@ -303,7 +304,7 @@ def test_what_was_never_acknowledged_completes_with_the_link() -> None:
         async with receiving() as r:
             source_U8, events = np.full(REGION_NBYTES, 5, np.uint8), Recorder()
             link = await TcpWriterLink.connect(
-                r.endpoint, PAIR, source_U8, events, asyncio.get_running_loop(), TcpConfig(streams=1)
+                LinkParts(r.endpoint, PAIR, events, asyncio.get_running_loop()), source_U8, TcpConfig(streams=1)
             )
             r.port.allow(PAIR, EPOCH, GRANT, Everything())
             (stream,) = r.port._streams(PAIR)

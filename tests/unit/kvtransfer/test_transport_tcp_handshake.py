@@ -15,6 +15,7 @@ from kvtransfer.transports.control_channel import open_connection
 from kvtransfer.transports.receiver_port import PortLimits
 from kvtransfer.transports.settings import TcpConfig
 from kvtransfer.transports.tcp import CODEC, TcpHello, TcpWelcome, TcpWriterLink
+from kvtransfer.transports.writer_link import LinkParts
 from tests.support.shm_harness import REGION_NBYTES, Recorder, pair_of, run
 from tests.support.tcp_harness import (
     EPOCH,
@@ -109,7 +110,9 @@ def test_proved_connections_are_limited() -> None:
         async with receiving(config) as r:
             source_U8, loop = np.ones(REGION_NBYTES, np.uint8), asyncio.get_running_loop()
             with pytest.raises(ConnectError) as caught:
-                await TcpWriterLink.connect(r.endpoint, PAIR, source_U8, Recorder(), loop, TcpConfig(streams=2))
+                await TcpWriterLink.connect(
+                    LinkParts(r.endpoint, PAIR, Recorder(), loop), source_U8, TcpConfig(streams=2)
+                )
             assert caught.value.reason is wire.RefusalReason.CONNECTIONS_MAX
             await wait_until(lambda: not r.port.describe()["connections_writing"])
             assert r.events.gone == []
@@ -136,7 +139,7 @@ def test_a_link_without_a_thread_for_each_stream_is_not_made(monkeypatch: pytest
         async with receiving() as r:
             source_U8, loop, events = np.ones(REGION_NBYTES, np.uint8), asyncio.get_running_loop(), Recorder()
             with pytest.raises(ConnectError, match="no thread to send with: can't start new thread"):
-                await TcpWriterLink.connect(r.endpoint, PAIR, source_U8, events, loop, TcpConfig(streams=2))
+                await TcpWriterLink.connect(LinkParts(r.endpoint, PAIR, events, loop), source_U8, TcpConfig(streams=2))
             await wait_until(lambda: not r.port.describe()["connections_writing"])
             assert (r.events.gone, events.lost) == ([], [])
             assert not [thread for thread in threading.enumerate() if thread.name.startswith("tcp-send-")]
@@ -172,7 +175,7 @@ def test_a_writer_trusts_nobody_who_does_not_know_the_secret() -> None:
                 )
                 source_U8, loop = np.ones(REGION_NBYTES, np.uint8), asyncio.get_running_loop()
                 with pytest.raises(ConnectError, match="does not know the pair's secret"):
-                    await TcpWriterLink.connect(endpoint, PAIR, source_U8, Recorder(), loop)
+                    await TcpWriterLink.connect(LinkParts(endpoint, PAIR, Recorder(), loop), source_U8)
             assert len(seen) == 128
             assert endpoint.secret not in seen
 

@@ -26,6 +26,7 @@ from kvtransfer.transports.control_channel import RefusalReason
 from kvtransfer.transports.receiver_port import PortLimits
 from kvtransfer.transports.settings import UcxConfig
 from kvtransfer.transports.ucx import CODEC, UCX_LINK_LIMITS, UCX_PORT_LIMITS, UcxHello, UcxReceiverPort, UcxWriterLink
+from kvtransfer.transports.writer_link import LinkParts
 from tests.support.shm_harness import DEADLINE_S, REGION_NBYTES, Recorder, grant_of, ops_of, pair_of, run
 from tests.support.shm_peer import source_bytes
 from tests.support.ucx_double import AgentDouble, agents
@@ -69,11 +70,8 @@ async def receiving(tls: str = "all", **limits: int) -> AsyncIterator[Receiving]
 async def linked(r: Receiving, **limits: int) -> AsyncIterator[tuple[UcxWriterLink, Recorder]]:
     events = Recorder()
     it = await UcxWriterLink.connect(
-        r.port.expect(PAIR, EPOCH),
-        PAIR,
+        LinkParts(r.port.expect(PAIR, EPOCH), PAIR, events, asyncio.get_running_loop()),
         source_bytes(1, REGION_NBYTES),
-        events,
-        asyncio.get_running_loop(),
         limits=replace(UCX_LINK_LIMITS, **limits),
     )
     try:

@@ -46,7 +46,7 @@ def test_the_template_makes_the_prompt(encoder: PromptEncoder, folder: Path) -> 
     messages = [("system", "Be brief."), ("user", "Where?"), ("assistant", ""), ("user", "When?")]
     ids = list(encoder.encode(chat(*messages)))
     text = "<|begin|>system: Be brief.\nuser: Where?\nassistant: \nuser: When?\nassistant:"
-    assert ids == list(TextCodec.load(folder).encode_rendered(text))
+    assert ids == list(TextCodec.load(folder).encode_chat(text))
     assert ids[0] == BOS_ID
     as_dicts = [{"role": role, "content": content} for role, content in messages]
     assert list(encoder.encode_chat(as_dicts, {"add_generation_prompt": True})) == ids
@@ -64,7 +64,7 @@ def test_a_special_token_in_a_message_is_text(encoder: PromptEncoder, folder: Pa
     """The prompt has the special tokens of the template and no other, and reads as it was written. So it is for the
     HTTP side's parts, names and template variables, and for a pinned system message."""
     codec = TextCodec.load(folder)
-    special = {token for text in ("<|begin|>", "<|end|>") for token in codec.encode_rendered(text)}
+    special = {token for text in ("<|begin|>", "<|end|>") for token in codec.encode_chat(text)}
     assert len(special) == 2
     ids = list(encoder.encode(chat(("user", f"a {SPELT} b"))))
     assert [token for token in ids if token in special] == [BOS_ID]

@@ -233,7 +233,7 @@ def test_a_chat_has_the_tokens_that_transformers_gives_it(tmp_path: Path) -> Non
     )
     template = ChatTemplate.load(tmp_path / "m")
     assert template is not None
-    ours = TextCodec.load(tmp_path / "m").encode_rendered(template.render(messages, {"add_generation_prompt": True}))
+    ours = TextCodec.load(tmp_path / "m").encode_chat(template.render(messages, {"add_generation_prompt": True}))
     assert list(ours) == theirs["input_ids"]
 
 

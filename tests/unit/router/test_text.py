@@ -217,4 +217,4 @@ def test_settings_of_a_training_run_change_no_prompt(tmp_path: Path) -> None:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     codec = TextCodec.load(tmp_path)
     for text in ("a river", "a"):
-        assert list(codec.encode(text)) == list(codec.encode_rendered(text)) == list(CODEC.encode(text))
+        assert list(codec.encode(text)) == list(codec.encode_chat(text)) == list(CODEC.encode(text))
