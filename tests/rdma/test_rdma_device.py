@@ -35,6 +35,7 @@ from kvtransfer.transports.rdma import (
 from kvtransfer.transports.rdma_ports import counters_of, find_ports
 from kvtransfer.transports.rdma_verbs import Poster, QueuePairFailed, RdmaUnavailable
 from kvtransfer.transports.settings import RdmaConfig
+from kvtransfer.transports.writer_link import LinkParts
 from tests.conformance.transport_kits import RDMA_KITS, OwningLink
 from tests.conformance.transport_suite import EPOCH, GRANT, PAIR, expected_region, linked, receiving, record_ops
 from tests.rdma.device_link import ADD_LINK, REMOVE_LINK, note_packets
@@ -246,10 +247,9 @@ def test_the_link_is_taken_away_and_comes_back() -> None:
                 assert r.events.gone_epochs == [(PAIR, EPOCH)]
                 assert await removing.wait() == 0
             assert isinstance(it, OwningLink)
+            parts = LinkParts(r.port.expect(PAIR, Epoch(EPOCH + 1)), PAIR, events, asyncio.get_event_loop())
             with pytest.raises(ConnectError):
-                await it.connect(
-                    r.port.expect(PAIR, Epoch(EPOCH + 1)), PAIR, it.memory, events, asyncio.get_event_loop()
-                )
+                await it.connect(parts, it.memory)
             adding = await asyncio.create_subprocess_shell(ADD_LINK)
             assert await adding.wait() == 0
             async with asyncio.timeout(WAIT_MS / 1000 * 4):
