@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from typing import Any, Final
 
 from baton.errors import BatonError, Reason
@@ -66,6 +67,15 @@ def from_here(text: str) -> str:
     if host not in _WILDCARDS:
         return text
     return join_endpoint("::1" if ":" in host else "127.0.0.1", port)
+
+
+def is_loopback(text: str) -> bool:
+    """Whether what is sent to this endpoint stays on this machine, by its address alone."""
+    host, _ = split_endpoint(text)
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _bad(text: str, why: str) -> BatonError:

@@ -89,6 +89,8 @@ class ClientCall:
     choice: int = 0
     """Number of this answer among those to one question: other noise from the same seed."""
     priority: Priority = Priority.NORMAL
+    special_tokens: bool = False
+    """Whether messages of its chat may spell special tokens out; else these are text."""
     cut_off: Callable[[BatonError], None] | None = None
     """Called once the client has left too much unread: it is to end the request, with this error for the client."""
 
