@@ -41,11 +41,11 @@ class ChatTemplate:
         self._tokens = dict(tokens)
         environment = _environment()
         parsed = environment.parse(source)
-        for node in parsed.find_all((Const, TemplateData)):
-            if isinstance(node, TemplateData):
-                node.data = mark(node.data)
-            elif isinstance(node.value, str):
-                node.value = mark(node.value)
+        for data in parsed.find_all(TemplateData):
+            data.data = mark(data.data)
+        for const in parsed.find_all(Const):
+            if isinstance(const.value, str):
+                const.value = mark(const.value)
         self._template = environment.from_string(parsed)
         self._variables = {"tools": None, "documents": None, **{name: mark(text) for name, text in tokens.items()}}
         self._reserved = frozenset({"messages", "tools", *_TOKENS, *environment.globals})

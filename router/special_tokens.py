@@ -122,7 +122,8 @@ class SpecialTokens:
             raise bad_field(field, text)
 
     def _marked(self, text: str, marks: Mapping[str, str]) -> str:
-        parts, at = [], 0
+        parts: list[str] = []
+        at = 0
         for begin, end, found in self._matches(text):
             parts += (text[at:begin], marks.get(found, _NO_CHARACTER))
             at = end

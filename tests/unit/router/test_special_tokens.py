@@ -188,7 +188,7 @@ def test_tokens_that_are_not_called_special() -> None:
     theirs = ("<think>", "</think>", "<call>", "<table>", "  ")
     tokenizer = byte_level(*[added(text, special=False) for text in (*ours, *theirs)])
     encoder = encoder_of(tokenizer, TURNS)
-    sent = Counter(encoder.encode_chat(user("".join([*ours, *theirs])), {}))
+    sent: Counter[int | None] = Counter(encoder.encode_chat(user("".join([*ours, *theirs])), {}))
     assert [sent[tokenizer.token_to_id(text)] for text in ours] == [1, 0, 0]
     assert [sent[tokenizer.token_to_id(text)] for text in theirs] == [1, 1, 1, 1, 2]
 

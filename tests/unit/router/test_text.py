@@ -224,7 +224,7 @@ def test_too_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are refused before they are copied, in a plain prompt and over the pieces of a chat."""
     monkeypatch.setattr("router.text.TOKENS_MAX", 4)
     assert len(CODEC.encode("abcd")) == len(CODEC.encode_chat("abc", "d")) == 4
-    for encode in (lambda: CODEC.encode("abcde"), lambda: CODEC.encode_chat("abc", "de")):
+    for encode, texts in ((CODEC.encode, ["abcde"]), (CODEC.encode_chat, ["abc", "de"])):
         with pytest.raises(BatonError, match="has 5 tokens; at most 4") as caught:
-            encode()
+            encode(*texts)
         assert caught.value.reason is Reason.PROMPT_TOO_LONG
