@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -66,6 +67,16 @@ def from_here(text: str) -> str:
     if host not in _WILDCARDS:
         return text
     return join_endpoint("::1" if ":" in host else "127.0.0.1", port)
+
+
+def is_loopback(text: str) -> bool:
+    """Whether only this machine reaches what listens at `text`; False where a name service decides. Raises as
+    `split_endpoint`."""
+    host, _ = split_endpoint(text)
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _bad(text: str, why: str) -> BatonError:

@@ -56,6 +56,9 @@ class Reason(Enum):
     NO_TOKENIZER = "NO_TOKENIZER", Code.FAILED_PRECONDITION
     NO_CHAT_TEMPLATE = "NO_CHAT_TEMPLATE", Code.FAILED_PRECONDITION
 
+    # The caller is not allowed to.
+    PERMISSION_DENIED = "PERMISSION_DENIED", Code.PERMISSION_DENIED
+
     # What it names is not here, or is here already.
     UNKNOWN_MODEL = "UNKNOWN_MODEL", Code.NOT_FOUND
     UNKNOWN_NODE = "UNKNOWN_NODE", Code.NOT_FOUND

@@ -26,6 +26,7 @@ from baton.membership import Membership, MembershipConfig
 from baton.pod import DeletionCost, PodConfig
 from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer, check_can_bind
 from baton.tasks import end_task
+from baton.tls import INSECURE_HELP, INSECURE_WHEN, PROBE_HELP, PROBE_WHEN, TlsConfig, open_tls
 from baton.wire import ModelInfo, NodeLoad, NodeRecord, Role, check_name, check_receiver, record_to_proto
 
 log = get_log("node")
@@ -62,6 +63,9 @@ class ProcessConfig:
     directory: str = setting("127.0.0.1:7070", DIRECTORY_HELP, "Always, except on one machine with the default port.")
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    insecure: bool = setting(False, INSECURE_HELP, INSECURE_WHEN)
+    probe_listen: str | None = setting(None, PROBE_HELP, PROBE_WHEN)
     rpc: RpcLimits = field(default_factory=RpcLimits)
     drain_ms_max: int = setting(
         60_000,
@@ -100,9 +104,15 @@ class NodeRuntime:
         self.clock = clock
         self.rng = rng
         self.lifecycle = NodeLifecycle(now_s=clock.monotonic_s())
+        self.tls = open_tls(config)
         self.channels = self.make_channels()
         callers_are_nodes = role is not Role.ROUTER
-        self.server = RpcServer(limits=config.rpc, rng=rng, liveness=config.liveness if callers_are_nodes else None)
+        self.server = RpcServer(
+            limits=config.rpc,
+            rng=rng,
+            liveness=config.liveness if callers_are_nodes else None,
+            tls=self.tls if callers_are_nodes else None,
+        )
         self.endpoint = ""
         self.model: ModelInfo | None = None
         self.transports: tuple[str, ...] = ()
@@ -131,7 +141,7 @@ class NodeRuntime:
 
     def make_channels(self) -> Channels:
         """New channels to other nodes, with this node's limits. The caller closes them."""
-        return Channels(limits=ChannelLimits(liveness=self.config.liveness), rng=self.rng)
+        return Channels(limits=ChannelLimits(liveness=self.config.liveness), rng=self.rng, tls=self.tls)
 
     def record(self) -> NodeRecord:
         return NodeRecord(
@@ -164,7 +174,7 @@ class NodeRuntime:
 
         Raises BatonError PORT_IN_USE, NAME_IN_USE, PEER_UNREACHABLE (the directory), ...
         """
-        port = await self.server.start(self.config.listen)
+        port = await self.server.start(self.config.listen, probe_listen=self.config.probe_listen)
         host, _ = split_endpoint(self.config.listen)
         self.endpoint = self.config.advertise or join_endpoint(host, port)
         self._upkeep_task = asyncio.create_task(self._upkeep_forever(), name="upkeep")
