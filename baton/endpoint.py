@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from typing import Any, Final
 
 from baton.errors import BatonError, Reason
@@ -70,13 +70,12 @@ def from_here(text: str) -> str:
 
 
 def is_loopback(text: str) -> bool:
-    """Whether only this machine reaches what listens at `text`; False where a name service decides. Raises as
-    `split_endpoint`."""
+    """Whether what is sent to this endpoint stays on this machine, by its address alone."""
     host, _ = split_endpoint(text)
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        return ip_address(host).is_loopback
     except ValueError:
-        return False
+        return host == "localhost"
 
 
 def _bad(text: str, why: str) -> BatonError:

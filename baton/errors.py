@@ -56,7 +56,8 @@ class Reason(Enum):
     NO_TOKENIZER = "NO_TOKENIZER", Code.FAILED_PRECONDITION
     NO_CHAT_TEMPLATE = "NO_CHAT_TEMPLATE", Code.FAILED_PRECONDITION
 
-    # The caller is not allowed to.
+    # Who sends it is not known, or may not.
+    UNAUTHENTICATED = "UNAUTHENTICATED", Code.UNAUTHENTICATED
     PERMISSION_DENIED = "PERMISSION_DENIED", Code.PERMISSION_DENIED
 
     # What it names is not here, or is here already.

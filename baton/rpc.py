@@ -27,9 +27,10 @@ from baton.endpoint import check_reachable, join_endpoint, split_endpoint
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.liveness import LivenessConfig
 from baton.log import get_log
+from baton.operator import OPERATOR_METHODS, refuse
 from baton.renewed_channel import RenewedChannel
 from baton.status import from_rpc_error, to_status
-from baton.tls import CertifiedCallers, Kind, Tls
+from baton.tls import CertifiedCallers, Kind, Tls, peer_names
 
 log = get_log("rpc")
 _T = TypeVar("_T")
@@ -140,6 +141,11 @@ class RpcServer:
         self._server: grpc.aio.Server | None = None
         self._probes: grpc.aio.Server | None = None
         self._health: HealthService | None = None
+
+    def authorize_by(self, authorize: Callable[[str, Any], Awaitable[None]]) -> None:
+        """`authorize(method, context)` raises BatonError for a call of OPERATOR_METHODS that is not an operator's.
+        Without it all of them are refused."""
+        self._edge.authorize = authorize
 
     def on_refused(self, refused: Callable[[BatonError], None]) -> None:
         """`refused` is called with the error of each public call that is refused before its handler runs."""
@@ -255,6 +261,7 @@ class _Edge(grpc.aio.ServerInterceptor):
         """By address, without the port."""
         self._tasks: dict[asyncio.Task[Any], str] = {}
         self.refused: Callable[[BatonError], None] = lambda _error: None
+        self.authorize: Callable[[str, Any], Awaitable[None]] = refuse
 
     async def ended(self, timeout_s: float) -> list[str]:
         """Wait until no handler runs; the methods of those that still do after `timeout_s`."""
@@ -297,6 +304,8 @@ class _Edge(grpc.aio.ServerInterceptor):
         task.add_done_callback(self._tasks.pop)
         try:
             with self._slot(method, context):
+                if method in OPERATOR_METHODS and not self._is_operator(context):
+                    await self.authorize(method, context)
                 limit_s = self._limit_s(method, context)
                 if limit_s is None:
                     return await body()
@@ -325,6 +334,9 @@ class _Edge(grpc.aio.ServerInterceptor):
         del failure
         await context.abort_with_status(status)
         raise AssertionError("abort_with_status returned")
+
+    def _is_operator(self, context: _Context) -> bool:
+        return self._callers is not None and Kind.OPERATOR.dns_name in peer_names(context)
 
     def _internal(self) -> BatonError:
         """A bug of ours: the caller gets an id, the log gets the traceback under that id."""

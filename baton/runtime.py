@@ -7,6 +7,7 @@ import dataclasses
 import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from batonpb import node_pb2, node_pb2_grpc
@@ -23,6 +24,7 @@ from baton.liveness import LivenessConfig
 from baton.log import get_log
 from baton.loop_lag import LoopLag
 from baton.membership import Membership, MembershipConfig
+from baton.operator import OperatorToken
 from baton.pod import DeletionCost, PodConfig
 from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer, check_can_bind
 from baton.tasks import end_task
@@ -67,6 +69,12 @@ class ProcessConfig:
     insecure: bool = setting(False, INSECURE_HELP, INSECURE_WHEN)
     probe_listen: str | None = setting(None, PROBE_HELP, PROBE_WHEN)
     rpc: RpcLimits = field(default_factory=RpcLimits)
+    operator_token_file: Path | None = setting(
+        None,
+        "file with the token that orders (drain, cordon, pins) must bring; made where there is none; none: "
+        "$XDG_STATE_HOME/baton/operator_token, by default in ~/.local/state",
+        "Nodes run on several machines or as several users: give all of them a copy. Or this one has no home folder.",
+    )
     drain_ms_max: int = setting(
         60_000,
         "how long SIGTERM waits for running requests before they are given up",
@@ -107,12 +115,14 @@ class NodeRuntime:
         self.tls = open_tls(config)
         self.channels = self.make_channels()
         callers_are_nodes = role is not Role.ROUTER
+        self.operator = OperatorToken(config.operator_token_file)
         self.server = RpcServer(
             limits=config.rpc,
             rng=rng,
             liveness=config.liveness if callers_are_nodes else None,
             tls=self.tls if callers_are_nodes else None,
         )
+        self.server.authorize_by(self.operator.authorize)
         self.endpoint = ""
         self.model: ModelInfo | None = None
         self.transports: tuple[str, ...] = ()
@@ -156,7 +166,8 @@ class NodeRuntime:
         )
 
     async def check_listen(self) -> None:
-        """Fail before a model is loaded if the port is taken or peers cannot reach the address. Raises BatonError."""
+        """Fail before a model is loaded if the port is taken, peers cannot reach the address, or there is no token for
+        operators and none can be made. Raises BatonError."""
         listen, advertise = self.config.listen, self.config.advertise
         if advertise is not None:
             check_reachable(advertise)
@@ -168,6 +179,7 @@ class NodeRuntime:
                 field="advertise",
             )
         await check_can_bind(listen)
+        await asyncio.to_thread(self.operator.read_or_make)
 
     async def open(self) -> str:
         """Serve, register, become ready. Returns the endpoint that peers call.

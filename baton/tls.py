@@ -26,6 +26,7 @@ from baton.endpoint import is_loopback
 from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import Incarnation
 from baton.log import get_log
+from baton.operator import OPERATOR_METHODS
 
 log = get_log("tls")
 
@@ -35,10 +36,6 @@ ENDS_SOON_PART: Final = 0.1
 """A certificate with less than this of its time left is warned of."""
 INCARNATIONS_MAX: Final = 16_384
 """Incarnations that a process remembers the certificate of; then the one not heard of for longest is forgotten."""
-OPERATOR_METHODS: Final = frozenset(
-    {f"/baton.v1.Node/{order}" for order in ("Cordon", "Uncordon", "Drain", "Undrain")}
-    | {f"/baton.v1.Pins/{what}" for what in ("Pin", "Unpin", "ListPins")}
-)
 INSECURE_HELP: Final = "without TLS, listen beyond the loopback too"
 INSECURE_WHEN: Final = "Nobody else reaches this network, or something else encrypts and authenticates on it."
 PROBE_HELP: Final = "host:port of a gRPC port without TLS for health checks alone; none: off"
