@@ -20,6 +20,7 @@ class _Channel:
         self.calls = 0
         self.closing: asyncio.Future[None] | None = None
         self._retired = False
+        self._loop = asyncio.get_running_loop()
 
     def began(self, call: Any) -> Any:
         self.calls += 1
@@ -32,11 +33,13 @@ class _Channel:
 
     def _ended(self, _call: Any) -> None:
         self.calls -= 1
-        self._close_if_idle()
+        # A call that nobody waits for ends where it is collected, on any thread, or behind the loop.
+        if self._retired and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._close_if_idle)
 
     def _close_if_idle(self) -> None:
-        if self._retired and not self.calls and self.closing is None:
-            self.closing = asyncio.ensure_future(self.channel.close())
+        if not self.calls and self.closing is None:
+            self.closing = self._loop.create_task(self.channel.close())
 
 
 class RenewedChannel:

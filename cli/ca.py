@@ -98,7 +98,9 @@ def _builder(
 
     now = datetime.now(UTC)
     builder = x509.CertificateBuilder(issuer, name, key.public_key(), x509.random_serial_number())
-    return builder.not_valid_before(now - EARLIER).not_valid_after(now + timedelta(days=days))
+    builder = builder.not_valid_before(now - EARLIER).not_valid_after(now + timedelta(days=days))
+    # CAs have one name: by this one they are told apart where two are trusted.
+    return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
 
 
 def _signed(builder: x509.CertificateBuilder, *, signer: EllipticCurvePrivateKey) -> x509.Certificate:
