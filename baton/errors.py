@@ -58,6 +58,7 @@ class Reason(Enum):
 
     # Who sends it is not known, or may not.
     UNAUTHENTICATED = "UNAUTHENTICATED", Code.UNAUTHENTICATED
+    INVALID_API_KEY = "INVALID_API_KEY", Code.UNAUTHENTICATED
     PERMISSION_DENIED = "PERMISSION_DENIED", Code.PERMISSION_DENIED
 
     # What it names is not here, or is here already.
@@ -74,6 +75,7 @@ class Reason(Enum):
     MODEL_UNSUPPORTED = "MODEL_UNSUPPORTED", Code.FAILED_PRECONDITION
 
     # No room now: the retry time says when to come back.
+    RATE_LIMIT_EXCEEDED = "RATE_LIMIT_EXCEEDED", Code.RESOURCE_EXHAUSTED
     QUEUE_FULL = "QUEUE_FULL", Code.RESOURCE_EXHAUSTED
     DECODE_FULL = "DECODE_FULL", Code.RESOURCE_EXHAUSTED
     DIRECTORY_FULL = "DIRECTORY_FULL", Code.RESOURCE_EXHAUSTED
