@@ -105,6 +105,9 @@ class SimServer:
     def on_refused(self, refused: Callable[[BatonError], None]) -> None:
         self.edge.refused = refused
 
+    def authorize_by(self, _authorize: Any) -> None:
+        """Nobody gives orders here."""
+
     def add(self, service: str, register: Callable[[Any, Any], None], servicer: object) -> None:
         self._services.append((service, register, servicer))
 
