@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from ipaddress import IPv6Address, IPv6Network
+from ipaddress import IPv6Address, IPv6Network, ip_address
 from typing import Any, Final
 
 from baton.errors import BatonError, Reason
@@ -75,6 +75,15 @@ def source_of(host: str) -> str:
         return host
     address = IPv6Address(host)
     return str(address.ipv4_mapped or IPv6Network((address, 64), strict=False))
+
+
+def is_loopback(text: str) -> bool:
+    """Whether what is sent to this endpoint stays on this machine, by its address alone."""
+    host, _ = split_endpoint(text)
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _bad(text: str, why: str) -> BatonError:

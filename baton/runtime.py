@@ -7,6 +7,7 @@ import dataclasses
 import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from batonpb import node_pb2, node_pb2_grpc
@@ -23,9 +24,11 @@ from baton.liveness import LivenessConfig
 from baton.log import get_log
 from baton.loop_lag import LoopLag
 from baton.membership import Membership, MembershipConfig
+from baton.operator import OperatorToken
 from baton.pod import DeletionCost, PodConfig
 from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer, check_can_bind
 from baton.tasks import end_task
+from baton.tls import INSECURE_HELP, INSECURE_WHEN, PROBE_HELP, PROBE_WHEN, TlsConfig, open_tls
 from baton.wire import ModelInfo, NodeLoad, NodeRecord, Role, check_name, check_receiver, record_to_proto
 
 log = get_log("node")
@@ -62,7 +65,16 @@ class ProcessConfig:
     directory: str = setting("127.0.0.1:7070", DIRECTORY_HELP, "Always, except on one machine with the default port.")
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    insecure: bool = setting(False, INSECURE_HELP, INSECURE_WHEN)
+    probe_listen: str | None = setting(None, PROBE_HELP, PROBE_WHEN)
     rpc: RpcLimits = field(default_factory=RpcLimits)
+    operator_token_file: Path | None = setting(
+        None,
+        "file with the token that orders (drain, cordon, pins) must bring; made where there is none; none: "
+        "$XDG_STATE_HOME/baton/operator_token, by default in ~/.local/state",
+        "Nodes run on several machines or as several users: give all of them a copy. Or this one has no home folder.",
+    )
     drain_ms_max: int = setting(
         60_000,
         "how long SIGTERM waits for running requests before they are given up",
@@ -100,9 +112,17 @@ class NodeRuntime:
         self.clock = clock
         self.rng = rng
         self.lifecycle = NodeLifecycle(now_s=clock.monotonic_s())
+        self.tls = open_tls(config)
         self.channels = self.make_channels()
         callers_are_nodes = role is not Role.ROUTER
-        self.server = RpcServer(limits=config.rpc, rng=rng, liveness=config.liveness if callers_are_nodes else None)
+        self.operator = OperatorToken(config.operator_token_file)
+        self.server = RpcServer(
+            limits=config.rpc,
+            rng=rng,
+            liveness=config.liveness if callers_are_nodes else None,
+            tls=self.tls if callers_are_nodes else None,
+        )
+        self.server.authorize_by(self.operator.authorize)
         self.endpoint = ""
         self.model: ModelInfo | None = None
         self.transports: tuple[str, ...] = ()
@@ -131,7 +151,7 @@ class NodeRuntime:
 
     def make_channels(self) -> Channels:
         """New channels to other nodes, with this node's limits. The caller closes them."""
-        return Channels(limits=ChannelLimits(liveness=self.config.liveness), rng=self.rng)
+        return Channels(limits=ChannelLimits(liveness=self.config.liveness), rng=self.rng, tls=self.tls)
 
     def record(self) -> NodeRecord:
         return NodeRecord(
@@ -146,7 +166,8 @@ class NodeRuntime:
         )
 
     async def check_listen(self) -> None:
-        """Fail before a model is loaded if the port is taken or peers cannot reach the address. Raises BatonError."""
+        """Fail before a model is loaded if the port is taken, peers cannot reach the address, or there is no token for
+        operators and none can be made. Raises BatonError."""
         listen, advertise = self.config.listen, self.config.advertise
         if advertise is not None:
             check_reachable(advertise)
@@ -158,13 +179,14 @@ class NodeRuntime:
                 field="advertise",
             )
         await check_can_bind(listen)
+        await asyncio.to_thread(self.operator.read_or_make)
 
     async def open(self) -> str:
         """Serve, register, become ready. Returns the endpoint that peers call.
 
         Raises BatonError PORT_IN_USE, NAME_IN_USE, PEER_UNREACHABLE (the directory), ...
         """
-        port = await self.server.start(self.config.listen)
+        port = await self.server.start(self.config.listen, probe_listen=self.config.probe_listen)
         host, _ = split_endpoint(self.config.listen)
         self.endpoint = self.config.advertise or join_endpoint(host, port)
         self._upkeep_task = asyncio.create_task(self._upkeep_forever(), name="upkeep")

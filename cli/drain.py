@@ -28,6 +28,7 @@ from cli.nodes import (
     run_with_channels,
     state_name,
 )
+from cli.operator import Operator, operator_options
 from cli.output import JSON, output_option, print_json
 from cli.parameters import options, timeout_option
 
@@ -49,14 +50,16 @@ _COST_GIVEN_UP: Final = (
 )
 
 
-_node_options: Final = options(click.argument("node", shell_complete=complete_node), directory_option, output_option)
+_node_options: Final = options(
+    click.argument("node", shell_complete=complete_node), directory_option, operator_options, output_option
+)
 
 
 def _order_command(order: str, what: str) -> click.Command:
     """A command that only gives an order."""
 
-    def command(node: str, directory: str, output: str) -> int:
-        return _order(order, node, directory, output)
+    def command(node: str, directory: str, output: str, **operator: Any) -> int:
+        return _order(order, node, directory, output, Operator(**operator))
 
     name = order.lower()
     text = f"{what}\n\n\b\nExample:\n  baton {name} decode-0"
@@ -74,7 +77,7 @@ undrain: Final = _order_command("Undrain", "Let NODE take requests again after a
 @_node_options
 @click.option("--wait", is_flag=True, help="Return only when the node has proved that it is empty.")
 @timeout_option(300.0, "How long --wait may take.")
-def drain(node: str, directory: str, output: str, wait: bool, timeout_s: float) -> int:
+def drain(node: str, directory: str, output: str, wait: bool, timeout_s: float, **operator: Any) -> int:
     """Empty NODE: it takes nothing new, finishes what it has, and then says that it is safe to delete.
 
     With --wait, the exit status is 0 when the node is safe to delete, or when its process has ended and was empty
@@ -85,15 +88,17 @@ def drain(node: str, directory: str, output: str, wait: bool, timeout_s: float) 
     Example:
       baton drain decode-0 --wait --timeout 120
     """
-    return _order("Drain", node, directory, output, wait_s_max=timeout_s if wait else None)
+    return _order("Drain", node, directory, output, Operator(**operator), wait_s_max=timeout_s if wait else None)
 
 
-def _order(order: str, node: str, directory: str, output: str, *, wait_s_max: float | None = None) -> int:
+def _order(
+    order: str, node: str, directory: str, output: str, operator: Operator, *, wait_s_max: float | None = None
+) -> int:
     async def work(channels: Channels) -> NodeView:
         record = await find_record(node, directory, channels=channels, call_ms_max=CALL_MS_MAX)
         if wait_s_max is None:
-            return NodeView(record=record, status=await _send(channels, record, order))
-        return NodeView(record=record, status=await _drain(channels, record, wait_s_max=wait_s_max))
+            return NodeView(record=record, status=await _send(channels, record, order, operator))
+        return NodeView(record=record, status=await _drain(channels, record, operator, wait_s_max=wait_s_max))
 
     try:
         view = run_with_channels(work)
@@ -120,13 +125,15 @@ def _order(order: str, node: str, directory: str, output: str, *, wait_s_max: fl
     return EXIT_ERROR
 
 
-async def _drain(channels: Channels, record: NodeRecord, *, wait_s_max: float) -> node_pb2.NodeStatus:
+async def _drain(
+    channels: Channels, record: NodeRecord, operator: Operator, *, wait_s_max: float
+) -> node_pb2.NodeStatus:
     """Order the drain and wait. The node is watched from before the order on: what it says last is not missed."""
     looks = StatusLooks(channels, record)
     try:
         with suppress(BatonError):  # the order finds out what is wrong
             await looks.look()
-        status = await _send(channels, record, "Drain")
+        status = await _send(channels, record, "Drain", operator)
         return await wait_empty(status, looks.look, name=record.name, wait_s_max=wait_s_max)
     finally:
         looks.close()
@@ -237,13 +244,14 @@ class StatusLooks:
         return await get_status(self._record.endpoint, channels=self._channels, call_ms_max=CALL_MS_MAX)
 
 
-async def _send(channels: Channels, record: NodeRecord, order: str) -> node_pb2.NodeStatus:
-    """Raises BatonError: unreachable, another process by now, or BAD_LIFECYCLE."""
+async def _send(channels: Channels, record: NodeRecord, order: str, operator: Operator) -> node_pb2.NodeStatus:
+    """Raises BatonError: without the token, unreachable, another process by now, or BAD_LIFECYCLE."""
     request = node_pb2.LifecycleOrder(incarnation=record.incarnation, why=f"baton {order.lower()}, {_user()}")
+    metadata = operator.metadata(record.endpoint)
     try:
         with rpc_errors(record.name):
             call = getattr(node_pb2_grpc.NodeStub(channels.get(record.endpoint)), order)
-            status: node_pb2.NodeStatus = await call(request, timeout=CALL_MS_MAX / 1e3)
+            status: node_pb2.NodeStatus = await call(request, timeout=CALL_MS_MAX / 1e3, metadata=metadata)
     except BatonError as error:
         if error.reason not in _SILENT:
             raise

@@ -15,6 +15,7 @@ from baton.rpc import Channels, rpc_errors
 from baton.wire import NodeRecord, Role
 from cli.invocation import EXIT_ERROR
 from cli.nodes import directory_option, list_records, run_with_channels
+from cli.operator import Operator, operator_options
 from cli.output import JSON, format_table, message_data, output_option, print_json
 from cli.parameters import SECONDS, IntegerList, check_utf8, read_stdin, timeout_option
 
@@ -32,6 +33,7 @@ _timeout_option: Final = timeout_option(10.0, "How long the directory, and then 
 @click.option("--ttl", "ttl_s", type=SECONDS, metavar="SECONDS", help="End the pin after this time.")
 @click.option("--warm", is_flag=True, help="Compute the prefix now, so that the first request finds it.")
 @directory_option
+@operator_options
 @_timeout_option
 @output_option
 def pin(
@@ -45,6 +47,7 @@ def pin(
     directory: str,
     timeout_s: float,
     output: str,
+    **operator: Any,
 ) -> int:
     """Keep the KV of a prefix in the cache of every node, and give it the name NAME; `-` reads PREFIX from stdin.
 
@@ -70,7 +73,7 @@ def pin(
         request.token_ids.ids.extend(token_ids)
     else:
         setattr(request, "system" if as_system else "text", read_stdin("PREFIX") if prefix == "-" else str(prefix))
-    rows = [(router, reply.pin) for router, reply in _ask_routers(directory, timeout_s, "Pin", request)]
+    rows = [(router, reply.pin) for router, reply in _ask_routers(directory, timeout_s, "Pin", request, operator)]
     _print(rows, output)
     return EXIT_ERROR if any(on.problem for _, pin in rows for on in pin.nodes) else 0
 
@@ -78,8 +81,9 @@ def pin(
 @click.command()
 @click.argument("name")
 @directory_option
+@operator_options
 @_timeout_option
-def unpin(name: str, directory: str, timeout_s: float) -> int:
+def unpin(name: str, directory: str, timeout_s: float, **operator: Any) -> int:
     """Let a pinned prefix be evicted again, on all nodes. It is an error if no router knows NAME.
 
     \b
@@ -87,7 +91,7 @@ def unpin(name: str, directory: str, timeout_s: float) -> int:
       baton unpin support
     """
     check_utf8(name, "NAME")
-    replies = _ask_routers(directory, timeout_s, "Unpin", pins_pb2.UnpinRequest(name=name))
+    replies = _ask_routers(directory, timeout_s, "Unpin", pins_pb2.UnpinRequest(name=name), operator)
     known = any(reply.known for _, reply in replies)
     click.echo(f"{name} is unpinned." if known else f"Nobody has a pin '{name}'. See `baton pins`.", err=not known)
     return 0 if known else EXIT_ERROR
@@ -95,26 +99,30 @@ def unpin(name: str, directory: str, timeout_s: float) -> int:
 
 @click.command()
 @directory_option
+@operator_options
 @_timeout_option
 @output_option
-def pins(directory: str, timeout_s: float, output: str) -> None:
+def pins(directory: str, timeout_s: float, output: str, **operator: Any) -> None:
     """Show the pinned prefixes, and how many blocks of each are on which node.
 
     \b
     Example:
       baton pins -o json
     """
-    replies = _ask_routers(directory, timeout_s, "ListPins", pins_pb2.ListPinsRequest())
+    replies = _ask_routers(directory, timeout_s, "ListPins", pins_pb2.ListPinsRequest(), operator)
     _print([(router, pin) for router, reply in replies for pin in reply.pins], output)
 
 
-def _ask_routers(directory: str, timeout_s: float, method: str, request: Message) -> list[tuple[str, Any]]:
+def _ask_routers(
+    directory: str, timeout_s: float, method: str, request: Message, operator: dict[str, Any]
+) -> list[tuple[str, Any]]:
     """Every router's name and reply. Raises BatonError: the first one's that has one."""
 
     async def ask(channels: Channels, record: NodeRecord) -> tuple[str, Any]:
+        metadata = Operator(**operator).metadata(record.endpoint)
         with rpc_errors(record.name):
             call = getattr(pins_pb2_grpc.PinsStub(channels.get(record.endpoint)), method)
-            return record.name, await call(request, timeout=timeout_s)
+            return record.name, await call(request, timeout=timeout_s, metadata=metadata)
 
     async def work(channels: Channels) -> list[tuple[str, Any]]:
         records = await list_records(directory, channels=channels, call_ms_max=round(timeout_s * 1e3))

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from functools import partial
 from typing import Any, Final
 
 import h11
@@ -191,16 +192,18 @@ class OpenAiApp:
             called = read_metadata([(name.lower(), value) for name, value in request.headers.items()])
             request_id = request.state.request_id = called.request_id or request_id
             async with self._body(request) as raw:
-                call = await self._node.in_text_thread(self._parse, raw, chat)
+                call = await self._node.text_threads.run(len(raw), self._parse, raw, chat)
             return self._reply(call, called, request_id)
         except BatonError as error:
             if error.reason is not Reason.CANCELLED:
                 self._node.request_log.refused(error, door="http", request_id=request_id)
             return error_response(error, chat=chat, headers={"x-request-id": request_id})
 
-    def _parse(self, raw: bytes, chat: bool) -> OpenAiCall:
+    def _parse(self, raw: bytes, chat: bool, special_tokens: bool = False) -> OpenAiCall:
         body = openai.parse_body(raw)
-        return openai.parse_chat(body, self._node.prompts.encode_chat) if chat else openai.parse_completion(body)
+        if not chat:
+            return openai.parse_completion(body)
+        return openai.parse_chat(body, partial(self._node.prompts.encode_chat, special_tokens=special_tokens))
 
     async def _models(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_json()]})

@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from batonpb import common_pb2, inference_pb2
 
@@ -37,10 +36,10 @@ from router.prompts import PromptEncoder
 from router.request import NEUTRAL, ClientCall, Job, ObservedRequest, check_request
 from router.retries import GONE, RESOLVES_MAX, RESUMABLE, ResumptionPace, Retries, Verdict, pause_ms
 from router.text import AnswerText
+from router.text_threads import TextThreads
 
 log = get_log("router")
 
-_T = TypeVar("_T")
 TokenPart = tuple[int, list[int], list[common_pb2.TokenLogprobs]]
 """Index of the first token, token ids, and their log-probabilities (one each, or none at all)."""
 CutOff = Callable[[BatonError], None]
@@ -52,8 +51,6 @@ _CLIENTS_OWN_REASONS: Final = frozenset({Reason.NO_TOKENIZER, Reason.NO_CHAT_TEM
 """It asks for what this model or router does not have, whatever state the cluster is in."""
 HANDED_OFF_MS_MAX: Final = 1_000
 """How long a finished answer waits for the prefill node to confirm its handoff."""
-TEXT_THREADS: Final = 4
-"""That parse bodies and encode prompts."""
 DEADLINE_MARGIN_S: Final = 0.05
 """A call may be ended a little before what we hold for its deadline."""
 
@@ -165,7 +162,7 @@ class RouterNode:
         self._prefill_nodes = PrefillNodes(blocks_max=config.prefix_blocks_max)
         self._prefill_calls = PrefillCalls(self._prefill_nodes, self.streams, rng)
         self._ended = LeaveRate()
-        self._text_threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
+        self.text_threads = TextThreads()
         self._regions = RegionWatch()
 
     async def generate(
@@ -232,7 +229,7 @@ class RouterNode:
             await self._pause(looks, resumed=False)
         prompt: Sequence[int] = request.token_ids.ids  # copied once its length has been checked
         if request.WhichOneof("prompt") in ("text", "chat"):
-            prompt = await self.in_text_thread(self.prompts.encode, request)
+            prompt = await self.text_threads.run(request.ByteSize(), self.prompts.encode, request, call.special_tokens)
         model, limit = self.model(), self.config.max_tokens_default
         checked = check_request(
             request,
@@ -253,11 +250,6 @@ class RouterNode:
             retries=Retries(config=self.config.retries, give_up_s=give_up_s),
             stats=inference_pb2.RequestStats(prompt_tokens=len(checked.prompt)),
         )
-
-    async def in_text_thread(self, work: Callable[..., _T], *args: object) -> _T:
-        """Parse, render or encode off the loop: long texts take seconds, and others' tokens must flow. In threads of
-        their own: names of hosts are resolved in the loop's."""
-        return await self._loop.run_in_executor(self._text_threads, work, *args)
 
     def _outside_error(self, job: Job | None, call: ClientCall) -> BatonError | None:
         """Why a request was ended from outside."""
@@ -417,7 +409,7 @@ class RouterNode:
         self._repeats.upkeep()
 
     async def close(self) -> None:
-        self._text_threads.shutdown(wait=False, cancel_futures=True)
+        self.text_threads.close()
         await self.streams.close()
         await self._tasks.drain(self.config.stop_grace_ms)
         await self._tasks.cancel()

@@ -57,20 +57,26 @@ class PromptEncoder:
             log.warning("chats are refused: the model's template cannot be used", why=error.message)
         return cls(codec=codec, template=template, chars_max=chars_max)
 
-    def encode(self, request: inference_pb2.GenerateRequest) -> Sequence[int]:
+    def encode(self, request: inference_pb2.GenerateRequest, special_tokens: bool = False) -> Sequence[int]:
         """A request's text, or its messages, checked; nothing for a text without a tokenizer. Raises BatonError."""
         if request.WhichOneof("prompt") == "chat":
-            return self.encode_chat(self._checked(request.chat), _ASK, field="chat.messages")
+            messages = self._checked(request.chat)
+            return self.encode_chat(messages, _ASK, field="chat.messages", special_tokens=special_tokens)
         if self.codec is None:
             return ()
         self._check_chars(len(request.text), "The prompt has", "text")
         return self.codec.encode(request.text)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any], *, field: str = "messages"
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        extra: Mapping[str, Any],
+        *,
+        field: str = "messages",
+        special_tokens: bool = False,
     ) -> Sequence[int]:
         """`extra` are further variables of the template; `field` is where errors point to. A special token that a
-        message spells out is text.
+        message spells out is text, but with `special_tokens`.
 
         Raises BatonError NO_CHAT_TEMPLATE, PROMPT_TOO_LONG, or BAD_FIELD where the template refuses the messages.
         """
@@ -82,7 +88,9 @@ class PromptEncoder:
                 field=field,
             )
         codec = self.codec
-        text = self._template.render(codec.as_text(messages), codec.as_text(extra), field=field)
+        if not special_tokens:
+            messages, extra = codec.as_text(messages), codec.as_text(extra)
+        text = self._template.render(messages, extra, field=field)
         self._check_chars(len(text), _CHAT_OF, field)
         return codec.encode_chat(text)
 

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Final, TypeVar
 
 from batonpb import common_pb2, inference_pb2
@@ -69,6 +70,14 @@ class ObservedRequest:
         """Nothing of it is left in this router."""
 
 
+class Priority(IntEnum):
+    """Who goes first where requests wait; the smaller number does."""
+
+    HIGH = 0
+    NORMAL = 1
+    LOW = 2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientCall:
     """Whose request it is. Times are those of the loop."""
@@ -79,6 +88,9 @@ class ClientCall:
     deadline_s: float
     choice: int = 0
     """Number of this answer among those to one question: other noise from the same seed."""
+    priority: Priority = Priority.NORMAL
+    special_tokens: bool = False
+    """Whether messages of its chat may spell special tokens out; else these are text."""
     cut_off: Callable[[BatonError], None] | None = None
     """Called once the client has left too much unread: it is to end the request, with this error for the client."""
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Final
@@ -40,9 +42,12 @@ def pytest_configure() -> None:
     for signum in (signal.SIGQUIT, signal.SIGHUP):
         if signal.getsignal(signum) is signal.SIG_IGN:
             signal.signal(signum, lambda *_: None)
+    # Nodes make the operator's token there: not in the home folder of whoever runs the tests.
+    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="baton-tests-state-")
 
 
 def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["XDG_STATE_HOME"], ignore_errors=True)
     gc.unfreeze()  # libraries look at the end of the process whether their objects were freed
 
 

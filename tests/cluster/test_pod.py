@@ -13,6 +13,7 @@ from baton.pod import ANNOTATION, COST_FAILURES, COST_GIVEN_UP, COST_LOWERED, FI
 from tests.support.cli_harness import run_baton
 from tests.support.cluster_harness import CALL_S_MAX, RunningCluster, assert_conserved, mock_spec, running
 from tests.support.kube_api_double import SILENCE, Call, KubeApi, kube_api, status_body
+from tests.support.operator import as_operator
 
 FORBIDDEN = 'pods "decode-x" is forbidden: User "baton-node" cannot patch resource "pods"'
 WARNING = (
@@ -38,7 +39,9 @@ def counters(status: node_pb2.NodeStatus) -> dict[str, float]:
 
 async def drain(cluster: RunningCluster, name: str) -> node_pb2.NodeStatus:
     stub = node_pb2_grpc.NodeStub(cluster.channel(name))
-    status: node_pb2.NodeStatus = await stub.Drain(node_pb2.LifecycleOrder(why="a test"), timeout=CALL_S_MAX)
+    status: node_pb2.NodeStatus = await stub.Drain(
+        node_pb2.LifecycleOrder(why="a test"), timeout=CALL_S_MAX, metadata=as_operator()
+    )
     return status
 
 

@@ -24,6 +24,7 @@ from tests.support.cluster_harness import (
     running,
     wait_for,
 )
+from tests.support.operator import as_operator
 
 SIZE: Final = 16
 SYSTEM: Final = "You are the support desk of a ferry line. " * 6
@@ -109,10 +110,10 @@ def test_a_system_message_by_the_api_is_the_configured_one(cluster: RunningClust
     async def scenario() -> None:
         stub = pins_pb2_grpc.PinsStub(cluster.channel(ROUTER_NAME))
         request = pins_pb2.PinRequest(name="again", system=SYSTEM)
-        reply = await stub.Pin(request, timeout=CALL_S_MAX)
+        reply = await stub.Pin(request, timeout=CALL_S_MAX, metadata=as_operator())
         assert [on.node for on in reply.pin.nodes] == ["decode-0", "prefill-0"]
         assert all(on.blocks == on.blocks_pinned > 3 for on in reply.pin.nodes)
-        assert (await stub.Unpin(pins_pb2.UnpinRequest(name="again"), timeout=CALL_S_MAX)).known
+        assert (await stub.Unpin(pins_pb2.UnpinRequest(name="again"), timeout=CALL_S_MAX, metadata=as_operator())).known
         assert await warm(cluster)
 
     cluster.run(scenario())

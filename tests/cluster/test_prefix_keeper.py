@@ -23,6 +23,7 @@ from router.config import PinKeeperConfig, PinnedPrefix
 from router.pins import PinKeeper
 from tests.support.cluster_harness import CALL_S_MAX, assert_conserved, error_of, mock_spec, random_prompt, wait_for
 from tests.support.inprocess_cluster import InProcessCluster, inprocess
+from tests.support.operator import as_operator
 
 SIZE = 16
 NODES = ("decode-0", "prefill-0")
@@ -382,7 +383,7 @@ def test_a_router_refuses_a_bad_pin_itself() -> None:
                 async def ask(**fields: Any) -> BatonError:
                     async def call() -> None:
                         with rpc_errors("router"):
-                            await stub.Pin(pins_pb2.PinRequest(**fields), timeout=CALL_S_MAX)
+                            await stub.Pin(pins_pb2.PinRequest(**fields), timeout=CALL_S_MAX, metadata=as_operator())
 
                     return await error_of(call())
 
@@ -404,7 +405,9 @@ def test_a_router_refuses_a_bad_pin_itself() -> None:
                     error = await ask(**fields)
                     assert (error.reason, error.field) == (reason, field), (fields, error)
                     assert error.message.endswith("."), error.message
-                assert not (await stub.ListPins(pins_pb2.ListPinsRequest(), timeout=CALL_S_MAX)).pins
+                assert not (
+                    await stub.ListPins(pins_pb2.ListPinsRequest(), timeout=CALL_S_MAX, metadata=as_operator())
+                ).pins
             await assert_conserved(cluster)
 
     asyncio.run(scenario())

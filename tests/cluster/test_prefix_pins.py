@@ -23,6 +23,7 @@ from tests.support.cluster_harness import (
     wait_for,
 )
 from tests.support.inprocess_cluster import MARK, InProcessCluster, Point, inprocess
+from tests.support.operator import as_operator
 
 SIZE = 16
 BLOCKS = 40
@@ -48,17 +49,21 @@ class Operator:
 
     async def send(self, request: pins_pb2.PinRequest) -> pins_pb2.PinnedPrefix:
         with rpc_errors("router"):
-            reply: pins_pb2.PinReply = await self._stub.Pin(request, timeout=CALL_S_MAX)
+            reply: pins_pb2.PinReply = await self._stub.Pin(request, timeout=CALL_S_MAX, metadata=as_operator())
             return reply.pin
 
     async def unpin(self, name: str) -> bool:
         with rpc_errors("router"):
-            reply: pins_pb2.UnpinReply = await self._stub.Unpin(pins_pb2.UnpinRequest(name=name), timeout=CALL_S_MAX)
+            reply: pins_pb2.UnpinReply = await self._stub.Unpin(
+                pins_pb2.UnpinRequest(name=name), timeout=CALL_S_MAX, metadata=as_operator()
+            )
             return reply.known
 
     async def pins(self) -> list[pins_pb2.PinnedPrefix]:
         with rpc_errors("router"):
-            reply: pins_pb2.ListPinsReply = await self._stub.ListPins(pins_pb2.ListPinsRequest(), timeout=CALL_S_MAX)
+            reply: pins_pb2.ListPinsReply = await self._stub.ListPins(
+                pins_pb2.ListPinsRequest(), timeout=CALL_S_MAX, metadata=as_operator()
+            )
             return list(reply.pins)
 
 

@@ -20,6 +20,7 @@ from tests.support.cluster_harness import (
     running,
     wait_for,
 )
+from tests.support.operator import as_operator
 
 DECODE: Final = "decode-0"
 BLOCKS: Final = 24
@@ -88,7 +89,9 @@ def test_a_drain_waits_for_what_is_in_host_memory(cluster: RunningCluster) -> No
 
     async def order(what: str) -> node_pb2.NodeStatus:
         stub = node_pb2_grpc.NodeStub(cluster.channel(DECODE))
-        status: node_pb2.NodeStatus = await getattr(stub, what)(node_pb2.LifecycleOrder(), timeout=CALL_S_MAX)
+        status: node_pb2.NodeStatus = await getattr(stub, what)(
+            node_pb2.LifecycleOrder(), timeout=CALL_S_MAX, metadata=as_operator()
+        )
         return status
 
     async def all_run_and_some_are_swapped_out() -> bool:

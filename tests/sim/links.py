@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from baton.ids import Epoch, GrantId, Pair
-from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TransportName, WriterEvents
+from baton.ids import Epoch, GrantId
+from kvtransfer.transport import ConnectError, Seal, TransportName
 from kvtransfer.transports.receiver_port import Evidence
+from kvtransfer.transports.writer_link import LinkParts
 from tests.sim.data import Batch, SimLink
 from tests.sim.loop import ProcessState
 
@@ -29,10 +30,8 @@ class SimTcpLink(SimLink):
         self._receiving = True
 
     @classmethod
-    async def connect(
-        cls, endpoint: DataEndpoint, pair: Pair, source: Any, events: WriterEvents, loop: Any, config: Any = None
-    ) -> SimTcpLink:
-        link = await _connect(cls, endpoint, pair, events, loop, ConnectError)
+    async def connect(cls, parts: LinkParts, source: Any, config: Any = None) -> SimTcpLink:
+        link = await _connect(cls, parts, ConnectError)
         assert isinstance(link, SimTcpLink)
         return link
 
@@ -132,17 +131,8 @@ class SimShmLink(SimLink):
         self._reason = ""
 
     @classmethod
-    async def connect(
-        cls,
-        endpoint: DataEndpoint,
-        pair: Pair,
-        source: Any,
-        events: WriterEvents,
-        loop: Any,
-        config: Any = None,
-        turns: Any = None,
-    ) -> SimShmLink:
-        link = await _connect(cls, endpoint, pair, events, loop, ConnectError)
+    async def connect(cls, parts: LinkParts, source: Any, config: Any = None, turns: Any = None) -> SimShmLink:
+        link = await _connect(cls, parts, ConnectError)
         assert isinstance(link, SimShmLink)
         return link
 
@@ -220,21 +210,15 @@ class SimShmLink(SimLink):
         self.port.proved(self, Evidence.DEAD, orderly=False)
 
 
-async def _connect(
-    kind: type[SimLink],
-    endpoint: DataEndpoint,
-    pair: Pair,
-    events: WriterEvents,
-    loop: Any,
-    failure: type[Exception],
-) -> SimLink:
+async def _connect(kind: type[SimLink], parts: LinkParts, failure: type[Exception]) -> SimLink:
+    endpoint, loop = parts.endpoint, cast("Any", parts.loop)
     process: Process = loop.sink
     network = process.network
     port = network.data_ports.get(endpoint.address)
     if port is None or port.process.loop.state is ProcessState.DEAD:
         await asyncio.sleep(network.rng.random() * 0.002)
         raise failure(f"{endpoint.address}: connection refused")
-    link = kind(process=process, port=port, pair=pair, epoch=endpoint.epoch, events=events)
+    link = kind(process=process, port=port, pair=parts.pair, epoch=endpoint.epoch, events=parts.events)
     welcomed: asyncio.Future[str | None] = loop.create_future()
 
     def hello() -> None:

@@ -32,6 +32,7 @@ from engine.mock import MockConfig
 from engine.types import SamplingParams
 from tests.support.fork_server import forked_children
 from tests.support.mock_reference import mock_reference
+from tests.support.operator import as_operator
 
 _T = TypeVar("_T")
 
@@ -268,7 +269,7 @@ class RunningCluster:
         """Cordon, Uncordon, Drain or Undrain of one node."""
         call = getattr(node_pb2_grpc.NodeStub(self.channel(name)), what)
         with rpc_errors(name):
-            await call(node_pb2.LifecycleOrder(why="the test says so"), timeout=CALL_S_MAX)
+            await call(node_pb2.LifecycleOrder(why="the test says so"), timeout=CALL_S_MAX, metadata=as_operator())
 
     async def statuses(self) -> dict[str, node_pb2.NodeStatus]:
         services = dict(self.cluster.spec.processes())

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.rpc import rpc_errors
 from tests.support.cli_harness import run_baton
 from tests.support.cluster_harness import CALL_S_MAX, Answer, RunningCluster, mock_tokens, random_prompt, wait_for
+from tests.support.operator import as_operator
 
 AT_ONCE: Final = 8
 SERVING: Final = health_pb2.HealthCheckResponse.SERVING
@@ -34,7 +35,7 @@ async def order(cluster: RunningCluster, name: str, what: str, *, incarnation: i
     stub = node_pb2_grpc.NodeStub(cluster.channel(name))
     with rpc_errors(name):
         request = node_pb2.LifecycleOrder(incarnation=incarnation, why="a test")
-        status: node_pb2.NodeStatus = await getattr(stub, what)(request, timeout=CALL_S_MAX)
+        status: node_pb2.NodeStatus = await getattr(stub, what)(request, timeout=CALL_S_MAX, metadata=as_operator())
     return status
 
 

@@ -28,11 +28,13 @@ from typing import IO, Final, cast
 from unittest.mock import patch
 
 import cli
+import cli.services
 import cli.supervisor
 import engine.models
 import engine.native
 from cli.child import Child
 from cli.services import Service, serve_function
+from tests.support.loop_holds import HOLDS_ENV, watched
 
 EXEC_ENV: Final = "BATON_TESTS_EXEC"
 REQUEST_BYTES_MAX: Final = 1 << 20
@@ -252,6 +254,8 @@ def _main() -> None:
         arguments = _serve(server, parent)
     from cli.main import run
 
+    if (holds := os.environ.get(HOLDS_ENV)) is not None:
+        cli.services._serve = watched(cli.services._serve, Path(holds))
     sys.argv[:] = [str(Path(sys.modules["cli.main"].__file__ or "")), *arguments]
     sys.exit(run(arguments))
 

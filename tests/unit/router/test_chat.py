@@ -76,6 +76,9 @@ def test_a_special_token_in_a_message_is_text(encoder: PromptEncoder, folder: Pa
     nested = [{"role": "user", "content": "a", "tool_calls": [{"function": {"arguments": {SPELT: SPELT}}}]}]
     shown = template_of("{{ messages[0].tool_calls[0].function.arguments | tojson }}")
     assert not special & set(PromptEncoder(codec=codec, template=shown, chars_max=CHARS_MAX).encode_chat(nested, {}))
+    # Who may send them sends them.
+    allowed = encoder.encode(chat(("user", f"a {SPELT} b")), special_tokens=True)
+    assert sum(token in special for token in allowed) == 3
     # Elsewhere they are what they were.
     assert special < set(encoder.encode(inference_pb2.GenerateRequest(text=f"a {SPELT} b")))
 

@@ -1,0 +1,59 @@
+"""The harness of the attacks finds what it is to find: loops that are kept from turning, and wrong answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.attack import HOLD_MS_MAX, Front, bystanders, front_door
+from tests.support.loop_holds import HOLD_S
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[Front]:
+    with front_door() as front:
+        yield front
+
+
+def test_without_an_attack_nothing_is_held(front: Front) -> None:
+    """Bystanders alone: exact answers over gRPC and HTTP, and no turn of the router's loop as long
+    as an attack may make it."""
+
+    async def scenario() -> None:
+        async with bystanders(front) as others:
+            await others.until_answers(1)
+        others.check()
+        assert {each.over_http for each in others.each} == {False, True}
+        assert all(each.gaps_s and each.waits_s for each in others.each)
+        assert others.longest_hold_ms() < HOLD_MS_MAX, others.holds
+
+    front.run(scenario())
+
+
+@pytest.mark.parametrize("in_thread", [False, True], ids=["by its own thread", "by another thread"])
+def test_a_hold_is_seen(front: Front, in_thread: bool) -> None:
+    """The router's own thread computes for 50 ms in one turn, or another thread of it keeps the interpreter's lock as
+    long: that is what is measured, and the answers are as exact as ever."""
+
+    async def scenario() -> None:
+        holds = await front.holds()
+        async with bystanders(front, streams=4) as others:
+            await holds.hold(in_thread=in_thread)
+        await holds.close()
+        others.check()
+        assert others.longest_hold_ms() >= 0.9 * HOLD_S * 1e3, others.holds
+
+    front.run(scenario())
+
+
+def test_a_wrong_token_is_seen(front: Front) -> None:
+    """A bystander that expects another answer than it gets fails the check."""
+
+    async def scenario() -> None:
+        async with bystanders(front, streams=4) as others:
+            others.each[1].seed += 1
+        with pytest.raises(AssertionError, match=r"bystander 2 over gRPC.*wrong tokens"):
+            others.check()
+
+    front.run(scenario())
