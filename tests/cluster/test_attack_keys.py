@@ -222,6 +222,7 @@ def test_requests_and_tokens_a_minute(front: Front, keys: Keys) -> None:
     front.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_changed_file_counts_within_seconds_and_a_broken_one_does_not(front: Front, keys: Keys) -> None:
     """A key is taken away while it reads an answer: the answer goes on and the next call is refused. Then the file is
     broken, and those who were good stay so."""
