@@ -253,7 +253,7 @@ def _content(content: object, i: int) -> str:
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
-            raise bad_field(place, f"messages[{i}] has a part of type {kind!r}; only text is understood.")
+            raise bad_field(place, f"messages[{i}] has a part of type {str(kind)[:40]!r}; only text is understood.")
     return "\n".join(part["text"] for part in content)
 
 

@@ -30,6 +30,8 @@ CACHE_SALT_BYTES_MAX = 256
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 MESSAGES_MAX = 4_096
 
+NAME_CHARS_SHOWN: Final = 80
+"""Of a name that a request says, in an error about it."""
 UINT32_MAX = (1 << 32) - 1
 
 NEUTRAL = SamplingDefaults()
@@ -159,7 +161,7 @@ def check_request(
     a zero that is set counts. `key_salt` is that of the API key. Raises BatonError naming the field.
     """
     if request.HasField("model") and request.model != model.name:
-        text = f"This cluster serves '{model.name}', not '{request.model}'."
+        text = f"This cluster serves '{model.name}', not '{request.model[:NAME_CHARS_SHOWN]}'."
         raise BatonError(Reason.UNKNOWN_MODEL, text, field="model")
     kind = request.WhichOneof("prompt") or "prompt"
     if kind == "text" and not has_tokenizer:
@@ -290,18 +292,20 @@ def _number(sampling: inference_pb2.Sampling, name: str, defaults: SamplingDefau
 
 
 def _stop_token_ids(sampling: inference_pb2.Sampling, model: ModelInfo) -> list[int]:
+    count = len(sampling.stop_token_ids)  # here and below: nothing is copied before it is counted
+    if count > STOP_TOKEN_IDS_MAX:
+        raise _out_of_range("stop_token_ids", f"{count} ids long", f"at most {STOP_TOKEN_IDS_MAX} ids long")
     ids = sorted(set(sampling.stop_token_ids))
-    if len(ids) > STOP_TOKEN_IDS_MAX:
-        raise _out_of_range("stop_token_ids", f"{len(ids)} ids long", f"at most {STOP_TOKEN_IDS_MAX} ids long")
     if ids and ids[-1] >= model.vocab_size:
         raise _out_of_range("stop_token_ids", ids[-1], f"ids below the vocabulary of {model.vocab_size}")
     return ids
 
 
 def _logit_bias(sampling: inference_pb2.Sampling, model: ModelInfo) -> dict[int, float]:
+    count = len(sampling.logit_bias)
+    if count > LOGIT_BIAS_TOKENS_MAX:
+        raise _out_of_range("logit_bias", f"{count} tokens long", f"at most {LOGIT_BIAS_TOKENS_MAX} tokens long")
     biases = dict(sampling.logit_bias)
-    if len(biases) > LOGIT_BIAS_TOKENS_MAX:
-        raise _out_of_range("logit_bias", f"{len(biases)} tokens long", f"at most {LOGIT_BIAS_TOKENS_MAX} tokens long")
     for token, bias in sorted(biases.items()):
         if token >= model.vocab_size:
             allowed = f"for ids below the vocabulary of {model.vocab_size}"
@@ -313,9 +317,10 @@ def _logit_bias(sampling: inference_pb2.Sampling, model: ModelInfo) -> dict[int,
 
 
 def _stop(sampling: inference_pb2.Sampling, *, has_tokenizer: bool) -> tuple[str, ...]:
+    count = len(sampling.stop)
+    if count > STOP_STRINGS_MAX:
+        raise _out_of_range("stop", f"{count} strings long", f"at most {STOP_STRINGS_MAX} strings long")
     stops = tuple(dict.fromkeys(sampling.stop))
-    if len(stops) > STOP_STRINGS_MAX:
-        raise _out_of_range("stop", f"{len(stops)} strings long", f"at most {STOP_STRINGS_MAX} strings long")
     for stop in stops:
         if not 0 < len(stop) <= STOP_CHARS_MAX:
             raise _out_of_range("stop", f"a string of {len(stop)} characters", f"1 to {STOP_CHARS_MAX} characters")
