@@ -61,16 +61,20 @@ async def serve(
 
     runtime = NodeRuntime(config, Role.ROUTER, clock=Clock(), rng=rng, on_change=follow_directory)
     await runtime.check_listen()
+    keys = await KeyFile.open(config.api_keys_file) if config.api_keys_file is not None else None
     metrics: RouterMetrics | None = None
     if config.http_listen is not None:
         # Here and below: a router without HTTP does not load its libraries.
         from router.metrics import RouterMetrics
 
         await check_can_bind(config.http_listen, setting="http_listen")
-        metrics = RouterMetrics(runtime.membership.nodes, directory_lost=lambda: runtime.membership.stale)
+        metrics = RouterMetrics(
+            runtime.membership.nodes,
+            directory_lost=lambda: runtime.membership.stale,
+            keys=keys.book.uses if keys is not None else tuple,
+        )
         runtime.loop_lag.report = metrics.loop_lag_s.observe
     folder = await asyncio.to_thread(_folder, config.model)
-    keys = await KeyFile.open(config.api_keys_file) if config.api_keys_file is not None else None
     node = RouterNode(
         config=config,
         incarnation=runtime.incarnation,
