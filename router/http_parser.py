@@ -73,6 +73,8 @@ class RequestParser:
         """Begun in this piece of data."""
         self._unframed = 0
         """Bytes of this call so far, but for those that came in one piece of data with its head."""
+        self._upgrade: bytes | None = None
+        """The method of a call that offers another protocol."""
         self._begin()
 
     def feed(self, data: bytes) -> list[Event]:
@@ -82,12 +84,7 @@ class RequestParser:
         self._events, self._calls = [], 0
         self._unframed += len(data)
         self._parse(data)
-        self._flush()
-        if not self._problem:
-            self._check_frame()
-        if self._problem:
-            self._events.append(BatonError(Reason.BAD_FIELD, self._problem))
-        return self._events
+        return self._found()
 
     def close(self) -> None:
         """Break the circle of references."""
@@ -115,6 +112,14 @@ class RequestParser:
         self._parser = httptools.HttpRequestParser(self)
         self._parse(head + rest)
 
+    def _found(self) -> list[Event]:
+        self._flush()
+        if not self._problem:
+            self._check_frame()
+        if self._problem:
+            self._events.append(BatonError(Reason.BAD_FIELD, self._problem))
+        return self._events
+
     def _check_frame(self) -> None:
         if self._in_head:
             if self._unframed > HEAD_BYTES_MAX:
@@ -128,8 +133,7 @@ class RequestParser:
         self._headers_count = 0
         self._head_bytes = 0
         self._expects_continue = False
-        self._upgrade: bytes | None = None
-        """The method of a call that offers another protocol."""
+        self._upgrade = None
         self._body_bytes = 0
         self._body_parts = 0
 

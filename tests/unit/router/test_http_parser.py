@@ -33,9 +33,11 @@ def read(data: bytes, size: int | None = None) -> list[Event]:
     size = size or len(data)
     for begin in range(0, len(data), size):
         for event in parser.feed(data[begin : begin + size]):
-            if isinstance(event, bytes) and found and isinstance(found[-1], bytes):
-                event = found.pop() + event
-            found.append(event)
+            last = found[-1] if found else None
+            if isinstance(event, bytes) and isinstance(last, bytes):
+                found[-1] = last + event
+            else:
+                found.append(event)
     parser.close()
     return found
 
