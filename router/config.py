@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from ipaddress import IPv4Network, IPv6Network, ip_network
+from pathlib import Path
 
 from baton.config import fixed, setting
 from baton.errors import InvalidField, check_positive
@@ -90,6 +91,11 @@ class RouterConfig(ProcessConfig):
         None,
         "host:port of the OpenAI endpoints and of /metrics over HTTP; none: off",
         "Clients use HTTP, or Prometheus scrapes the router.",
+    )
+    api_keys_file: Path | None = setting(
+        None,
+        "TOML file of API keys (`baton key new` makes them), taken anew when it changes; none: everybody may ask",
+        "Clients that you do not trust reach the router, or some clients are to get less than others.",
     )
     http_connections_max: int = setting(
         2_048, "HTTP connections at the same time", "More clients keep connections open."
