@@ -13,7 +13,7 @@ import inspect
 import random
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -148,6 +148,10 @@ class RpcServer:
         Without it all of them are refused."""
         self._edge.authorize = authorize
 
+    def check_callers_by(self, check: Callable[[Iterable[tuple[str, str | bytes]]], object]) -> None:
+        """`check(metadata)` raises BatonError for a public call that may not be made. Its message is not read then."""
+        self._edge.check_caller = check
+
     def on_refused(self, refused: Callable[[BatonError], None]) -> None:
         """`refused` is called with the error of each public call that is refused before its handler runs."""
         self._edge.refused = refused
@@ -269,6 +273,7 @@ class _Edge(grpc.aio.ServerInterceptor):
         )
         self._tasks: dict[asyncio.Task[Any], str] = {}
         self.refused: Callable[[BatonError], None] = lambda _error: None
+        self.check_caller: Callable[[Iterable[tuple[str, str | bytes]]], object] = lambda _metadata: None
         self.authorize: Callable[[str, Any], Awaitable[None]] = refuse
 
     async def ended(self, timeout_s: float) -> list[str]:
@@ -283,7 +288,15 @@ class _Edge(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler | None:
         handler = await continuation(handler_call_details)
-        return None if handler is None else self._wrap(handler_call_details.method, handler)
+        if handler is None:
+            return None
+        if _is_public(handler_call_details.method):
+            try:
+                self.check_caller(handler_call_details.invocation_metadata)
+            except BatonError as error:
+                self.refused(error)
+                return _refusal(to_status(error))
+        return self._wrap(handler_call_details.method, handler)
 
     def _wrap(self, method: str, handler: _Handler) -> _Handler:
         requests = "stream" if handler.request_streaming else "unary"
@@ -414,6 +427,15 @@ def _source(context: _Context) -> str:
     """What counts as one caller in limits."""
     family, _, address = context.peer().partition(":")
     return source_of(unquote(address).rpartition(":")[0].strip("[]")) if family.startswith("ip") else family
+
+
+def _refusal(status: grpc.Status) -> _Handler:
+    """Ends a call of any kind. As it takes a stream of messages, and none of them, gRPC reads none."""
+
+    async def refuse(_messages: Any, context: _Context) -> None:
+        await context.abort_with_status(status)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 async def _write_all(behavior: Callable[..., Any], request: Any, context: _Context) -> None:
