@@ -82,13 +82,21 @@ class RouterConfig(ProcessConfig):
         "host:port of gRPC; port 0 takes any",
         "Clients or nodes are on other machines, or the port is in use.",
     )
+    admin_listen: str = setting(
+        "127.0.0.1:0",
+        "host:port of gRPC for operators (status, drain, pins); port 0 takes any",
+        "Commands run on other machines, or firewalls need a fixed port. Clients must not reach it.",
+    )
     model: str | None = setting(
         None, "model whose tokenizer to use; none: requests must have token ids", "Clients send text or chats."
     )
     http_listen: str | None = setting(
         None,
-        "host:port of the OpenAI endpoints and of /metrics over HTTP; none: off",
-        "Clients use HTTP, or Prometheus scrapes the router.",
+        "host:port of the OpenAI endpoints over HTTP; none: off",
+        "Clients use HTTP.",
+    )
+    metrics_listen: str | None = setting(
+        None, "host:port of /metrics over HTTP; none: off", "Prometheus scrapes the router. Clients need not reach it."
     )
     http_connections_max: int = setting(
         2_048, "HTTP connections at the same time", "More clients keep connections open."

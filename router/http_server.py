@@ -1,4 +1,4 @@
-"""The OpenAI endpoints, health and metrics over HTTP. `docs/openai.md` describes them.
+"""The OpenAI endpoints and health over HTTP. `docs/openai.md` describes them.
 
 An answer is sent whole or as a stream of events. The call ends when its client goes away.
 """
@@ -17,7 +17,6 @@ from typing import Any, Final
 import h11
 import uvicorn
 from batonpb import common_pb2, inference_pb2
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -29,6 +28,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from baton import baton_version
 from baton.clock import first_of
+from baton.config import flag_name
 from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import RequestId
@@ -37,7 +37,6 @@ from baton.tracing import CallMetadata, Traceparent, new_request_id, read_metada
 from router import openai
 from router.choices import Answer, run_choices
 from router.config import RouterConfig
-from router.metrics import RouterMetrics
 from router.node import CutOff, RouterNode, client_guard
 from router.openai import Json, OpenAiCall, Replies
 from router.request import ClientCall
@@ -161,9 +160,8 @@ SEND_BUFFER_BYTES = 131_072
 class OpenAiApp:
     """The endpoints of one router. Lives on its loop."""
 
-    def __init__(self, node: RouterNode, metrics: RouterMetrics) -> None:
+    def __init__(self, node: RouterNode) -> None:
         self._node = node
-        self._metrics = metrics
         self._began = int(time.time())
         self._body_bytes = 0
         """Of bodies that have begun to come and are not parsed yet."""
@@ -178,7 +176,6 @@ class OpenAiApp:
                 Route("/health", self._health),
                 Route("/live", self._live),
                 Route("/version", self._version),
-                Route("/metrics", self._metrics_text),
             ],
             exception_handlers={BatonError: _on_baton_error, HTTPException: _on_http_error, Exception: _on_bug},
         )
@@ -230,9 +227,6 @@ class OpenAiApp:
 
     async def _version(self, _request: Request) -> Response:
         return JSONResponse({"version": baton_version()})
-
-    async def _metrics_text(self, _request: Request) -> Response:
-        return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     def _reply(self, call: OpenAiCall, called: CallMetadata, request_id: RequestId) -> CallReply:
         node = self._node
@@ -323,15 +317,18 @@ class HttpServer:
         )
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, listen: str) -> str:
-        """Listen, and serve from now on; returns the endpoint. Raises BatonError PORT_IN_USE or BAD_ENDPOINT."""
+    def start(self, listen: str, *, setting: str = "http_listen") -> str:
+        """Listen, and serve from now on; returns the endpoint. `setting` is the key to name in an error.
+
+        Raises BatonError PORT_IN_USE or BAD_ENDPOINT.
+        """
         host, port = split_endpoint(listen)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             listener = socket.create_server((host, port), family=family)
         except OSError as error:
-            text = f"Cannot listen on {listen} for HTTP: {error.strerror}. Name another one with --http-listen."
-            raise BatonError(Reason.PORT_IN_USE, text, field="http_listen") from error
+            text = f"Cannot listen on {listen} for HTTP: {error.strerror}. Name another one with {flag_name(setting)}."
+            raise BatonError(Reason.PORT_IN_USE, text, field=setting) from error
         # Connections take it over. Left to itself the kernel keeps megabytes of an answer that nobody reads.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.setblocking(False)
