@@ -28,6 +28,7 @@ from baton.operator import OperatorToken
 from baton.pod import DeletionCost, PodConfig
 from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer, check_can_bind
 from baton.tasks import end_task
+from baton.tls import INSECURE_HELP, INSECURE_WHEN, PROBE_HELP, PROBE_WHEN, TlsConfig, open_tls
 from baton.wire import ModelInfo, NodeLoad, NodeRecord, Role, check_name, check_receiver, record_to_proto
 
 log = get_log("node")
@@ -64,6 +65,9 @@ class ProcessConfig:
     directory: str = setting("127.0.0.1:7070", DIRECTORY_HELP, "Always, except on one machine with the default port.")
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    insecure: bool = setting(False, INSECURE_HELP, INSECURE_WHEN)
+    probe_listen: str | None = setting(None, PROBE_HELP, PROBE_WHEN)
     rpc: RpcLimits = field(default_factory=RpcLimits)
     operator_token_file: Path | None = setting(
         None,
@@ -111,11 +115,17 @@ class NodeRuntime:
         self.clock = clock
         self.rng = rng
         self.lifecycle = NodeLifecycle(now_s=clock.monotonic_s())
+        self.tls = open_tls(config)
         self.channels = self.make_channels()
         callers_are_nodes = role is not Role.ROUTER
         self.operator = OperatorToken(config.operator_token_file)
-        self.server = RpcServer(limits=config.rpc, rng=rng, liveness=config.liveness if callers_are_nodes else None)
-        self.admin = self.server if admin_listen is None else RpcServer(limits=config.rpc, rng=rng)
+        self.server = RpcServer(
+            limits=config.rpc,
+            rng=rng,
+            liveness=config.liveness if callers_are_nodes else None,
+            tls=self.tls if callers_are_nodes else None,
+        )
+        self.admin = self.server if admin_listen is None else RpcServer(limits=config.rpc, rng=rng, tls=self.tls)
         self._admin_listen = admin_listen
         self._servers = tuple(dict.fromkeys((self.server, self.admin)))
         self.admin.authorize_by(self.operator.authorize)
@@ -148,7 +158,7 @@ class NodeRuntime:
 
     def make_channels(self) -> Channels:
         """New channels to other nodes, with this node's limits. The caller closes them."""
-        return Channels(limits=ChannelLimits(liveness=self.config.liveness), rng=self.rng)
+        return Channels(limits=ChannelLimits(liveness=self.config.liveness), rng=self.rng, tls=self.tls)
 
     def record(self) -> NodeRecord:
         return NodeRecord(
@@ -186,7 +196,7 @@ class NodeRuntime:
 
         Raises BatonError PORT_IN_USE, NAME_IN_USE, PEER_UNREACHABLE (the directory), ...
         """
-        port = await self.server.start(self.config.listen)
+        port = await self.server.start(self.config.listen, probe_listen=self.config.probe_listen)
         admin = self._admin_listen
         admin_port = 0 if admin is None else await self.admin.start(admin)
         host, _ = split_endpoint(self.config.listen)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from baton.config import fixed, setting
 from baton.errors import InvalidField, check_positive
 from baton.runtime import ProcessConfig
+from baton.tls import check_listens
 from router.request import CACHE_SALT_BYTES_MAX
 from router.retries import RetryConfig
 
@@ -98,6 +100,11 @@ class RouterConfig(ProcessConfig):
     metrics_listen: str | None = setting(
         None, "host:port of /metrics over HTTP; none: off", "Prometheus scrapes the router. Clients need not reach it."
     )
+    api_keys_file: Path | None = setting(
+        None,
+        "TOML file of API keys (`baton key new` makes them), taken anew when it changes; none: everybody may ask",
+        "Clients that you do not trust reach the router, or some clients are to get less than others.",
+    )
     http_connections_max: int = setting(
         2_048, "HTTP connections at the same time", "More clients keep connections open."
     )
@@ -158,6 +165,7 @@ class RouterConfig(ProcessConfig):
 
     def __post_init__(self) -> None:
         ProcessConfig.__post_init__(self)
+        check_listens(self, "admin_listen")
         names = [prefix.name for prefix in self.pinned_prefixes]
         if len(set(names)) < len(names) or len(names) > self.pins.count_max:
             raise InvalidField("pinned_prefixes", f"must have different names and be {self.pins.count_max} at most")

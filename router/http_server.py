@@ -37,6 +37,7 @@ from baton.tracing import CallMetadata, Traceparent, new_request_id, read_metada
 from router import openai
 from router.choices import Answer, run_choices
 from router.config import RouterConfig
+from router.keys import Admission
 from router.node import CutOff, RouterNode, client_guard
 from router.openai import Json, OpenAiCall, Replies
 from router.request import ClientCall
@@ -44,6 +45,8 @@ from router.request import ClientCall
 log = get_log("http")
 
 ERROR_SEND_MS_MAX = 5_000
+ADMISSION: Final = "admission"
+"""In the state of a call that came with an API key."""
 
 Events = AsyncGenerator[tuple[int, inference_pb2.GenerateEvent], None]
 
@@ -183,20 +186,23 @@ class OpenAiApp:
     async def _complete(self, request: Request) -> Response:
         """Both endpoints. What is refused here is logged with the id that the client is given: there is no request
         yet."""
-        chat = _is_chat(request)
+        chat, admission = _is_chat(request), getattr(request.state, ADMISSION, None)
         request_id = request.state.request_id = new_request_id(self._node.rng)
         try:
             called = read_metadata([(name.lower(), value) for name, value in request.headers.items()])
             request_id = request.state.request_id = called.request_id or request_id
             async with self._body(request) as raw:
-                call = await self._node.text_threads.run(len(raw), self._parse, raw, chat)
-            return self._reply(call, called, request_id)
+                special_tokens = admission is not None and admission.key.special_tokens
+                call = await self._node.text_threads.run(len(raw), self._parse, raw, chat, special_tokens)
+            if admission is not None:
+                admission.widen(len(call.requests) * call.n)
+            return self._reply(call, called, request_id, admission)
         except BatonError as error:
             if error.reason is not Reason.CANCELLED:
                 self._node.request_log.refused(error, door="http", request_id=request_id)
             return error_response(error, chat=chat, headers={"x-request-id": request_id})
 
-    def _parse(self, raw: bytes, chat: bool, special_tokens: bool = False) -> OpenAiCall:
+    def _parse(self, raw: bytes, chat: bool, special_tokens: bool) -> OpenAiCall:
         body = openai.parse_body(raw)
         if not chat:
             return openai.parse_completion(body)
@@ -228,12 +234,14 @@ class OpenAiApp:
     async def _version(self, _request: Request) -> Response:
         return JSONResponse({"version": baton_version()})
 
-    def _reply(self, call: OpenAiCall, called: CallMetadata, request_id: RequestId) -> CallReply:
-        node = self._node
+    def _reply(
+        self, call: OpenAiCall, called: CallMetadata, request_id: RequestId, admission: Admission | None
+    ) -> CallReply:
+        node, now_s = self._node, asyncio.get_running_loop().time
         node.check_open()
         trace = called.traceparent or Traceparent.new(node.rng, sampled=False)
         timeout_s = node.config.rpc.public_deadline_ms_default / 1000
-        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        deadline_s = now_s() + timeout_s
         if not call.requests[0].sampling.HasField("seed"):
             for each in call.requests:  # one for all answers to a prompt, which differ by their choice
                 each.sampling.seed = node.rng.getrandbits(64)
@@ -242,6 +250,8 @@ class OpenAiApp:
             def ask(message: inference_pb2.GenerateRequest, choice: int) -> Answer:
                 child = trace.child(node.rng)
                 client = ClientCall(id=request_id, trace=child, deadline_s=deadline_s, choice=choice, cut_off=cut_off)
+                if admission is not None:
+                    client = admission.sign(client, now_s, repeats_prompt=choice > 0)
                 return node.generate(message, client)
 
             return run_choices(ask, call.requests, call.n)

@@ -16,6 +16,7 @@ from batonpb import inference_pb2_grpc, pins_pb2_grpc
 
 from baton.clock import Clock
 from baton.drain import Holdings
+from baton.endpoint import is_loopback
 from baton.errors import BatonError, Reason
 from baton.log import get_log
 from baton.rpc import check_can_bind
@@ -24,6 +25,8 @@ from baton.tasks import Tasks
 from baton.wire import NodeLoad, Role
 from engine.model_config import ModelError, SamplingDefaults, load_sampling_defaults, resolve_model
 from router.config import RouterConfig
+from router.key_file import KeyFile
+from router.keys import authorization_of
 from router.node import RouterNode
 from router.pins import PinKeeper, PinsService
 from router.prompts import PromptEncoder
@@ -31,6 +34,8 @@ from router.request import NEUTRAL
 from router.service import InferenceService
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from router.http_server import HttpServer
     from router.metrics import RouterMetrics
 
@@ -72,6 +77,7 @@ async def serve(
         metrics = RouterMetrics(runtime.membership.nodes, directory_lost=lambda: runtime.membership.stale)
         runtime.loop_lag.report = metrics.loop_lag_s.observe
     folder = await asyncio.to_thread(_folder, config.model)
+    keys = await KeyFile.open(config.api_keys_file) if config.api_keys_file is not None else None
     node = RouterNode(
         config=config,
         incarnation=runtime.incarnation,
@@ -88,43 +94,64 @@ async def serve(
     runtime.load = lambda: NodeLoad(running_requests=node.requests)
     runtime.upkeep = node.upkeep
     runtime.server.on_refused(partial(node.request_log.refused, door="grpc"))
-    inference = InferenceService(node)
+    inference = InferenceService(node, keys.book if keys is not None else None)
     runtime.server.add("baton.v1.Inference", inference_pb2_grpc.add_InferenceServicer_to_server, inference)
     pins = await _open_pins(config, node, runtime)
     renewing = Tasks(asyncio.get_running_loop(), log, broken="pins are no longer renewed")
     renewing.spawn(pins.run())
+    reloading = Tasks(asyncio.get_running_loop(), log, broken="API keys are no longer read anew")
+    if keys is not None:
+        runtime.server.check_callers_by(lambda metadata: keys.book.find(authorization_of(metadata)))
+        reloading.spawn(keys.follow())
     http: dict[str, HttpServer] = {}
     try:
         endpoint = await runtime.open()
-        on_ready(endpoint, admin=runtime.admin_endpoint, **_open_http(config, node, metrics, http))
+        others = _open_http(config, node, metrics, keys, http)
+        if keys is None:
+            _warn_of_strangers(config)
+        on_ready(endpoint, admin=runtime.admin_endpoint, **others)
         await runtime.drain.serve_until(stop, drain, drain_ms_max=config.drain_ms_max)
     finally:
         await runtime.leave()
         await renewing.cancel()
+        await reloading.cancel()
         await asyncio.gather(runtime.stop_serving(), *(each.stop() for each in http.values()))
         await node.close()
         await runtime.close()
 
 
 def _open_http(
-    config: RouterConfig, node: RouterNode, metrics: RouterMetrics | None, servers: dict[str, HttpServer]
+    config: RouterConfig,
+    node: RouterNode,
+    metrics: RouterMetrics | None,
+    keys: KeyFile | None,
+    servers: dict[str, HttpServer],
 ) -> dict[str, str]:
     """Start what is to be served over HTTP, and add it to `servers`; the endpoints. Raises BatonError."""
     endpoints = {}
     if config.http_listen is not None:
+        from router.http_keys import KeyedApp
         from router.http_server import HttpServer, OpenAiApp
 
-        refused = partial(node.request_log.refused, door="http")
-        servers["http"] = HttpServer(OpenAiApp(node).asgi(), config, refused=refused)
+        app: ASGIApp = OpenAiApp(node).asgi()
+        if keys is not None:
+            app = KeyedApp(app, keys.book, rng=node.rng, request_log=node.request_log)
+        servers["http"] = HttpServer(app, config, refused=partial(node.request_log.refused, door="http"))
         endpoints["http"] = servers["http"].start(config.http_listen)
-    if config.metrics_listen is not None:
+    if metrics is not None:
         from router.http_server import HttpServer
         from router.metrics_server import metrics_app
 
-        assert metrics is not None
+        assert config.metrics_listen is not None
         servers["metrics"] = HttpServer(metrics_app(metrics), config)
         endpoints["metrics"] = servers["metrics"].start(config.metrics_listen, setting="metrics_listen")
     return endpoints
+
+
+def _warn_of_strangers(config: RouterConfig) -> None:
+    for name, listen in (("listen", config.listen), ("http_listen", config.http_listen)):
+        if listen is not None and not is_loopback(listen):
+            log.warning("whoever reaches this address may use the cluster: set api_keys_file", port=name, listen=listen)
 
 
 async def _open_pins(config: RouterConfig, node: RouterNode, runtime: NodeRuntime) -> PinKeeper:

@@ -312,11 +312,12 @@ class _NoLag:
 
 
 def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
-    def channels(*, limits: Any, rng: Any) -> SimChannels:
-        del rng
+    def channels(*, limits: Any, rng: Any, tls: None) -> SimChannels:
+        del rng, tls
         return SimChannels(limits=limits, process=current())
 
-    def server(*, limits: Any, rng: Random, liveness: Any = None) -> SimServer:
+    def server(*, limits: Any, rng: Random, liveness: Any = None, tls: None = None) -> SimServer:
+        del tls
         process = current()
         process.server = SimServer(limits=limits, rng=rng, liveness=liveness, process=process)
         return process.server

@@ -111,7 +111,8 @@ class SimServer:
     def add(self, service: str, register: Callable[[Any, Any], None], servicer: object) -> None:
         self._services.append((service, register, servicer))
 
-    async def start(self, listen: str) -> int:
+    async def start(self, listen: str, *, probe_listen: None) -> int:
+        del probe_listen
         for _, register, servicer in self._services:
             register(servicer, self)
         self._endpoint = listen
