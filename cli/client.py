@@ -13,6 +13,7 @@ from batonpb import common_pb2, inference_pb2, inference_pb2_grpc
 
 from baton.errors import BatonError, Reason
 from baton.rpc import ChannelLimits, Channels, rpc_errors
+from baton.tls import Tls
 from cli.output import format_pairs, format_table, message_data
 from cli.parameters import timeout_option
 
@@ -163,9 +164,9 @@ class AnswerBuilder:
 
 
 @asynccontextmanager
-async def open_channels() -> AsyncIterator[Channels]:
-    """Channels with the limits of a client, closed at the end."""
-    channels = Channels(limits=ChannelLimits())
+async def open_channels(tls: Tls | None = None) -> AsyncIterator[Channels]:
+    """Channels with the limits of a client, closed at the end; with `tls`, to nodes."""
+    channels = Channels(limits=ChannelLimits(), tls=tls)
     try:
         yield channels
     finally:
