@@ -66,6 +66,7 @@ async def serve(
         config, Role.ROUTER, admin_listen=config.admin_listen, clock=Clock(), rng=rng, on_change=follow_directory
     )
     await runtime.check_listen()
+    keys = await KeyFile.open(config.api_keys_file) if config.api_keys_file is not None else None
     metrics: RouterMetrics | None = None
     for setting in ("http_listen", "metrics_listen"):
         if getattr(config, setting) is not None:
@@ -74,10 +75,13 @@ async def serve(
         # Here and below: a router without HTTP does not load its libraries.
         from router.metrics import RouterMetrics
 
-        metrics = RouterMetrics(runtime.membership.nodes, directory_lost=lambda: runtime.membership.stale)
+        metrics = RouterMetrics(
+            runtime.membership.nodes,
+            directory_lost=lambda: runtime.membership.stale,
+            keys=keys.book.uses if keys is not None else tuple,
+        )
         runtime.loop_lag.report = metrics.loop_lag_s.observe
     folder = await asyncio.to_thread(_folder, config.model)
-    keys = await KeyFile.open(config.api_keys_file) if config.api_keys_file is not None else None
     node = RouterNode(
         config=config,
         incarnation=runtime.incarnation,
