@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
-from functools import partial
 from typing import Any, Final
 
 import h11
@@ -192,18 +191,12 @@ class OpenAiApp:
             called = read_metadata([(name.lower(), value) for name, value in request.headers.items()])
             request_id = request.state.request_id = called.request_id or request_id
             async with self._body(request) as raw:
-                call = await self._node.text_threads.run(len(raw), self._parse, raw, chat)
+                call = await self._node.texts.run(openai.parse_call, raw, chat, False, self._node.context_len_max())
             return self._reply(call, called, request_id)
         except BatonError as error:
             if error.reason is not Reason.CANCELLED:
                 self._node.request_log.refused(error, door="http", request_id=request_id)
             return error_response(error, chat=chat, headers={"x-request-id": request_id})
-
-    def _parse(self, raw: bytes, chat: bool, special_tokens: bool = False) -> OpenAiCall:
-        body = openai.parse_body(raw)
-        if not chat:
-            return openai.parse_completion(body)
-        return openai.parse_chat(body, partial(self._node.prompts.encode_chat, special_tokens=special_tokens))
 
     async def _models(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_json()]})
@@ -263,13 +256,13 @@ class OpenAiApp:
         return CallReply(events, replies, headers={"x-request-id": request_id}, timeout_s=timeout_s)
 
     @asynccontextmanager
-    async def _body(self, request: Request) -> AsyncIterator[bytes]:
+    async def _body(self, request: Request) -> AsyncIterator[bytearray]:
         """The whole body, which counts as under way for as long. Raises BatonError where it is too long, or does not
         come."""
         body = bytearray()
         try:
             await self._read_body(request, body)
-            yield bytes(body)
+            yield body
         finally:
             self._body_bytes -= len(body)
 

@@ -27,7 +27,7 @@ from router.config import RouterConfig
 from router.node import RouterNode
 from router.pins import PinKeeper, PinsService
 from router.prompts import PromptEncoder
-from router.request import NEUTRAL
+from router.request import INT_DIGITS_MAX, NEUTRAL
 from router.service import InferenceService
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ async def serve(
 ) -> None:
     """Run until `stop`, or until `drain` has emptied it. Raises BatonError when the router cannot start."""
     del progress
-    sys.set_int_max_str_digits(640)  # the least: JSON with long numbers takes quadratic time to read
+    sys.set_int_max_str_digits(INT_DIGITS_MAX)
     rng = Random(secrets.randbits(64))
 
     def follow_directory() -> None:

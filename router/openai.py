@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any, Final, TypeVar
 
@@ -17,7 +18,8 @@ from batonpb import common_pb2, inference_pb2
 
 from baton.errors import BatonError, Code, Reason, bad_field
 from baton.wire import ModelInfo
-from router.request import MESSAGES_MAX, ROLES, UINT32_MAX, check_role
+from router.prompts import PromptEncoder
+from router.request import MESSAGES_MAX, ROLES, UINT32_MAX, check_prompt_length, check_role
 
 CHOICES_MAX: Final = 128
 """Answers to one call: prompts times n."""
@@ -84,7 +86,7 @@ JSON_COMMAS_MAX: Final = 1 << 19
 JSON_STRINGS_MAX: Final = 1 << 16
 
 
-def check_elements(raw: bytes) -> None:
+def check_elements(raw: bytes | bytearray) -> None:
     """Refuse JSON that is short to send and long to parse. Raises BatonError BAD_FIELD."""
     if _few_elements(raw):
         return
@@ -96,12 +98,12 @@ def check_elements(raw: bytes) -> None:
         raise BatonError(Reason.BAD_FIELD, f"The body has more than {most}, the limit.")
 
 
-def _few_elements(raw: bytes) -> bool:
+def _few_elements(raw: bytes | bytearray) -> bool:
     nested = sum(map(raw.count, (b"[", b"{", b":")))
     return nested <= JSON_ELEMENTS_MAX and raw.count(b",") <= JSON_COMMAS_MAX
 
 
-def parse_body(raw: bytes) -> dict[str, Any]:
+def parse_body(raw: bytes | bytearray) -> dict[str, Any]:
     """The JSON object of a call, without the fields that are null. Raises BatonError BAD_FIELD."""
     check_elements(raw)
     try:
@@ -114,6 +116,20 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise BatonError(Reason.BAD_FIELD, "The body must be a JSON object.")
     return {name: value for name, value in body.items() if value is not None}
+
+
+def parse_call(
+    prompts: PromptEncoder, raw: bytes | bytearray, chat: bool, special_tokens: bool, context_len_max: int
+) -> OpenAiCall:
+    """The body of either endpoint; no more tokens than the model takes come back. Raises BatonError with the field."""
+    body = parse_body(raw)
+    if chat:
+        call = parse_chat(body, partial(prompts.encode_chat, special_tokens=special_tokens))
+    else:
+        call = parse_completion(body)
+    for request in call.requests:
+        check_prompt_length(len(request.token_ids.ids), context_len_max, field="token_ids")
+    return call
 
 
 def parse_completion(body: Mapping[str, Any]) -> OpenAiCall:
