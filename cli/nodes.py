@@ -23,7 +23,8 @@ from baton.wire import NodeRecord, Role
 from cli.client import open_channels
 from cli.invocation import EXIT_ERROR
 from cli.output import JSON, format_pairs, format_table, message_data, output_option, print_json
-from cli.parameters import timeout_option
+from cli.parameters import options, timeout_option
+from cli.tls import command_tls, tls_options
 
 _LEFT: Final = {
     "requests": ("request", "requests"),
@@ -135,9 +136,12 @@ UNREACHABLE_HINT: Final = (
 )
 """What to make of nodes that do not answer this command."""
 
-directory_option: Final = click.option(
-    "--directory", default=DIRECTORY_DEFAULT, show_default=True, metavar="HOST:PORT|REDIS_URL",
-    help="Where the directory is.",
+directory_option: Final = options(
+    click.option(
+        "--directory", default=DIRECTORY_DEFAULT, show_default=True, metavar="HOST:PORT|REDIS_URL",
+        help="Where the directory is.",
+    ),
+    tls_options,
 )  # fmt: skip
 
 
@@ -215,10 +219,11 @@ async def get_status(endpoint: str, *, channels: Channels, call_ms_max: int) -> 
 
 
 def run_with_channels(work: Callable[[Channels], Awaitable[_T]]) -> _T:
-    """Run `work` on a loop of its own, with channels that are closed at its end."""
+    """Run `work` on a loop of its own, with channels to nodes that are closed at its end."""
+    tls = command_tls()
 
     async def run() -> _T:
-        async with open_channels() as channels:
+        async with open_channels(tls) as channels:
             return await work(channels)
 
     return asyncio.run(run())
@@ -228,10 +233,11 @@ def complete_node(ctx: click.Context, _parameter: click.Parameter, incomplete: s
     """Names of nodes for the shell's completion: none where the directory does not answer at once."""
     directory = str(ctx.params.get("directory") or DIRECTORY_DEFAULT)
     try:
-        records = run_with_channels(
-            lambda channels: list_records(directory, channels=channels, call_ms_max=COMPLETION_MS_MAX)
-        )
-    except BatonError:
+        with ctx.scope(cleanup=False):
+            records = run_with_channels(
+                lambda channels: list_records(directory, channels=channels, call_ms_max=COMPLETION_MS_MAX)
+            )
+    except (BatonError, click.UsageError):
         return []
     return [record.name for record in records if record.name.startswith(incomplete)]
 

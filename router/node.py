@@ -32,10 +32,11 @@ from router.config import RouterConfig
 from router.decode_streams import DecodeStreams, DecodeSubscription, Inbox
 from router.placement import RegionWatch, answer_tokens, tokens_max
 from router.prefill_nodes import NOT_READY_RETRY_MS, PrefillCalls, PrefillNodes
-from router.prompts import PromptEncoder, encode_prompt
+from router.prompts import PromptEncoder
 from router.request import NEUTRAL, UINT32_MAX, ClientCall, Job, ObservedRequest, check_request
 from router.retries import GONE, RESOLVES_MAX, RESUMABLE, ResumptionPace, Retries, Verdict, pause_ms
 from router.text import AnswerText
+from router.text_jobs import encode_prompt
 from router.text_workers import TextWorkers
 
 log = get_log("router")
@@ -181,6 +182,7 @@ class RouterNode:
             if not admitted:
                 raise self._full()
             job = await self._check(request, call, observed)
+            call.take_prompt(len(job.checked.prompt))
             started = inference_pb2.Started(request_id=call.id, prompt_tokens=len(job.checked.prompt))
             yield inference_pb2.GenerateEvent(started=started)
             text = AnswerText(self.prompts.codec, job.checked)
@@ -188,6 +190,7 @@ class RouterNode:
                 async for first_index, ids, logprobs in batches:
                     taken, new = text.push(ids)
                     observed.tokens(self._loop.time(), taken)
+                    call.take_output(taken)
                     yield _tokens_event(first_index, ids[:taken], new, logprobs[:taken])
                     if text.found:
                         break
@@ -241,6 +244,7 @@ class RouterNode:
             rng=self.rng,
             defaults=self._sampling_defaults,
             choice=call.choice,
+            key_salt=call.key_salt,
         )
         return Job(
             id=new_request_id(self.rng),

@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
 from typing import Any, Final, TypeVar
 
@@ -18,8 +17,7 @@ from batonpb import common_pb2, inference_pb2
 
 from baton.errors import BatonError, Code, Reason, bad_field
 from baton.wire import ModelInfo
-from router.prompts import PromptEncoder
-from router.request import MESSAGES_MAX, ROLES, UINT32_MAX, check_prompt_length, check_role
+from router.request import MESSAGES_MAX, ROLES, UINT32_MAX, check_role
 
 CHOICES_MAX: Final = 128
 """Answers to one call: prompts times n."""
@@ -116,20 +114,6 @@ def parse_body(raw: bytes | bytearray) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise BatonError(Reason.BAD_FIELD, "The body must be a JSON object.")
     return {name: value for name, value in body.items() if value is not None}
-
-
-def parse_call(
-    prompts: PromptEncoder, raw: bytes | bytearray, chat: bool, special_tokens: bool, context_len_max: int
-) -> OpenAiCall:
-    """The body of either endpoint; no more tokens than the model takes come back. Raises BatonError with the field."""
-    body = parse_body(raw)
-    if chat:
-        call = parse_chat(body, partial(prompts.encode_chat, special_tokens=special_tokens))
-    else:
-        call = parse_completion(body)
-    for request in call.requests:
-        check_prompt_length(len(request.token_ids.ids), context_len_max, field="token_ids")
-    return call
 
 
 def parse_completion(body: Mapping[str, Any]) -> OpenAiCall:
@@ -269,7 +253,7 @@ def _content(content: object, i: int) -> str:
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
-            raise bad_field(place, f"messages[{i}] has a part of type {kind!r}; only text is understood.")
+            raise bad_field(place, f"messages[{i}] has a part of type {str(kind)[:40]!r}; only text is understood.")
     return "\n".join(part["text"] for part in content)
 
 
@@ -351,7 +335,10 @@ def error_status(error: BatonError) -> int:
 
 
 def error_headers(error: BatonError) -> dict[str, str]:
-    """When to try again, in whole seconds as the standard has it, and in milliseconds as OpenAI's clients read it."""
+    """When to try again, in whole seconds as the standard has it, and in milliseconds as OpenAI's clients read it; or
+    what kind of key is missing."""
+    if error.reason is Reason.INVALID_API_KEY:
+        return {"www-authenticate": "Bearer"}
     if error.retry_after_ms is None:
         return {"retry-after": "1"} if error_status(error) == 429 else {}
     return {"retry-after": str(math.ceil(error.retry_after_ms / 1000)), "retry-after-ms": str(error.retry_after_ms)}
@@ -360,6 +347,7 @@ def error_headers(error: BatonError) -> dict[str, str]:
 def error_json(error: BatonError, *, chat: bool = False) -> Json:
     status = error_status(error)
     kind = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
+    kind = error.metadata.get("limit", kind)  # of a key that may not have more of these
     param = None if error.field is None else error.field.removeprefix("sampling.")
     if param in ("text", "token_ids"):
         param = "messages" if chat else "prompt"

@@ -12,13 +12,13 @@ from batonpb import inference_pb2
 
 from baton.errors import BatonError, Reason, bad_field
 from baton.log import get_log
-from router.config import PinnedPrefix
-from router.request import MESSAGES_MAX, check_prompt_length, check_role
+from router.request import MESSAGES_MAX, check_role
 from router.special_tokens import ChatText, SpecialTokens, without_letters
 from router.text import TextCodec
 
 if TYPE_CHECKING:
     from router.chat_template import ChatTemplate
+    from router.config import PinnedPrefix
 
 log = get_log("router")
 
@@ -211,13 +211,3 @@ def _try(template: ChatTemplate, messages: Sequence[Mapping[str, str]]) -> str:
         return template.render(messages, {})
     except BatonError:
         return ""
-
-
-def encode_prompt(
-    prompts: PromptEncoder, raw: bytes | bytearray, special_tokens: bool, context_len_max: int
-) -> Sequence[int]:
-    """The tokens of the text or chat of a GenerateRequest; no more than the model takes come back. Raises BatonError."""
-    request = inference_pb2.GenerateRequest.FromString(bytes(raw))
-    ids = prompts.encode(request, special_tokens)
-    check_prompt_length(len(ids), context_len_max, field=str(request.WhichOneof("prompt")))
-    return ids

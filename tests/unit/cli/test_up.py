@@ -246,7 +246,8 @@ def test_a_cluster_that_listens_on_all_addresses(tmp_path: Path) -> None:
     called."""
     router, directory = (f"0.0.0.0:{free_endpoint().rpartition(':')[2]}" for _ in range(2))
     own_router, own_directory = (place.replace("0.0.0.0", "127.0.0.1") for place in (router, directory))
-    with Foreground(*MOCK[:-4], "--listen", router, "--directory-listen", directory, folder=tmp_path) as up:
+    places = ("--listen", router, "--directory-listen", directory, "--insecure")
+    with Foreground(*MOCK[:-4], *places, folder=tmp_path) as up:
         up.wait_for(READY)
         assert f"Router {own_router}, directory {own_directory}, " in up.out
         asked = run_baton("generate", "--token-ids", "1,2,3", "--max-tokens", "3", "--router", own_router)

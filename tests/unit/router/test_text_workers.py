@@ -15,7 +15,7 @@ from baton.errors import BatonError, Reason
 from router import text_workers
 from router.prompts import PromptEncoder
 from router.text_workers import PROCESSES, SHORT_BYTES_MAX, THREADS, TextWorkers
-from tests.unit.router import text_jobs
+from tests.support import text_work
 
 SHORT, LONG = bytes(SHORT_BYTES_MAX), bytes(SHORT_BYTES_MAX + 1)
 
@@ -36,10 +36,10 @@ def test_short_texts_go_past_long_ones(tmp_path: Path) -> None:
     async def scene() -> None:
         async with workers() as made:
             long = [
-                asyncio.create_task(made.run(text_jobs.wait_for, LONG, str(tmp_path / "go")))
+                asyncio.create_task(made.run(text_work.wait_for, LONG, str(tmp_path / "go")))
                 for _ in range(2 * PROCESSES)
             ]
-            short = [made.run(text_jobs.pid, SHORT) for _ in range(2 * THREADS)]
+            short = [made.run(text_work.pid, SHORT) for _ in range(2 * THREADS)]
             assert set(await asyncio.gather(*short)) == {os.getpid()}
             assert not any(each.done() for each in long)
             (tmp_path / "go").touch()
@@ -57,12 +57,12 @@ def test_what_a_text_is_refused_with_is_the_same_from_a_process() -> None:
         async with workers() as made:
             for raw in (SHORT, LONG):
                 with pytest.raises(BatonError) as caught:
-                    await made.run(text_jobs.refuse, raw)
+                    await made.run(text_work.refuse, raw)
                 error = caught.value
                 assert (error.reason, error.message, error.field) == (Reason.BAD_FIELD, "The test says so.", "prompt")
                 assert (error.retry_after_ms, error.metadata) == (7, {"a": "b"})
             with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-                await made.run(text_jobs.fail, LONG)
+                await made.run(text_work.fail, LONG)
 
     asyncio.run(scene())
 
@@ -73,9 +73,9 @@ def test_a_process_that_ends_is_started_again() -> None:
     async def scene() -> None:
         async with workers() as made:
             with pytest.raises(BatonError) as caught:
-                await made.run(text_jobs.end, LONG)
+                await made.run(text_work.end, LONG)
             assert caught.value.reason is Reason.INTERNAL
-            assert await made.run(text_jobs.pid, LONG) != os.getpid()
+            assert await made.run(text_work.pid, LONG) != os.getpid()
 
     asyncio.run(scene())
 
@@ -85,11 +85,11 @@ def test_a_text_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
 
     async def scene() -> None:
         async with workers() as made:
-            first = await asyncio.gather(*[made.run(text_jobs.pid, LONG) for _ in range(PROCESSES)])
+            first = await asyncio.gather(*[made.run(text_work.pid, LONG) for _ in range(PROCESSES)])
             with patch.object(text_workers, "TEXT_MS_MAX", 50), pytest.raises(BatonError) as caught:
-                await made.run(text_jobs.wait_for, LONG, str(tmp_path / "never"))
+                await made.run(text_work.wait_for, LONG, str(tmp_path / "never"))
             assert caught.value.reason is Reason.DEADLINE
-            then = await asyncio.gather(*[made.run(text_jobs.pid, LONG) for _ in range(PROCESSES)])
+            then = await asyncio.gather(*[made.run(text_work.pid, LONG) for _ in range(PROCESSES)])
             assert len({*first, *then}) == PROCESSES + 1
 
     asyncio.run(scene())
@@ -100,12 +100,12 @@ def test_a_client_that_leaves_takes_nothing_along(tmp_path: Path) -> None:
 
     async def scene() -> None:
         async with workers() as made:
-            left = [asyncio.create_task(made.run(text_jobs.wait_for, LONG, str(tmp_path / "go"))) for _ in range(3)]
-            await asyncio.to_thread(text_jobs.seen, str(tmp_path / "go.begun"))
+            left = [asyncio.create_task(made.run(text_work.wait_for, LONG, str(tmp_path / "go"))) for _ in range(3)]
+            await asyncio.to_thread(text_work.seen, str(tmp_path / "go.begun"))
             for each in left:
                 each.cancel()
             await asyncio.gather(*left, return_exceptions=True)
             (tmp_path / "go").touch()
-            assert await made.run(text_jobs.echo, LONG, "mine") == "mine"
+            assert await made.run(text_work.echo, LONG, "mine") == "mine"
 
     asyncio.run(scene())
