@@ -181,6 +181,7 @@ class RouterNode:
             if not admitted:
                 raise self._full()
             job = await self._check(request, call, observed)
+            call.take_prompt(len(job.checked.prompt))
             started = inference_pb2.Started(request_id=call.id, prompt_tokens=len(job.checked.prompt))
             yield inference_pb2.GenerateEvent(started=started)
             text = AnswerText(self.prompts.codec, job.checked)
@@ -188,6 +189,7 @@ class RouterNode:
                 async for first_index, ids, logprobs in batches:
                     taken, new = text.push(ids)
                     observed.tokens(self._loop.time(), taken)
+                    call.take_output(taken)
                     yield _tokens_event(first_index, ids[:taken], new, logprobs[:taken])
                     if text.found:
                         break
@@ -240,6 +242,7 @@ class RouterNode:
             rng=self.rng,
             defaults=self._sampling_defaults,
             choice=call.choice,
+            key_salt=call.key_salt,
         )
         return Job(
             id=new_request_id(self.rng),

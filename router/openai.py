@@ -335,7 +335,10 @@ def error_status(error: BatonError) -> int:
 
 
 def error_headers(error: BatonError) -> dict[str, str]:
-    """When to try again, in whole seconds as the standard has it, and in milliseconds as OpenAI's clients read it."""
+    """When to try again, in whole seconds as the standard has it, and in milliseconds as OpenAI's clients read it; or
+    what kind of key is missing."""
+    if error.reason is Reason.INVALID_API_KEY:
+        return {"www-authenticate": "Bearer"}
     if error.retry_after_ms is None:
         return {"retry-after": "1"} if error_status(error) == 429 else {}
     return {"retry-after": str(math.ceil(error.retry_after_ms / 1000)), "retry-after-ms": str(error.retry_after_ms)}
@@ -344,6 +347,7 @@ def error_headers(error: BatonError) -> dict[str, str]:
 def error_json(error: BatonError, *, chat: bool = False) -> Json:
     status = error_status(error)
     kind = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
+    kind = error.metadata.get("limit", kind)  # of a key that may not have more of these
     param = None if error.field is None else error.field.removeprefix("sampling.")
     if param in ("text", "token_ids"):
         param = "messages" if chat else "prompt"
