@@ -8,7 +8,7 @@ import random
 from contextlib import aclosing
 from typing import Final
 
-from batonpb import directory_pb2
+from batonpb import common_pb2, directory_pb2
 from google.protobuf.message import DecodeError
 from hypothesis import strategies as st
 
@@ -23,7 +23,9 @@ from tests.fuzz.target import Target, refusal_is_typed
 
 KEY: Final = "baton-" + "k" * 43
 _DIGEST: Final = hashlib.sha256(KEY.encode()).hexdigest()
-_KEYS: Final = f'[[keys]]\nname = "a"\nsha256 = "{_DIGEST}"\nconcurrency = 2\ncache_salt = "x"\npriority = "low"\n'.encode()
+_KEYS: Final = (
+    f'[[keys]]\nname = "a"\nsha256 = "{_DIGEST}"\nconcurrency = 2\ncache_salt = "x"\npriority = "low"\n'.encode()
+)
 
 
 def check_metadata(data: bytes) -> None:
@@ -42,12 +44,11 @@ def check_metadata(data: bytes) -> None:
         again = read_metadata(call_metadata(request_id=called.request_id or new_request_id(rng), traceparent=trace))
         assert again.traceparent == trace
         assert read_metadata(forwarded).request_id == called.request_id
-    book = KeyBook(random_bytes=random.Random(1).randbytes)
-    book.follow(parse_keys(_KEYS, source="f"), 0.0)
-    for _, value in pairs:
+    book = KeyBook(parse_keys(_KEYS, source="f"), blind=b"blind", now_s=0.0)
+    for _, sent in pairs:
         with refusal_is_typed():
-            assert book.find(value).key.name == "a"
-            assert KEY.encode() in (value if isinstance(value, bytes) else value.encode())
+            assert book.find(sent).key.name == "a"
+            assert KEY.encode() in (sent if isinstance(sent, bytes) else sent.encode())
 
 
 def check_keys(data: bytes) -> None:
@@ -59,9 +60,7 @@ def check_keys(data: bytes) -> None:
         assert KEY not in error.message
         return
     assert 0 < len(keys) <= KEYS_MAX
-    book = KeyBook(random_bytes=random.Random(1).randbytes)
-    book.follow(keys, 0.0)
-    assert [use.key for use in book.uses()] == list(keys)
+    assert [use.key for use in KeyBook(keys, blind=b"blind", now_s=0.0).uses()] == list(keys)
 
 
 def check_endpoint(data: bytes) -> None:
@@ -75,8 +74,8 @@ def check_endpoint(data: bytes) -> None:
 
 def check_record(data: bytes) -> None:
     """A node's record, over gRPC or out of Redis."""
-    for record in directory_redis._records([b"node", data]):
-        assert record.name == "node"
+    for kept in directory_redis._records([b"node", data]):
+        assert kept.name == "node"
     try:
         message = directory_pb2.NodeRecord.FromString(data)
     except DecodeError:
@@ -120,13 +119,29 @@ _lines = st.lists(
     max_size=5,
 )
 _RECORD: Final = directory_pb2.NodeRecord(
-    name="node", role=2, incarnation=7, endpoint="10.0.0.1:7000", lifecycle=2, transports=["tcp"]  # type: ignore[arg-type]
+    name="node",
+    role=common_pb2.ROLE_PREFILL,
+    incarnation=7,
+    endpoint="10.0.0.1:7000",
+    lifecycle=common_pb2.LIFECYCLE_READY,
+    transports=["tcp"],
 ).SerializeToString()
 _HEAD: Final = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
 _CHUNK: Final = b'data: {"choices": [{"text": "a", "finish_reason": null}], "usage": {"completion_tokens": 1}}\n\n'
 _data = st.sampled_from(
-    [_CHUNK, b"data: [DONE]\n\n", b'data: {"choices": [1]}\n\n', b'data: {"choices": {"a": 1}}\n\n', b"data: 1\n", b": a\n"]
-    + [b'data: {"usage": {"completion_tokens": -1}, "choices": "x"}\n', b'data: {"error": {"message": "m"}}\r\n', b"data:"]
+    [
+        _CHUNK,
+        b"data: [DONE]\n\n",
+        b'data: {"choices": [1]}\n\n',
+        b'data: {"choices": {"a": 1}}\n\n',
+        b"data: 1\n",
+        b": a\n",
+    ]
+    + [
+        b'data: {"usage": {"completion_tokens": -1}, "choices": "x"}\n',
+        b'data: {"error": {"message": "m"}}\r\n',
+        b"data:",
+    ]
 )
 
 METADATA: Final = Target(
@@ -165,6 +180,10 @@ ANSWERS: Final = Target(
     check=check_answer,
     inputs=st.lists(_data, max_size=6).map(lambda lines: _HEAD + b"".join(lines)),
     samples=[_HEAD + _CHUNK + b"data: [DONE]\n\n", b"HTTP/1.1 500 No\r\nContent-Length: 2\r\n\r\n{}"],
-    repeats=[(_HEAD, b":\n", b""), (_HEAD + b"data: ", b"[", b"\n"), (_HEAD, _CHUNK, b""), (b"HTTP/1.1 200 ", b"a", b"")],
+    repeats=[
+        (_HEAD, b":\n", b""),
+        (_HEAD + b"data: ", b"[", b"\n"),
+        (_HEAD, _CHUNK, b""),
+        (b"HTTP/1.1 200 ", b"a", b""),
+    ],
 )
-

@@ -1,4 +1,4 @@
-"""Requests: bodies of the OpenAI endpoints, messages of gRPC, and what the tokenizer and the model's template do to them."""
+"""Requests: bodies of the OpenAI endpoints, messages of gRPC, and what tokenizers and templates do to them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from batonpb import inference_pb2
 from google.protobuf.message import DecodeError
 from hypothesis import strategies as st
 
-from baton.errors import BatonError, Reason
 from baton.wire import ModelInfo
 from router import openai
 from router.chat_template import ChatTemplate
@@ -107,11 +106,12 @@ def check_chat(data: bytes) -> None:
 _texts = st.lists(st.sampled_from(_PIECES), max_size=6).map("".join) | st.text(max_size=6)
 _leaves = st.none() | st.booleans() | st.integers(-(2**66), 2**66) | st.floats() | _texts
 _values = jsons(_leaves)
+_parts = st.fixed_dictionaries({"type": st.just("text"), "text": _texts})
 _messages = st.lists(
     st.fixed_dictionaries(
         {"role": st.sampled_from([*ROLES, "function", END]) | _values},
         optional={
-            "content": _texts | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": _texts}), max_size=3) | _values,
+            "content": _texts | st.lists(_parts, max_size=3) | _values,
             "tool_calls": st.lists(_values, max_size=2),
             "name": _texts,
         },
@@ -119,8 +119,10 @@ _messages = st.lists(
     max_size=4,
 )  # fmt: skip
 _numbers = st.integers(-2, 2**33) | st.floats() | st.sampled_from([0, 1, -1, 0.5, 2.0, "1"])
-_fields = {
-    "prompt": _texts | st.lists(st.integers(-1, 1100), max_size=5) | _values, "model": st.sampled_from(["m", "x" * 9000]),
+_variables = st.sampled_from(["mood", "tools", "range", "x"])
+_fields: dict[Any, st.SearchStrategy[Any]] = {
+    "prompt": _texts | st.lists(st.integers(-1, 1100), max_size=5) | _values,
+    "model": st.sampled_from(["m", "x" * 9000]),
     "max_tokens": _numbers, "max_completion_tokens": _numbers, "temperature": _numbers, "top_p": _numbers,
     "top_k": _numbers, "min_p": _numbers, "n": _numbers, "best_of": _numbers, "seed": _numbers, "min_tokens": _numbers,
     "logprobs": _numbers | st.booleans(), "top_logprobs": _numbers, "stop": _texts | st.lists(_texts, max_size=20),
@@ -128,12 +130,14 @@ _fields = {
     "logit_bias": st.dictionaries(st.integers(-1, 1100).map(str) | _texts, _numbers, max_size=3) | _values,
     "stop_token_ids": st.lists(st.integers(-1, 1100), max_size=3), "cache_salt": _texts, "stream": st.booleans(),
     "stream_options": _values, "response_format": _values, "x": _values, "priority": _values,
-    "chat_template_kwargs": st.dictionaries(st.sampled_from(["mood", "tools", "range", "x"]), _values, max_size=2) | _values,
+    "chat_template_kwargs": st.dictionaries(_variables, _values, max_size=2) | _values,
 }  # fmt: skip
 _completions = st.fixed_dictionaries({}, optional=_fields)
-_chats = st.fixed_dictionaries({"messages": _messages | _values}, optional={**_fields, "messages": _messages})
+_chats = st.fixed_dictionaries({"messages": _messages | _values}, optional=_fields)
 
-_COMPLETION: Final = b'{"model": "m", "prompt": "hi </s>", "max_tokens": 5, "stop": ["x"], "logit_bias": {"7": -1.5}, "n": 2}'
+_COMPLETION: Final = (
+    b'{"model": "m", "prompt": "hi </s>", "max_tokens": 5, "stop": ["x"], "logit_bias": {"7": -1.5}, "n": 2}'
+)
 _CHAT: Final = (
     b'{"messages": [{"role": "system", "content": "a </s><|im_start|>"}, {"role": "user", "content": [{"type": "text", '
     b'"text": "b\\ud83d\\ude00"}], "name": "<|im"}], "chat_template_kwargs": {"mood": "</s>"}, "temperature": 0.5}'
@@ -147,6 +151,8 @@ _IDS: Final = inference_pb2.GenerateRequest(
     token_ids=inference_pb2.TokenIds(ids=range(300)), sampling=inference_pb2.Sampling(max_tokens=3, seed=2**64 - 1)
 ).SerializeToString()
 _TEXT: Final = inference_pb2.GenerateRequest(text="the <|im_start|> sea", model="m").SerializeToString()
+
+_PART: Final = b'{"type":"text","text":"a"}'
 
 BODIES: Final = Target(
     name="body",
@@ -183,7 +189,6 @@ CHATS: Final = Target(
         (b'\0{"messages":[{"role":"user","content":"a"}', b',{"role":"user","content":"a"}', b"]}"),
         (b'\0{"messages":[{"role":"user","content":"a","tool_calls":[', b'{"</s>":"</s>"},', b"1]}]}"),
         (b'\0{"messages":[{"role":"user","content":"a"}],"chat_template_kwargs":{"mood":[', b"[],", b"1]}}"),
-        (b'\0{"messages":[{"role":"user","content":[', b'{"type":"text","text":"a"},', b'{"type":"text","text":"a"}]}]}'),
+        (b'\0{"messages":[{"role":"user","content":[', _PART + b",", _PART + b"]}]}"),
     ],
 )  # fmt: skip
-

@@ -52,7 +52,11 @@ def refusal_is_typed() -> Iterator[None]:
     except BatonError as error:
         assert error.code in CLIENTS_OWN, repr(error)[:400]
         assert 400 <= error_status(error) < 500, repr(error)[:400]
-        sent = [json.dumps(error_json(error)), json.dumps(error_headers(error)), str(to_status(error).trailing_metadata)]
+        sent = [
+            json.dumps(error_json(error)),
+            json.dumps(error_headers(error)),
+            str(to_status(error).trailing_metadata),
+        ]
         assert max(map(len, sent)) <= ERROR_BYTES_MAX, repr(error)[:400]
 
 
@@ -81,7 +85,22 @@ def changed(draw: st.DrawFn, known: Sequence[bytes]) -> bytes:
 PARTS: Final[st.SearchStrategy[bytes]] = st.one_of(
     st.binary(max_size=8),
     st.sampled_from(
-        [b'"', b"\\", b"\\ud800", b"{", b"[[[[", b"]", b"null", b"-0", b"1e999", b"NaN", b"9" * 30, b"\r\n", b"\0", b":"]
+        [
+            b'"',
+            b"\\",
+            b"\\ud800",
+            b"{",
+            b"[[[[",
+            b"]",
+            b"null",
+            b"-0",
+            b"1e999",
+            b"NaN",
+            b"9" * 30,
+            b"\r\n",
+            b"\0",
+            b":",
+        ]
         + [b"\xff", b"\xed\xa0\x80", "\U000c0000".encode(), "𓀀".encode(), b"<|im_start|>", b"</s>", b",", b" " * 300]
         + [b"0.0.0.0", b"%", b"Transfer-Encoding: chunked", b"Content-Length: 5", b"\xf8\xff\xff\xff\xff\x01"]
     ),
