@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from ipaddress import ip_address
+from ipaddress import IPv6Address, IPv6Network, ip_address
 from typing import Any, Final
 
 from baton.errors import BatonError, Reason
@@ -67,6 +67,14 @@ def from_here(text: str) -> str:
     if host not in _WILDCARDS:
         return text
     return join_endpoint("::1" if ":" in host else "127.0.0.1", port)
+
+
+def source_of(host: str) -> str:
+    """What counts as one peer in limits: an IPv4 address, or the /64 of an IPv6 address, which one peer may own."""
+    if ":" not in host:
+        return host
+    address = IPv6Address(host)
+    return str(address.ipv4_mapped or IPv6Network((address, 64), strict=False))
 
 
 def is_loopback(text: str) -> bool:

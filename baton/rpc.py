@@ -28,7 +28,9 @@ from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.liveness import LivenessConfig
 from baton.log import get_log
 from baton.operator import OPERATOR_METHODS, refuse
+from baton.renewed_channel import RenewedChannel
 from baton.status import from_rpc_error, to_status
+from baton.tls import CertifiedCallers, Kind, Tls, peer_names
 
 log = get_log("rpc")
 _T = TypeVar("_T")
@@ -46,6 +48,11 @@ INTERNAL_MARGIN_S: Final = 60
 """By how much a call between nodes may take longer than the longest of a client, for which it may be made."""
 PING_INTERVAL_MS_MIN: Final = 50
 """Clients that ping more often than this without data are disconnected."""
+PROBES_MAX: Final = 64
+"""Calls at the same time on the port for probes."""
+TLS_CONNECTION_MS_MAX: Final = 24 * 3_600_000
+"""Then a connection with TLS takes no new calls, and ends when the longest call could have: what was authenticated once
+must be so again. Streams of nodes are opened anew."""
 CLIENT_LIVENESS: Final = LivenessConfig(heartbeat_ms=10_000, answer_ms_max=5_000)
 """Pings of a silent connection whose caller is no node. One that leaves them unanswered has its calls ended."""
 PUBLIC_SERVICES: Final = frozenset({"baton.v1.Inference"})
@@ -115,13 +122,24 @@ def time_left_s(context: _Context, limits: RpcLimits) -> float:
 class RpcServer:
     """One gRPC server with health, reflection and the error edge. Lives on one event loop."""
 
-    def __init__(self, *, limits: RpcLimits, rng: random.Random, liveness: LivenessConfig | None = None) -> None:
-        """`liveness` is for a server whose callers are nodes; without it they are pinged as clients."""
+    def __init__(
+        self,
+        *,
+        limits: RpcLimits,
+        rng: random.Random,
+        liveness: LivenessConfig | None = None,
+        tls: Tls | None = None,
+    ) -> None:
+        """`liveness` is for a server whose callers are nodes; without it they are pinged as clients. With `tls` all
+        callers must have a certificate."""
         self._limits = limits
+        self._rng = rng
         self._liveness = liveness or CLIENT_LIVENESS
         self._services: list[tuple[str, Callable[[Any, grpc.aio.Server], None], object]] = []
-        self._edge = _Edge(limits=limits, rng=rng)
+        self._edge = _Edge(limits=limits, rng=rng, callers=CertifiedCallers() if tls is not None else None)
+        self._tls = tls
         self._server: grpc.aio.Server | None = None
+        self._probes: grpc.aio.Server | None = None
         self._health: HealthService | None = None
 
     def authorize_by(self, authorize: Callable[[str, Any], Awaitable[None]]) -> None:
@@ -138,19 +156,21 @@ class RpcServer:
         assert self._server is None, "add before start"
         self._services.append((service, register, servicer))
 
-    async def start(self, listen: str) -> int:
-        """Bind `listen` ("host:port", port 0 for any) and serve; not ready yet. Returns the bound port.
+    async def start(self, listen: str, *, probe_listen: str | None = None) -> int:
+        """Bind `listen` ("host:port", port 0 for any) and serve; not ready yet. Returns the bound port. At
+        `probe_listen` everybody gets health, and nothing else.
 
         Raises BatonError PORT_IN_USE, LISTEN_REFUSED or BAD_ENDPOINT; nothing is left running then.
         """
         assert self._server is None, "started twice"
-        host, port = split_endpoint(listen)
         await check_can_bind(listen)
         server = self._build()
-        try:
-            bound = server.add_insecure_port(join_endpoint(host, port))
-        except RuntimeError as error:  # gRPC does not say why; the usual reasons were ruled out just before
-            raise _port_in_use(listen, "listen") from error
+        bound = _bind(server, listen, "listen", self._tls)
+        if probe_listen is not None:
+            await check_can_bind(probe_listen, setting="probe_listen")
+            self._probes = self._build_probes()
+            _bind(self._probes, probe_listen, "probe_listen", None)
+            await self._probes.start()
         await server.start()
         self._server = server
         return bound
@@ -169,6 +189,8 @@ class RpcServer:
         if self._server is None:
             return
         await self._server.stop(grace_s if grace_s > 0 else None)
+        if self._probes is not None:
+            await self._probes.stop(None)
         # gRPC has closed the calls, but does not wait for their handlers.
         left = await self._edge.ended(self._limits.handler_end_ms_max / 1e3)
         if left:
@@ -185,12 +207,28 @@ class RpcServer:
             ("grpc.http2.min_ping_interval_without_data_ms", PING_INTERVAL_MS_MIN),
             *self._liveness.ping_options(None),
         ]
+        if self._tls is not None:
+            options += [
+                ("grpc.max_connection_age_ms", TLS_CONNECTION_MS_MAX),
+                ("grpc.max_connection_age_grace_ms", limits.public_deadline_ms_max + 1_000 * INTERNAL_MARGIN_S),
+            ]
         with whole_wakes():
             server = grpc.aio.server(interceptors=[self._edge], maximum_concurrent_rpcs=calls_max, options=options)
         names = [service for service, _, _ in self._services]
         for _, register, servicer in self._services:
             register(servicer, server)
         self._add_health(names, server)
+        return server
+
+    def _build_probes(self) -> grpc.aio.Server:
+        """Answers from the same table of services as the server itself."""
+        edge = _Edge(limits=self._limits, rng=self._rng)
+        options = [("grpc.so_reuseport", 0), *CLIENT_LIVENESS.ping_options(None)]
+        server = grpc.aio.server(interceptors=[edge], maximum_concurrent_rpcs=PROBES_MAX, options=options)
+        if self._health is not None:
+            from grpc_health.v1 import health_pb2_grpc
+
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         return server
 
     def _add_health(self, names: list[str], server: grpc.aio.Server) -> None:
@@ -214,9 +252,10 @@ class RpcServer:
 class _Edge(grpc.aio.ServerInterceptor):
     """Wraps every handler: admission, deadline, errors to statuses."""
 
-    def __init__(self, *, limits: RpcLimits, rng: random.Random) -> None:
+    def __init__(self, *, limits: RpcLimits, rng: random.Random, callers: CertifiedCallers | None = None) -> None:
         self._limits = limits
         self._rng = rng
+        self._callers = callers
         self._running = 0
         self._tool_streams: Counter[str] = Counter()
         """By address, without the port."""
@@ -244,6 +283,8 @@ class _Edge(grpc.aio.ServerInterceptor):
         behavior = getattr(handler, f"{requests}_{responses}")
         if inspect.isasyncgenfunction(behavior):
             behavior = functools.partial(_write_all, behavior)
+        if self._callers is not None:
+            behavior = self._callers.guard(method, behavior, request_streaming=handler.request_streaming)
 
         async def run(request: Any, context: _Context) -> Any:
             return await self._run(method, context, lambda: behavior(request, context))
@@ -263,7 +304,7 @@ class _Edge(grpc.aio.ServerInterceptor):
         task.add_done_callback(self._tasks.pop)
         try:
             with self._slot(method, context):
-                if method in OPERATOR_METHODS:
+                if method in OPERATOR_METHODS and not self._is_operator(context):
                     await self.authorize(method, context)
                 limit_s = self._limit_s(method, context)
                 if limit_s is None:
@@ -293,6 +334,9 @@ class _Edge(grpc.aio.ServerInterceptor):
         del failure
         await context.abort_with_status(status)
         raise AssertionError("abort_with_status returned")
+
+    def _is_operator(self, context: _Context) -> bool:
+        return self._callers is not None and Kind.OPERATOR.dns_name in peer_names(context)
 
     def _internal(self) -> BatonError:
         """A bug of ours: the caller gets an id, the log gets the traceback under that id."""
@@ -376,6 +420,17 @@ def _is_public(method: str) -> bool:
     return method[1:].partition("/")[0] in PUBLIC_SERVICES
 
 
+def _bind(server: grpc.aio.Server, listen: str, setting: str, tls: Tls | None) -> int:
+    """The bound port. Raises BatonError PORT_IN_USE."""
+    address = join_endpoint(*split_endpoint(listen))
+    try:
+        if tls is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, tls.server_credentials())
+    except RuntimeError as error:  # gRPC does not say why; the usual reasons were ruled out just before
+        raise _port_in_use(listen, setting) from error
+
+
 async def check_can_bind(listen: str, *, setting: str = "listen") -> None:
     """Bind `listen` and let go of it, so that a start fails early. `setting` is the key to name in the error.
 
@@ -444,15 +499,18 @@ class ChannelLimits:
 class Channels:
     """Channels by endpoint, made on first use and kept. Lives on one event loop."""
 
-    def __init__(self, *, limits: ChannelLimits, rng: random.Random | None = None) -> None:
-        """`rng` spreads the pings of different channels; None: all keep the same pause."""
+    def __init__(self, *, limits: ChannelLimits, rng: random.Random | None = None, tls: Tls | None = None) -> None:
+        """`rng` spreads the pings of different channels; None: all keep the same pause. With `tls` peers must be nodes
+        of the same CA."""
         self._limits = limits
         self._rng = rng
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._tls = tls
+        self._channels: dict[str, grpc.aio.Channel | RenewedChannel] = {}
         self._closed = False
 
-    def get(self, endpoint: str) -> grpc.aio.Channel:
-        """The channel to `endpoint` ("host:port"); connects in the background. The caller does not close it.
+    def get(self, endpoint: str) -> Any:
+        """The `grpc.aio.Channel`, or what stubs need of one, to `endpoint` ("host:port"); connects in the background.
+        The caller does not close it.
 
         Raises BatonError BAD_ENDPOINT, or TOO_MANY_PEERS beyond `channels_max`.
         """
@@ -466,9 +524,18 @@ class Channels:
                     f"No channel to {endpoint}: this process has {len(self._channels)} already, its limit.",
                 )
             with whole_wakes():
-                channel = grpc.aio.insecure_channel(endpoint, options=self._options())
+                channel = self._open(endpoint)
             self._channels[endpoint] = channel
         return channel
+
+    def _open(self, endpoint: str) -> grpc.aio.Channel | RenewedChannel:
+        if self._tls is None:
+            return grpc.aio.insecure_channel(endpoint, options=self._options())
+        # The certificate says that the peer is a node, not where it is.
+        named = ("grpc.ssl_target_name_override", Kind.NODE.dns_name)
+        return RenewedChannel(
+            self._tls, lambda mine: grpc.aio.secure_channel(endpoint, mine, options=[*self._options(), named])
+        )
 
     async def drop(self, endpoint: str) -> None:
         """Forget a peer that is gone. Stop its calls first: they end as if their tasks were cancelled."""

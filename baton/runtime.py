@@ -28,6 +28,7 @@ from baton.operator import OperatorToken
 from baton.pod import DeletionCost, PodConfig
 from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer, check_can_bind
 from baton.tasks import end_task
+from baton.tls import INSECURE_HELP, INSECURE_WHEN, PROBE_HELP, PROBE_WHEN, TlsConfig, open_tls
 from baton.wire import ModelInfo, NodeLoad, NodeRecord, Role, check_name, check_receiver, record_to_proto
 
 log = get_log("node")
@@ -64,6 +65,9 @@ class ProcessConfig:
     directory: str = setting("127.0.0.1:7070", DIRECTORY_HELP, "Always, except on one machine with the default port.")
     membership: MembershipConfig = field(default_factory=MembershipConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    insecure: bool = setting(False, INSECURE_HELP, INSECURE_WHEN)
+    probe_listen: str | None = setting(None, PROBE_HELP, PROBE_WHEN)
     rpc: RpcLimits = field(default_factory=RpcLimits)
     operator_token_file: Path | None = setting(
         None,
@@ -108,10 +112,16 @@ class NodeRuntime:
         self.clock = clock
         self.rng = rng
         self.lifecycle = NodeLifecycle(now_s=clock.monotonic_s())
+        self.tls = open_tls(config)
         self.channels = self.make_channels()
         callers_are_nodes = role is not Role.ROUTER
         self.operator = OperatorToken(config.operator_token_file)
-        self.server = RpcServer(limits=config.rpc, rng=rng, liveness=config.liveness if callers_are_nodes else None)
+        self.server = RpcServer(
+            limits=config.rpc,
+            rng=rng,
+            liveness=config.liveness if callers_are_nodes else None,
+            tls=self.tls if callers_are_nodes else None,
+        )
         self.server.authorize_by(self.operator.authorize)
         self.endpoint = ""
         self.model: ModelInfo | None = None
@@ -141,7 +151,7 @@ class NodeRuntime:
 
     def make_channels(self) -> Channels:
         """New channels to other nodes, with this node's limits. The caller closes them."""
-        return Channels(limits=ChannelLimits(liveness=self.config.liveness), rng=self.rng)
+        return Channels(limits=ChannelLimits(liveness=self.config.liveness), rng=self.rng, tls=self.tls)
 
     def record(self) -> NodeRecord:
         return NodeRecord(
@@ -176,7 +186,7 @@ class NodeRuntime:
 
         Raises BatonError PORT_IN_USE, NAME_IN_USE, PEER_UNREACHABLE (the directory), ...
         """
-        port = await self.server.start(self.config.listen)
+        port = await self.server.start(self.config.listen, probe_listen=self.config.probe_listen)
         host, _ = split_endpoint(self.config.listen)
         self.endpoint = self.config.advertise or join_endpoint(host, port)
         self._upkeep_task = asyncio.create_task(self._upkeep_forever(), name="upkeep")

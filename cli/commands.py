@@ -35,6 +35,8 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "uncordon": ("cli.drain", "Let a cordoned node take requests again."),
     "drain": ("cli.drain", "Empty a node until it is safe to delete."),
     "undrain": ("cli.drain", "Let a drained node take requests again."),
+    "ca": ("cli.ca", "Make certificates for mTLS between the processes."),
+    "key": ("cli.keys", "Make an API key."),
     "doctor": ("cli.doctor", "Check whether RDMA works on this machine."),
     "directory": ("cli.services", "Run the embedded directory."),
     "router": ("cli.services", "Run a router."),

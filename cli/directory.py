@@ -13,6 +13,7 @@ from baton.directory_service import DirectoryConfig, DirectoryService
 from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import check_positive
 from baton.rpc import RpcLimits, RpcServer
+from baton.tls import INSECURE_HELP, INSECURE_WHEN, PROBE_HELP, PROBE_WHEN, TlsConfig, open_tls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,9 @@ class DirectoryProcessConfig:
         "host:port of gRPC; port 0 takes any",
         "Nodes on other machines must reach it, or the port is in use.",
     )
+    tls: TlsConfig = field(default_factory=TlsConfig)
+    insecure: bool = setting(False, INSECURE_HELP, INSECURE_WHEN)
+    probe_listen: str | None = setting(None, PROBE_HELP, PROBE_WHEN)
     rpc: RpcLimits = field(default_factory=RpcLimits)
     stop_grace_ms: int = setting(1_000, "how long running calls may take to end at a stop", "As for the nodes.")
 
@@ -43,11 +47,11 @@ async def serve(
 ) -> None:
     """Answer until `stop`, then let running calls end. Raises BatonError where it cannot listen."""
     del progress, drain  # it runs nothing that could be waited for
-    server = RpcServer(limits=config.rpc, rng=random.Random())
+    server = RpcServer(limits=config.rpc, rng=random.Random(), tls=open_tls(config))
     service = DirectoryService(config=limits or DirectoryConfig(), clock=Clock())
     service.start(server)
     try:
-        port = await server.start(config.listen)
+        port = await server.start(config.listen, probe_listen=config.probe_listen)
         server.set_ready(True)
         on_ready(join_endpoint(split_endpoint(config.listen)[0], port))
         await stop.wait()

@@ -13,7 +13,7 @@ _LINK: Final = {
     "drain_ms_max": 2000,
     "bye_ms_max": 2000,
 }
-_PORT: Final = {"handshakes_max": 64, "handshake_ms_max": 5000, "ACCEPTS_PER_WAKE_MAX": 16, "accept_pause_ms": 100}
+_PORT: Final = {"handshakes_max": 256, "handshake_ms_max": 5000, "ACCEPTS_PER_WAKE_MAX": 32, "accept_pause_ms": 100}
 _SOCKET: Final = {
     "socket.KEEPALIVE_IDLE_S": 10,
     "socket.KEEPALIVE_INTERVAL_S": 5,
@@ -27,7 +27,7 @@ _RDMA_QUEUE: Final = {
     "rdma.device_check_ms": 500,
 }
 _TRANSPORTS: Final[Mapping[tuple[str, str], Mapping[str, int]]] = {
-    ("shm", "shm_receiver"): {**_PORT, "handshake_ms_max": 2000, "LATE_BYES_MAX": 64, "MESSAGES_PER_WAKE_MAX": 64},
+    ("shm", "shm_receiver"): {**_PORT, "handshake_ms_max": 2000, "MESSAGES_PER_WAKE_MAX": 64},
     ("rdma", "rdma_receiver"): {**_PORT, **_SOCKET, **_RDMA_QUEUE},
     ("ucx", "ucx_receiver"): {
         **_PORT,

@@ -41,6 +41,7 @@ _TITLES: Final = {
     "membership": "Directory membership",
     "liveness": "Liveness",
     "rpc": "Calls",
+    "tls": "TLS",
     "pod": "Kubernetes pod",
     "writer": "Writing side of a handoff",
     "receiver": "Receiving side of a handoff",

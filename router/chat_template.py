@@ -7,14 +7,15 @@ transformers (https://huggingface.co/docs/transformers/chat_templating).
 from __future__ import annotations
 
 import json
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from jinja2 import Template, TemplateError
+from jinja2 import TemplateError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
+from jinja2.nodes import Const, Node, TemplateData
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -27,16 +28,36 @@ _TEMPLATE_FAULTS: Final = (
     TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError
 )  # fmt: skip
 """What a template raises over messages that it was not written for."""
-_RESERVED: Final = frozenset({*_TOKENS, "messages", "tools"})
-"""Variables that a request must not set: they would change what the template takes for the model's own."""
+FAULT_CHARS_MAX: Final = 400
+"""Of what a template says of a fault: it may quote the messages."""
 
 
 class ChatTemplate:
     """One template and the special tokens that it names. Immutable."""
 
-    def __init__(self, template: Template, tokens: Mapping[str, str]) -> None:
-        self._template = template
+    def __init__(self, source: str, tokens: Mapping[str, str], *, mark: Callable[[str], str] = str) -> None:
+        """`tokens` are the names of special tokens, and their texts. Raises TemplateError."""
+        self._source = source
         self._tokens = dict(tokens)
+        environment = _environment()
+        parsed = environment.parse(source)
+        for data in parsed.find_all(TemplateData):
+            data.data = mark(data.data)
+        for const in parsed.find_all(Const):
+            if isinstance(const.value, str):
+                const.value = mark(const.value)
+        self._template = environment.from_string(parsed)
+        self._variables = {"tools": None, "documents": None, **{name: mark(text) for name, text in tokens.items()}}
+        self._reserved = frozenset({"messages", "tools", *_TOKENS, *environment.globals})
+        """Variables that a request must not set: they would change what the template takes for the model's own."""
+
+    def marked(self, mark: Callable[[str], str]) -> ChatTemplate:
+        """The same template, `mark` applied to each text of its own."""
+        return ChatTemplate(self._source, self._tokens, mark=mark)
+
+    @property
+    def token_texts(self) -> frozenset[str]:
+        return frozenset(self._tokens.values())
 
     @classmethod
     def load(cls, folder: Path) -> ChatTemplate | None:
@@ -50,26 +71,38 @@ class ChatTemplate:
             source = own.read_text(encoding="utf-8") if own.is_file() else _source(config.get("chat_template"))
             if source is None:
                 return None
-            return cls(_environment().from_string(source), _special_tokens(config))
+            return cls(source, _special_tokens(config))
         except (OSError, ValueError, TemplateError) as error:
             text = f"The chat template of {folder} cannot be read: {error}."
             raise BatonError(Reason.MODEL_BROKEN, text, field="model") from error
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any], *, field: str = "messages"
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        extra: Mapping[str, Any],
+        *,
+        field: str = "messages",
+        chars_max: int = sys.maxsize,
     ) -> str:
-        """The text, special tokens spelt out. `extra` are further variables.
+        """The text, special tokens spelt out; one that is too long is not written to its end. `extra` are further
+        variables.
 
         Raises BatonError of `field`, or of chat_template_kwargs where `extra` names a variable that is not a request's.
         """
-        if taken := sorted(_RESERVED & extra.keys()):
+        if taken := sorted(self._reserved & extra.keys()):
             text = f"chat_template_kwargs cannot set {', '.join(taken)}: the model and the request's messages do."
             raise bad_field("chat_template_kwargs", text)
-        variables = {"tools": None, "documents": None, **self._tokens, **extra, "messages": messages}
+        parts, chars = [], 0
         try:
-            return self._template.render(variables)
+            for part in self._template.generate({**self._variables, **extra, "messages": messages}):
+                parts.append(part)
+                chars += len(part)
+                if chars > chars_max:
+                    break
         except _TEMPLATE_FAULTS as error:
-            raise bad_field(field, f"The model's chat template refuses these messages: {error}.") from error
+            why = str(error)[:FAULT_CHARS_MAX]
+            raise bad_field(field, f"The model's chat template refuses these messages: {why}.") from error
+        return "".join(parts)
 
 
 class _Generation(Extension):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -13,6 +14,7 @@ from baton.errors import BatonError, Reason, bad_field
 from baton.log import get_log
 from router.config import PinnedPrefix
 from router.request import MESSAGES_MAX, check_role
+from router.special_tokens import ChatText, SpecialTokens, without_letters
 from router.text import TextCodec
 
 if TYPE_CHECKING:
@@ -25,7 +27,10 @@ _MAY_BE_EMPTY: Final = "assistant"
 _ASK: Final[Mapping[str, Any]] = {"add_generation_prompt": True}
 _USERS: Final = ("0", "Z")
 """Two chats that differ from the first character of the user's message on."""
+_SIGN: Final = re.compile(r"[^\w\s]")
 _CHAT_OF: Final = "The messages make a prompt of"
+_USUAL: Final = (("system", "user", "assistant", "user"), ("user", "assistant", "user"), ("user", "assistant", "tool"))
+"""Roles of chats that show what a template writes between messages."""
 
 
 class PromptEncoder:
@@ -37,14 +42,17 @@ class PromptEncoder:
     def __init__(self, *, codec: TextCodec | None = None, template: ChatTemplate | None = None, chars_max: int) -> None:
         """`chars_max` bounds the characters of a text, of the messages of a chat, and of the prompt that they make."""
         self.codec = codec
-        self._template = template
+        self._template: ChatTemplate | None = None
         self._chars_max = chars_max
+        if codec is not None and template is not None:
+            self._special = _special_tokens(codec, template)
+            self._template = template.marked(self._special.of_template)
 
     @classmethod
     def load(cls, folder: Path | None, *, chars_max: int) -> PromptEncoder:
         """Those of a model folder; None: neither. A template that cannot be used only gets a warning.
 
-        Raises BatonError MODEL_MISSING or MODEL_BROKEN of the tokenizer.
+        Raises BatonError MODEL_MISSING, MODEL_BROKEN or MODEL_UNSUPPORTED of the tokenizer.
         """
         if folder is None:
             return cls(chars_max=chars_max)
@@ -87,12 +95,33 @@ class PromptEncoder:
                 "that has a chat_template.jinja.",
                 field=field,
             )
-        codec = self.codec
+        chat = self._render(self._template, messages, extra, field=field, special_tokens=special_tokens)
+        ids = self.codec.encode_chat(*chat.pieces)
         if not special_tokens:
-            messages, extra = codec.as_text(messages), codec.as_text(extra)
-        text = self._template.render(messages, extra, field=field)
-        self._check_chars(len(text), _CHAT_OF, field)
-        return codec.encode_chat(text)
+            self._special.check(ids, chat, field=field)
+        return ids
+
+    def _render(
+        self,
+        template: ChatTemplate,
+        messages: Sequence[Mapping[str, Any]],
+        extra: Mapping[str, Any],
+        *,
+        field: str,
+        special_tokens: bool = False,
+    ) -> ChatText:
+        special, most = self._special, self._chars_max
+        if special_tokens:
+            chat = special.read(template.render(messages, extra, field=field, chars_max=most))
+        else:
+            text = template.render(special.as_text(messages), special.as_text(extra), field=field, chars_max=most)
+            chat = special.read(text)
+            if chat.loose:
+                # Some templates put a token together of the role; a request's own letters must not make one.
+                text = template.render(without_letters(messages), without_letters(extra), field=field, chars_max=most)
+                special.refuse(chat.loose - special.read(text).loose, field=field)
+        self._check_chars(chat.chars, _CHAT_OF, field)
+        return chat
 
     def encode_pin(self, prefix: PinnedPrefix) -> Sequence[int]:
         """Raises BatonError NO_TOKENIZER, NO_CHAT_TEMPLATE or PROMPT_TOO_LONG."""
@@ -109,9 +138,9 @@ class PromptEncoder:
                 field="text",
             )
         self._check_chars(len(text), f"{pin} has", "text")
-        return self.codec.encode(text) if prefix.text is not None else self._encode_system(self.codec, text)
+        return self.codec.encode(text) if prefix.text is not None else self._encode_system(text)
 
-    def _encode_system(self, codec: TextCodec, system: str) -> Sequence[int]:
+    def _encode_system(self, system: str) -> Sequence[int]:
         """What all chats with this system message begin with, whatever the template puts around it."""
         if self._template is None:
             raise BatonError(
@@ -119,9 +148,9 @@ class PromptEncoder:
                 "The model has no chat template: pin the start of the prompt as text or token ids.",
                 field="system",
             )
-        begins = {"role": "system", "content": codec.as_text(system)}
-        chats = [self._template.render([begins, {"role": "user", "content": user}], _ASK) for user in _USERS]
-        first, second = map(codec.encode_chat, chats)
+        begins = {"role": "system", "content": system}
+        chats = [[begins, {"role": "user", "content": user}] for user in _USERS]
+        first, second = (self.encode_chat(chat, _ASK, field="system") for chat in chats)
         same = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
         return [token for token, _ in same]
 
@@ -144,5 +173,37 @@ class PromptEncoder:
 
     def _check_chars(self, chars: int, what: str, field: str) -> None:
         if chars > self._chars_max:
-            text = f"{what} {chars} characters; at most {self._chars_max} are taken."
+            text = f"{what} more than {self._chars_max} characters, the limit."
             raise bad_field(field, text, reason=Reason.PROMPT_TOO_LONG)
+
+
+def _special_tokens(codec: TextCodec, template: ChatTemplate) -> SpecialTokens:
+    """What only the template may write: tokens that are called special, and what it writes between messages."""
+    turns = _turn_tokens(codec.added.values(), template)
+    own = {id_: text for id_, text in codec.added.items() if text in turns}
+    return SpecialTokens({**codec.special, **own}, unknown=codec.unknown)
+
+
+def _turn_tokens(texts: Iterable[str], template: ChatTemplate) -> set[str]:
+    """Of these tokens, those that begin and end messages, as DeepSeek's `<|User|>`, which is not called special.
+
+    What the template cuts off an answer (`</think>`) is a part of answers, and so is what it writes into none of the
+    usual chats (`<tool_call>`): messages may spell it.
+    """
+    written = "".join(_try(template, [{"role": role, "content": "0"} for role in roles]) for roles in _USUAL)
+    found = {text for text in texts if text in written and _SIGN.search(text)} | (set(texts) & template.token_texts)
+
+    def kept(text: str) -> bool:
+        answer = {"role": "assistant", "content": f"0{text}1"}
+        user = {"role": "user", "content": "0"}
+        return answer["content"] in _try(template, [user, answer, user])
+
+    return {text for text in found if kept(text)}
+
+
+def _try(template: ChatTemplate, messages: Sequence[Mapping[str, str]]) -> str:
+    """Nothing where the template does not take such messages."""
+    try:
+        return template.render(messages, {})
+    except BatonError:
+        return ""

@@ -6,14 +6,14 @@ depends on the text only, never on how it was cut into pieces.
 
 from __future__ import annotations
 
-import re
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
-from baton.errors import BatonError, Reason, bad_field
+from baton.errors import BatonError, Reason
 from router.request import CheckedRequest
 
 
@@ -72,11 +72,8 @@ WINDOW_TOKENS_MAX = 32
 UNFINISHED_BYTES_MAX = 3
 """A UTF-8 character has at most four bytes; decoders show one replacement for each unfinished byte, or one for all."""
 _REPLACEMENT = "\ufffd"
-
-
-_MARKS_FROM: Final = 0xD0000
-"""Unicode's plane 13 has no characters, and nobody's text any. A mark stands for a special token that is only text."""
-JSON_DEPTH_MAX: Final = 64
+TOKENS_MAX: Final = 1 << 21
+"""Of one text, whatever the model's context: to copy more would hold up whoever else has something to do."""
 
 
 class TextCodec:
@@ -84,16 +81,11 @@ class TextCodec:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        added = tokenizer.get_added_tokens_decoder().values()
-        special = sorted((token.content for token in added if token.special), key=len, reverse=True)
-        self._marks = {text: chr(_MARKS_FROM + i) for i, text in enumerate(special)}
-        self._texts = {mark: text for text, mark in self._marks.items()}
-        # Without a special token both match nothing.
-        self._at_special = re.compile("|".join(map(re.escape, special)) or "(?!)")
-        self._at_mark = re.compile(f"([{''.join(self._texts)}])" if special else "((?!))")
-        self._plain = Tokenizer.from_str(tokenizer.to_str())
-        """The same tokenizer, to which special tokens are text."""
-        self._plain.encode_special_tokens = True
+        added = tokenizer.get_added_tokens_decoder().items()
+        self.special: Mapping[int, str] = {id_: token.content for id_, token in added if token.special}
+        self.added: Mapping[int, str] = {id_: token.content for id_, token in added if not token.special}
+        """Tokens of their own that are not called special: tags, signs of thinking, runs of spaces."""
+        self.unknown = _unknown(tokenizer)
 
     @classmethod
     def load(cls, folder: Path) -> TextCodec:
@@ -114,33 +106,11 @@ class TextCodec:
 
     def encode(self, text: str) -> Sequence[int]:
         # A batch of one: `encode` itself keeps the interpreter's lock, for seconds if the text is long.
-        ids: list[int] = self._tokenizer.encode_batch_fast([text])[0].ids
-        return ids
+        return _ids(self._tokenizer.encode_batch_fast([text]))
 
-    def as_text(self, value: Any, *, depth: int = 0) -> Any:
-        """The same JSON, with a mark in place of each special token that a string of it spells out.
-
-        `encode_chat` makes the token's text of the mark, and not the token: who writes to a model cannot end a message,
-        or begin another. Keys count too: templates write arguments of tools as JSON. Raises BatonError BAD_FIELD: it is
-        nested deeper than JSON_DEPTH_MAX.
-        """
-        if depth > JSON_DEPTH_MAX:
-            text = f"The messages, or variables of their template, are nested deeper than {JSON_DEPTH_MAX}, the limit."
-            raise bad_field("messages", text)
-        if isinstance(value, str):
-            return self._at_special.sub(lambda found: self._marks[found[0]], value)
-        if isinstance(value, Mapping):
-            return {self.as_text(key): self.as_text(each, depth=depth + 1) for key, each in value.items()}
-        return [self.as_text(each, depth=depth + 1) for each in value] if isinstance(value, list | tuple) else value
-
-    def encode_chat(self, text: str) -> Sequence[int]:
-        """A text that a template has made of what `as_text` gives. It spells its special tokens out: none are added."""
-        pieces = self._at_mark.split(text)
-        texts = [self._texts[mark] for mark in pieces[1::2]]
-        encoded: list[Any] = [None] * len(pieces)
-        encoded[::2] = self._tokenizer.encode_batch_fast(pieces[::2], add_special_tokens=False)
-        encoded[1::2] = self._plain.encode_batch_fast(texts, add_special_tokens=False)
-        return [token for each in encoded for token in each.ids]
+    def encode_chat(self, *pieces: str) -> Sequence[int]:
+        """What a template has made: it spells its special tokens out, and none are added."""
+        return _ids(self._tokenizer.encode_batch_fast(pieces, add_special_tokens=False))
 
     def token_text(self, token: int) -> str:
         """One token as it reads behind others, special ones too; U+FFFD stands for bytes that are no character."""
@@ -259,6 +229,24 @@ class AnswerText:
             return ""
         text = self._stops.push(self._stream.flush(), may_end=self.tokens > self._min_tokens)
         return text if self.found else text + self._stops.flush()
+
+
+def _ids(encoded: Sequence[Any]) -> list[int]:
+    """Raises BatonError PROMPT_TOO_LONG."""
+    count = sum(map(len, encoded))
+    if count > TOKENS_MAX:
+        raise BatonError(Reason.PROMPT_TOO_LONG, f"The prompt has {count} tokens; at most {TOKENS_MAX} are taken.")
+    return [token for each in encoded for token in each.ids]
+
+
+def _unknown(tokenizer: Tokenizer) -> int | None:
+    """The token that stands for what the tokenizer has no other for."""
+    model = tokenizer.model
+    if isinstance(model, models.Unigram):
+        found: int | None = json.loads(model.__getstate__()).get("unk_id")
+        return found
+    name: str | None = model.unk_token
+    return None if name is None else tokenizer.token_to_id(name)
 
 
 def _unsettled(text: str) -> int:

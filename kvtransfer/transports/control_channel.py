@@ -1,7 +1,7 @@
 """The control channel of a link: framing, one handshake, one set of refusals, one state machine, for every transport.
 
     writer                                           receiver
-      HELLO(pair, epoch, link, payload)         ->
+      HELLO(pair, epoch, link, tag, payload)    ->
                                                 <-       CHALLENGE(nonce)
       ANSWER(proof)                             ->
                                                 <-       WELCOME(proof, payload)
@@ -12,8 +12,11 @@
                                                 <-       FENCE(epoch)
 
 The receiver may send REFUSED(reason) at any point. The secret never travels: each side sends an HMAC-SHA256 of the
-HELLO, the nonce and, in the WELCOME, its payload, under its own label. HELLO and WELCOME also carry a payload of the
-transport. LATE_BYE(nonce) is shm's BYE on a new connection, for a broken one that was challenged with this nonce.
+HELLO, the nonce and, in the WELCOME, its payload, under its own label. The tag is an HMAC of the HELLO alone. It may be
+a recorded one, so it proves nothing; but strangers have none, and a flood of theirs takes no place from writers.
+
+HELLO and WELCOME also carry a payload of the transport. LATE_BYE(nonce) is shm's BYE on a new connection, for a broken
+one that was challenged with this nonce.
 
 Evidence stays on the channel that orders it. On tcp this is the data connection, where SEAL and BYE have a place in the
 sequence of DATA. shm's BYE says that the region is unmapped. ucx's says whether all writes were drained. rdma and ucx
@@ -32,7 +35,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum, IntEnum
 from typing import Any, ClassVar, Final, Self, TypeVar
 
@@ -41,9 +44,10 @@ from baton.errors import BatonError
 from baton.ids import Epoch, GrantId, Incarnation, Pair
 from kvtransfer.transport import ConnectError, Seal, TransportName
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
+TAG_BYTES: Final = 16
 GRANT_BYTES: Final = 16
 RECV_BYTES: Final = 1 << 12
 """Read in one call where only messages are expected."""
@@ -165,24 +169,26 @@ class Message(Packed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello(Message):
-    """`link` is random, and the same in all connections of one link. `payload` is the transport's."""
+    """`link` is random, and the same in all connections of one link. `tag` is `Codec.tagged`'s. `payload` is the
+    transport's."""
 
     KIND = Kind.HELLO
-    LAYOUT = struct.Struct("<QQQQ")
+    LAYOUT = struct.Struct(f"<QQQQ{TAG_BYTES}s")
     HAS_PAYLOAD = True
     pair: Pair
     epoch: Epoch
     link: int = 0
+    tag: bytes = bytes(TAG_BYTES)
     payload: bytes = b""
 
     def encode(self) -> bytes:
-        return self.LAYOUT.pack(self.pair.receiver, self.pair.writer, self.epoch, self.link) + self.payload
+        return self.LAYOUT.pack(self.pair.receiver, self.pair.writer, self.epoch, self.link, self.tag) + self.payload
 
     @classmethod
     def of(cls, values: tuple[Any, ...]) -> Hello:
-        receiver, writer, epoch, link, payload = values
+        receiver, writer, epoch, link, tag, payload = values
         pair = Pair(receiver=Incarnation(receiver), writer=Incarnation(writer))
-        return cls(pair=pair, epoch=Epoch(epoch), link=link, payload=payload)
+        return cls(pair=pair, epoch=Epoch(epoch), link=link, tag=tag, payload=payload)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,6 +366,11 @@ class Codec:
         end = self._head(received)[1]
         return end if len(received) >= end else None
 
+    def tagged(self, secret: bytes, hello: Hello) -> Hello:
+        """With the tag that it has to carry."""
+        tag = self._proof("hello", secret, replace(hello, tag=bytes(TAG_BYTES)), b"")[:TAG_BYTES]
+        return replace(hello, tag=tag)
+
     def writer_proof(self, secret: bytes, hello: Hello, nonce: bytes) -> bytes:
         """What the writer shows in its ANSWER."""
         return self._proof("writer", secret, hello, nonce)
@@ -456,6 +467,7 @@ class WriterChannel:
             OSError: the connection is lost.
             MalformedMessage: what came is not a message of this channel.
         """
+        hello = self.codec.tagged(secret, hello)
         await self.send(hello)
         self.nonce = (await self.receive(Challenge)).nonce
         await self.send(Answer(proof=self.codec.writer_proof(secret, hello, self.nonce)))
@@ -509,7 +521,6 @@ def connect_errors(address: str, connect_ms_max: int, *also: type[Exception]) ->
 
 class ChannelState(Enum):
     NEW = "waits for HELLO"
-    SURPLUS = "beyond connections_max: only a LATE_BYE counts, which makes room"
     CHALLENGED = "waits for ANSWER"
     PREPARING = "proved; the port makes what its data needs"
     PROBING = "may write; not all its probes have come"
@@ -583,12 +594,14 @@ class ReceiverChannel:
     Instructions are carried out in order. If one refuses, its `Refusal` follows as an event in place of the rest.
     """
 
-    def __init__(self, codec: Codec, *, secret_of: Callable[[Pair, Epoch], bytes], surplus: bool = False) -> None:
+    def __init__(self, codec: Codec, *, secret_of: Callable[[Pair, Epoch], bytes]) -> None:
         """`secret_of` gives what a connection of this pair and epoch has to prove now. It raises Refusal where none is
         accepted."""
-        self.state = ChannelState.SURPLUS if surplus else ChannelState.NEW
+        self.state = ChannelState.NEW
         self.hello: Hello | None = None
         self.nonce = b""
+        self.expected = False
+        """Its HELLO was made by somebody who knows the secret, though perhaps sent by another."""
         self.proved = False
         """It knows the secret."""
         self.opened = False
@@ -626,7 +639,7 @@ class ReceiverChannel:
                 return [Deliver(message=seal)]
             case ChannelState.BROKEN, SealSent():
                 return [Do.COUNT_SEAL_REFUSED]
-            case ChannelState.NEW | ChannelState.SURPLUS, LateBye() as late_bye:
+            case ChannelState.NEW, LateBye() as late_bye:
                 return [*self._end(), Deliver(message=late_bye)]
             case ChannelState.NEW | ChannelState.CHALLENGED | ChannelState.PREPARING, Bye():
                 return self._end()
@@ -634,8 +647,6 @@ class ReceiverChannel:
                 return self._close(Left(drained=bye.drained))
             case ChannelState.BROKEN | ChannelState.LOST, Message():
                 return []
-            case ChannelState.SURPLUS, Message():
-                return self._reject(RefusalReason.CONNECTIONS_MAX)
             case _, Message():
                 return self._reject(RefusalReason.OUT_OF_ORDER)
         return []
@@ -646,10 +657,12 @@ class ReceiverChannel:
 
     def _challenge(self, hello: Hello) -> Instructions:
         self.hello = hello
-        self._secret(hello)
+        if not hmac.compare_digest(hello.tag, self._codec.tagged(self._secret(hello), hello).tag):
+            return self._reject(RefusalReason.SECRET)
         # The answer to a nonce that is sent after IDENTIFY shows that the process was alive then.
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self.state = ChannelState.CHALLENGED
+        self.expected = True
         return [Do.IDENTIFY, Challenge(nonce=self.nonce)]
 
     def _prove(self, answer: Answer) -> Instructions:

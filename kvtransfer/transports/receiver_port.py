@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import ClassVar, Final, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
-from baton.endpoint import check_reachable, join_endpoint, split_endpoint
+from baton.endpoint import check_reachable, join_endpoint, source_of, split_endpoint
 from baton.ids import Epoch, GrantId, Pair
 from kvtransfer.transport import (
     DataEndpoint,
@@ -36,8 +36,9 @@ from kvtransfer.transports.control_channel import (
     SealGather,
     Signal,
 )
+from kvtransfer.transports.strangers import Strangers
 
-ACCEPTS_PER_WAKE_MAX: Final = 16
+ACCEPTS_PER_WAKE_MAX: Final = 32
 """Connections accepted in one go before others get their turn."""
 _OUT_OF_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _OUR_FAULT: Final = frozenset({errno.EBADF, errno.EFAULT, errno.EINVAL, errno.ENOTSOCK})
@@ -53,10 +54,12 @@ class PortLimits:
     """Connections at a time that have proved themselves. The setting `receiver.connections_max`."""
     pairs_max: int = 1024
     """Writer processes expected, connected or being fenced. The setting `receiver.pairs_max`."""
-    handshakes_max: int = 64
-    """Connections at a time that have not proved themselves yet: strangers can only fill this."""
+    handshakes_max: int = 256
+    """Connections at a time whose handshake is under way, of expected writers and of strangers each."""
     handshake_ms_max: int = 5000
     """How long a handshake may take."""
+    backlog: int = 1024
+    """Connections that wait for being accepted: many come in while a step holds the interpreter's lock."""
     accept_pause_ms: int = 100
     """How long no connection is accepted after the process ran out of file descriptors."""
 
@@ -257,6 +260,7 @@ class BasePort(ABC, Generic[ConnectionT]):
         """All that are expected, have connections, or are being fenced."""
         self._fences_ended = 0
         self._connections: dict[int, ConnectionT] = {}
+        self._strangers = Strangers(limits.handshakes_max)
         self._connections_made = 0
         self._counts: Counter[str] = Counter()
         self._refused: Counter[RefusalReason] = Counter()
@@ -348,7 +352,7 @@ class BasePort(ABC, Generic[ConnectionT]):
     def _accept(self) -> None:
         for _ in range(ACCEPTS_PER_WAKE_MAX):
             try:
-                sock, _ = self._listener.accept()
+                sock, address = self._listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
@@ -362,19 +366,29 @@ class BasePort(ABC, Generic[ConnectionT]):
                 self._accept_timer = self._loop.call_later(self._limits.accept_pause_ms / 1000, self._listen)
                 return
             sock.setblocking(False)
-            self._admit(sock)
+            self._admit(sock, address)
 
-    def _connect(self, sock: socket.socket, *, surplus: bool = False) -> ConnectionT:
-        """Enter a new connection, from now on the port's, and start its time."""
+    def _connect(self, sock: socket.socket, source: str, refusal: Refusal | None = None) -> None:
+        """Enter a new connection, from now on the port's. What came with it is read at once: a writer's HELLO, for
+        which it needs no place among the strangers, or the garbage of a flood, over which it is closed."""
         self._connections_made += 1
-        channel = ReceiverChannel(self.codec, secret_of=self._secret, surplus=surplus)
+        channel = ReceiverChannel(self.codec, secret_of=self._secret)
         connection = self._make(number=self._connections_made, sock=sock, codec=self.codec, channel=channel)
         self._connections[connection.number] = connection
+        if refusal is not None:
+            self._handle(connection, refusal)
+        else:
+            self._read(connection)
+        if connection.sock is None:
+            return
         self._loop.add_reader(sock, self._read, connection)
         connection.handshake_timer = self._loop.call_later(
             self._limits.handshake_ms_max / 1000, self._handle, connection, Signal.DEADLINE
         )
-        return connection
+        if not channel.expected:
+            leaves = self._strangers.enter(connection.number, source)
+            if leaves is not None:
+                self._handle(self._connections[leaves], Refusal(RefusalReason.HANDSHAKES_MAX))
 
     def _read(self, connection: ConnectionT) -> bool:
         """Handle what has come; False: nothing, or the connection is over."""
@@ -425,6 +439,10 @@ class BasePort(ABC, Generic[ConnectionT]):
             case wire.Broken(reason=reason):
                 self._broken(connection, reason)
             case Do.IDENTIFY:
+                self._strangers.leave(connection.number)
+                handshaking = sum(c.channel.expected and not c.channel.opened for c in self._connections.values())
+                if handshaking > self._limits.handshakes_max:
+                    raise Refusal(RefusalReason.HANDSHAKES_MAX)
                 self._identify(connection)
             case Do.PREPARE:
                 if sum(c.channel.proved for c in self._connections.values()) > self._limits.connections_max:
@@ -444,6 +462,7 @@ class BasePort(ABC, Generic[ConnectionT]):
             case Do.LOSE:
                 self._lost(connection)
             case Do.DROP:
+                self._strangers.leave(connection.number)
                 self._drop(connection)
 
     def _deliver(self, connection: ConnectionT, message: wire.SealSent | wire.LateBye) -> None:
@@ -510,8 +529,8 @@ class BasePort(ABC, Generic[ConnectionT]):
     # The transport's own.
 
     @abstractmethod
-    def _admit(self, sock: socket.socket) -> None:
-        """A new connection, which does not block; it is the port's."""
+    def _admit(self, sock: socket.socket, address: Any) -> None:
+        """A new connection, which does not block; it is the port's. `address` is what accept(2) says of its peer."""
 
     def _is_writing(self, connection: ConnectionT) -> bool:
         """It may write, and is connected."""
@@ -575,9 +594,10 @@ class ListeningPort(BasePort[ConnectionT]):
         """
         host, port = split_endpoint(listen)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=limits.handshakes_max)
+        listener = socket.create_server((host, port), family=family, backlog=limits.backlog)
         try:
             listener.setblocking(False)
+            wire.tune(listener)  # what is accepted inherits it
             address = join_endpoint(advertise_host or host, listener.getsockname()[1])
             check_reachable(address)
         except BaseException:
@@ -585,13 +605,5 @@ class ListeningPort(BasePort[ConnectionT]):
             raise
         super().__init__(make, listener=listener, address=address, events=events, limits=limits)
 
-    def _admit(self, sock: socket.socket) -> None:
-        handshaking = sum(not c.channel.opened for c in self._connections.values())
-        connection = self._connect(sock)
-        if handshaking >= self._limits.handshakes_max:
-            self._handle(connection, Refusal(RefusalReason.HANDSHAKES_MAX))
-            return
-        try:
-            wire.tune(sock)
-        except OSError:
-            self._drop(connection)  # reset before it was looked at
+    def _admit(self, sock: socket.socket, address: Any) -> None:
+        self._connect(sock, source_of(address[0]))

@@ -199,8 +199,6 @@ def send_late_bye(address: str, nonce: bytes, codec: Codec) -> bool:
     return True
 
 
-LATE_BYES_MAX = 64
-"""Connections beyond `connections_max`, open for a late BYE that makes room, and then closed."""
 MESSAGES_PER_WAKE_MAX = 64
 """Messages read from one connection before others have a turn."""
 SHM_PORT_LIMITS: Final = PortLimits(handshake_ms_max=2000)
@@ -226,7 +224,7 @@ class ShmReceiverPort(BasePort[Connection]):
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             listener.bind(socket_address(address))
-            listener.listen(limits.connections_max)
+            listener.listen(limits.backlog)
         except BaseException:
             listener.close()
             raise
@@ -246,14 +244,10 @@ class ShmReceiverPort(BasePort[Connection]):
 
     # What comes.
 
-    def _admit(self, sock: socket.socket) -> None:
-        _, uid = peer_credentials(sock)
-        surplus = len(self._connections) - self._limits.connections_max
-        connection = self._connect(sock, surplus=surplus >= 0)
-        if uid != os.geteuid():
-            self._handle(connection, Refusal(RefusalReason.USER))
-        elif surplus >= LATE_BYES_MAX:
-            self._handle(connection, Refusal(RefusalReason.CONNECTIONS_MAX))
+    def _admit(self, sock: socket.socket, address: Any) -> None:
+        del address  # writers have none
+        pid, uid = peer_credentials(sock)
+        self._connect(sock, f"pid {pid}", None if uid == os.geteuid() else Refusal(RefusalReason.USER))
 
     def _read(self, connection: Connection) -> bool:
         return all(self._read_one(connection) for _ in range(MESSAGES_PER_WAKE_MAX))

@@ -312,11 +312,12 @@ class _NoLag:
 
 
 def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
-    def channels(*, limits: Any, rng: Any) -> SimChannels:
-        del rng
+    def channels(*, limits: Any, rng: Any, tls: None) -> SimChannels:
+        del rng, tls
         return SimChannels(limits=limits, process=current())
 
-    def server(*, limits: Any, rng: Random, liveness: Any = None) -> SimServer:
+    def server(*, limits: Any, rng: Random, liveness: Any = None, tls: None = None) -> SimServer:
+        del tls
         process = current()
         process.server = SimServer(limits=limits, rng=rng, liveness=liveness, process=process)
         return process.server
@@ -354,6 +355,7 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         (baton.runtime, "Channels", channels),
         (baton.runtime, "RpcServer", server),
         (baton.runtime, "LoopLag", _NoLag),
+        (baton.runtime, "OperatorToken", _NoToken),
         (baton.runtime, "check_can_bind", can_bind),
         (baton.liveness, "nobody_listens", nobody_listens),
         (cli.directory, "RpcServer", server),
@@ -376,6 +378,16 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         (decode_node.service, "host_parts", lambda: [current().host] * 4),
         (node.engine_loop, "ThreadPoolExecutor", _NoThread),
     ]
+
+
+class _NoToken:
+    """Of operators, who give no orders here."""
+
+    def __init__(self, _path: None) -> None:
+        self.authorize = None
+
+    def read_or_make(self) -> None:
+        pass
 
 
 def _capture(

@@ -105,10 +105,14 @@ class SimServer:
     def on_refused(self, refused: Callable[[BatonError], None]) -> None:
         self.edge.refused = refused
 
+    def authorize_by(self, _authorize: Any) -> None:
+        """Nobody gives orders here."""
+
     def add(self, service: str, register: Callable[[Any, Any], None], servicer: object) -> None:
         self._services.append((service, register, servicer))
 
-    async def start(self, listen: str) -> int:
+    async def start(self, listen: str, *, probe_listen: None) -> int:
+        del probe_listen
         for _, register, servicer in self._services:
             register(servicer, self)
         self._endpoint = listen

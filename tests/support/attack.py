@@ -22,7 +22,7 @@ import random
 import shutil
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -34,6 +34,8 @@ from batonpb import inference_pb2_grpc
 
 from baton.endpoint import split_endpoint
 from cli.supervisor import ROUTER_NAME
+from engine.demo_model import DemoModelParams, write_demo_model
+from router.text import TextCodec
 from tests.support.cluster_harness import (
     CALL_S_MAX,
     RunningCluster,
@@ -58,14 +60,29 @@ PROMPT_TOKENS: Final = 24
 STEP_DELAY_MS: Final = 5
 """Of each of the mock model's four layers: a stream gets about 40 tokens a second."""
 BOUND_S_MAX: Final = 30.0
+TINY: Final = DemoModelParams(num_layers=1, hidden_size=64, num_heads=4, head_dim=16, vocab_size=600)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where the router serves clients."""
+
+    grpc: str
+    http: str
 
 
 class Front(RunningCluster):
     """A running cluster whose processes say how long they have held their loops."""
 
     folder: Path
-    http: str
-    """The HTTP endpoint of the router."""
+    target: Target
+    token_name: Callable[[int], str] = str
+    """How the HTTP side calls a token."""
+
+    @property
+    def http(self) -> str:
+        """The HTTP endpoint of the router."""
+        return self.target.http
 
     async def holds(self, name: str = ROUTER_NAME) -> HoldReader:
         """Of one process. The caller closes it."""
@@ -78,13 +95,19 @@ def front_door(
     router_flags: Mapping[str, object] | None = None,
     decode_flags: Mapping[str, object] | None = None,
     both: Mapping[str, object] | None = None,
+    tokenizer: bool = False,
     **spec: Any,
 ) -> Iterator[Front]:
-    """A router and the nodes behind it, warmed up, for the length of the block. `spec` goes to `mock_spec`."""
+    """A router and the nodes behind it, warmed up, for the length of the block. `spec` goes to `mock_spec`. With
+    `tokenizer` the router has one, and a chat template."""
     folder = Path(tempfile.mkdtemp(prefix="baton-attack-"))
+    router_flags = {"http_listen": "127.0.0.1:0", **(router_flags or {})}
+    if tokenizer:
+        write_demo_model(folder / "tiny", TINY)
+        router_flags["model"] = str(folder / "tiny")
     made = mock_spec(
         blocks=spec.pop("blocks", 2_000),
-        router_flags={"http_listen": "127.0.0.1:0", **(router_flags or {})},
+        router_flags=router_flags,
         decode_flags={"engine.mock_layer_delay_ms": STEP_DELAY_MS, **(decode_flags or {})},
         both=both,
         **spec,
@@ -93,9 +116,11 @@ def front_door(
     with asyncio.Runner() as runner, forked_children():
         front = Front(made, runner)
         front.folder = folder
+        if tokenizer:
+            front.token_name = TextCodec.load(folder / "tiny").token_text
         try:
             front.run(front.start())
-            front.http = http_endpoint(front)
+            front.target = Target(grpc=front.cluster.router, http=http_endpoint(front))
             yield front
         finally:
             front.run(front.stop())
@@ -115,7 +140,8 @@ class Bystander:
 
     seed: int
     over_http: bool
-    got: list[int] = field(default_factory=list)
+    expected: tuple[str, ...]
+    got: list[str] = field(default_factory=list)
     answers: int = 0
     messages: int = 0
     gaps_s: list[float] = field(default_factory=list)
@@ -128,11 +154,11 @@ class Bystander:
         self.got = []
         self._last_s, self._first = asyncio.get_running_loop().time(), True
 
-    def take(self, ids: Sequence[int]) -> None:
+    def take(self, tokens: Iterable[str]) -> None:
         now_s = asyncio.get_running_loop().time()
         (self.waits_s if self._first else self.gaps_s).append(now_s - self._last_s)
         self._last_s, self._first = now_s, False
-        self.got.extend(ids)
+        self.got.extend(tokens)
         self.messages += 1
 
     def end(self) -> None:
@@ -142,8 +168,7 @@ class Bystander:
         self.begin()
 
     def check(self) -> None:
-        expected = _expected(self.seed)[1]
-        assert tuple(self.got) == expected[: len(self.got)], f"{self}: wrong tokens {self.got}"
+        assert tuple(self.got) == self.expected[: len(self.got)], f"{self}: wrong tokens {self.got}"
 
     def __str__(self) -> str:
         return f"bystander {self.seed} over {'HTTP' if self.over_http else 'gRPC'}, after {self.answers} answers"
@@ -156,7 +181,10 @@ class Bystanders:
     """All of them, and what the router has kept its loop for since they began."""
 
     def __init__(self, front: Front, streams: int) -> None:
-        self.each = [Bystander(seed=i, over_http=i % HTTP_SHARE == HTTP_SHARE - 1) for i in range(streams)]
+        self.each = [
+            Bystander(seed=i, over_http=http, expected=tuple(map(front.token_name if http else str, _expected(i)[1])))
+            for i, http in ((i, i % HTTP_SHARE == HTTP_SHARE - 1) for i in range(streams))
+        ]
         self._front = front
         self._holds: Holds | None = None
 
@@ -238,7 +266,7 @@ async def _over_grpc(channel: grpc.aio.Channel, each: Bystander) -> AsyncIterato
     while True:
         async for event in stub.Generate(message, timeout=CALL_S_MAX):
             if event.tokens.ids:
-                each.take(event.tokens.ids)
+                each.take(map(str, event.tokens.ids))
         yield
 
 
@@ -246,12 +274,11 @@ async def _over_http(front: Front, each: Bystander) -> AsyncIterator[None]:
     """Yields after each answer. One connection for all."""
     body = json.dumps(
         {
-            "model": "mock",
             "prompt": _expected(each.seed)[0],
             "max_tokens": ANSWER_TOKENS,
             "temperature": 0,
             "stream": True,
-            "logprobs": 0,  # a router without a tokenizer names tokens by their numbers there
+            "logprobs": 0,  # there each token has a name
         }
     ).encode()
     reader, writer = await asyncio.open_connection(*split_endpoint(front.http))
@@ -266,7 +293,7 @@ async def _over_http(front: Front, each: Bystander) -> AsyncIterator[None]:
                     data = json.loads(line[6:])
                     assert "choices" in data, data
                     if (logprobs := data["choices"][0]["logprobs"]) is not None:
-                        each.take([int(token) for token in logprobs["tokens"]])
+                        each.take(logprobs["tokens"])
             await reader.readline()
             yield
     finally:
@@ -290,7 +317,7 @@ def attacker_socket(endpoint: str) -> socket.socket:
     return socket.create_connection(split_endpoint(endpoint), timeout=CALL_S_MAX, source_address=(ATTACKER, 0))
 
 
-async def http_attack(front: Front, raw: bytes, *, timeout_s: float = BOUND_S_MAX) -> tuple[int, bytes]:
+async def http_attack(front: Front | Target, raw: bytes, *, timeout_s: float = BOUND_S_MAX) -> tuple[int, bytes]:
     """Send bytes to the HTTP port from ATTACKER, and read until the router closes or the answer is whole; its status
     and body. (0, b"") if the connection is closed without an answer."""
     async with asyncio.timeout(timeout_s):
@@ -326,8 +353,8 @@ async def attacker_endpoint(endpoint: str) -> AsyncIterator[str]:
                 await asyncio.gather(_pump(reader, back), _pump(there, writer))
             finally:
                 back.close()
-        except OSError:
-            pass
+        except (OSError, asyncio.CancelledError):
+            pass  # a cancelled handler of a connection would be reported as one that failed
         finally:
             writer.close()
             tasks.discard(task)
@@ -351,10 +378,11 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 @asynccontextmanager
-async def attacker_channel(front: Front, *options: tuple[str, int]) -> AsyncIterator[grpc.aio.Channel]:
+async def attacker_channel(front: Front | Target, *options: tuple[str, int]) -> AsyncIterator[grpc.aio.Channel]:
     """A gRPC channel of its own to the router, from ATTACKER."""
+    target = front if isinstance(front, Target) else front.target
     async with (
-        attacker_endpoint(front.cluster.router) as endpoint,
+        attacker_endpoint(target.grpc) as endpoint,
         grpc.aio.insecure_channel(endpoint, options=[("grpc.use_local_subchannel_pool", 1), *options]) as channel,
     ):
         yield channel

@@ -17,6 +17,7 @@ waiting, but on a loaded machine, where the loop's thread waits for a core, they
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import sys
@@ -44,6 +45,8 @@ class Holds:
     rss_kib: int
     threads: int
     files: int
+    frozen: int
+    """Objects that the collector leaves alone."""
 
 
 class Watch:
@@ -75,6 +78,7 @@ class Watch:
             rss_kib=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024,
             threads=len(os.listdir("/proc/self/task")),
             files=len(os.listdir("/proc/self/fd")),
+            frozen=gc.get_freeze_count(),
         )
 
     def _tick(self) -> None:

@@ -145,7 +145,8 @@ class Raw:
 
     async def welcome_unproved(self) -> RdmaWelcome:
         await self.open()
-        hello = wire.Hello(pair=PAIR, epoch=EPOCH, link=1, payload=self.qps.ends.encode())
+        untagged = wire.Hello(pair=PAIR, epoch=EPOCH, link=1, payload=self.qps.ends.encode())
+        hello = CODEC.tagged(self.endpoint.secret, untagged)
         await self.say(hello)
         challenge = await self.hear()
         assert isinstance(challenge, wire.Challenge)

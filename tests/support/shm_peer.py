@@ -72,6 +72,7 @@ class RawWriter:
     def __init__(self, address: str, hello: wire.Hello, secret: bytes) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.connect(socket_address(address))
+        hello = CODEC.tagged(secret, hello)
         self.sock.send(CODEC.encode(hello))
         challenge = CODEC.decode(self.sock.recv(MESSAGE_BYTES_MAX))
         assert isinstance(challenge, wire.Challenge)

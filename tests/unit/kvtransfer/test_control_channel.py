@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import struct
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -178,7 +179,7 @@ def test_proofs_cover_what_each_side_says() -> None:
 PAIR = Pair(receiver=Incarnation(1), writer=Incarnation(2))
 EPOCH = Epoch(3)
 SECRET = b"s" * 16
-HELLO = wire.Hello(pair=PAIR, epoch=EPOCH, link=7)
+HELLO = rdma.CODEC.tagged(SECRET, wire.Hello(pair=PAIR, epoch=EPOCH, link=7))
 SEAL = wire.SealSent(number=1, seal=Seal(grant=GrantId(bytes(16)), epoch=EPOCH, writes=1, bytes_written=1))
 BYE = wire.Bye(epoch=EPOCH)
 PREPARED = Prepared(payload=b"region")
@@ -187,9 +188,9 @@ PREPARED = Prepared(payload=b"region")
 class Receiver:
     """A channel whose pair has a secret, or not any more."""
 
-    def __init__(self, *, surplus: bool = False) -> None:
+    def __init__(self) -> None:
         self.secret: bytes | RefusalReason = SECRET
-        self.channel = ReceiverChannel(rdma.CODEC, secret_of=self.secret_of, surplus=surplus)
+        self.channel = ReceiverChannel(rdma.CODEC, secret_of=self.secret_of)
 
     def secret_of(self, *_: object) -> bytes:
         if isinstance(self.secret, RefusalReason):
@@ -209,12 +210,11 @@ class Receiver:
 
 def receiver_in(state: ChannelState) -> Receiver:
     """By the shortest way that leads there."""
-    made = Receiver(surplus=state is ChannelState.SURPLUS)
+    made = Receiver()
     to_open = (HELLO, None, PREPARED)
     to_probing = (HELLO, None, Prepared(payload=b"region", probes=True))
     ways: dict[ChannelState, tuple[wire.Event | None, ...]] = {
         ChannelState.NEW: (),
-        ChannelState.SURPLUS: (),
         ChannelState.CHALLENGED: (HELLO,),
         ChannelState.PREPARING: (HELLO, None),
         ChannelState.PROBING: to_probing,
@@ -268,7 +268,6 @@ def test_bye_counts_where_it_may_write_and_of_its_epoch_only(state: ChannelState
     own: dict[ChannelState, list[wire.Instruction]] = {
         **{each: [Do.DROP] for each in HANDSHAKING},
         **{each: [Left(drained=True)] for each in (*WRITING, ChannelState.BROKEN)},
-        ChannelState.SURPLUS: refused(RefusalReason.CONNECTIONS_MAX, Do.DROP),
     }
     assert receiver_in(state).handle(BYE) == own.get(state, [])
     if state in WRITING:
@@ -286,7 +285,6 @@ def test_a_seal_counts_only_on_an_open_channel(state: ChannelState) -> None:
         ChannelState.PROBING: refused(RefusalReason.OUT_OF_ORDER, Broken(reason=RefusalReason.OUT_OF_ORDER)),
         ChannelState.OPEN: [Deliver(message=SEAL)],
         ChannelState.BROKEN: [Do.COUNT_SEAL_REFUSED],
-        ChannelState.SURPLUS: refused(RefusalReason.CONNECTIONS_MAX, Do.DROP),
     }
     assert receiver_in(state).handle(SEAL) == wanted.get(state, [])
 
@@ -294,7 +292,7 @@ def test_a_seal_counts_only_on_an_open_channel(state: ChannelState) -> None:
 @pytest.mark.parametrize("state", ChannelState)
 def test_the_deadline_is_for_handshakes_and_probes(state: ChannelState) -> None:
     wanted: dict[ChannelState, list[wire.Instruction]] = {
-        **dict.fromkeys((*HANDSHAKING, ChannelState.SURPLUS), refused(RefusalReason.DEADLINE, Do.DROP)),
+        **dict.fromkeys(HANDSHAKING, refused(RefusalReason.DEADLINE, Do.DROP)),
         ChannelState.PROBING: refused(RefusalReason.PROBE, Broken(reason=RefusalReason.PROBE)),
     }
     assert receiver_in(state).handle(Signal.DEADLINE) == wanted.get(state, [])
@@ -306,7 +304,7 @@ def test_what_the_port_refuses_ends_the_link_as_far_as_it_may(state: ChannelStat
     second breach costs it the connection."""
     reason = RefusalReason.MALFORMED
     wanted: dict[ChannelState, list[wire.Instruction]] = {
-        **dict.fromkeys((*HANDSHAKING, ChannelState.SURPLUS), refused(reason, Do.DROP)),
+        **dict.fromkeys(HANDSHAKING, refused(reason, Do.DROP)),
         **dict.fromkeys((*WRITING, ChannelState.LOST), refused(reason, Broken(reason=reason))),
         ChannelState.BROKEN: refused(reason, Do.LOSE),
     }
@@ -327,18 +325,24 @@ def test_a_message_out_of_order_is_a_breach(state: ChannelState, message: Messag
     wanted: dict[ChannelState, list[wire.Instruction]] = {
         **dict.fromkeys(HANDSHAKING, refused(reason, Do.DROP)),
         **dict.fromkeys(WRITING, refused(reason, Broken(reason=reason))),
-        ChannelState.SURPLUS: refused(RefusalReason.CONNECTIONS_MAX, Do.DROP),
     }
     assert receiver_in(state).handle(message) == wanted.get(state, [])
 
 
 def test_a_late_bye_is_heard_on_a_new_connection_only() -> None:
-    """Beyond connections_max too, since it makes room."""
     message = wire.LateBye(nonce=bytes(32))
-    for state in (ChannelState.NEW, ChannelState.SURPLUS):
-        assert receiver_in(state).handle(message) == [Do.DROP, Deliver(message=message)]
+    assert receiver_in(ChannelState.NEW).handle(message) == [Do.DROP, Deliver(message=message)]
     for state in (ChannelState.CHALLENGED, ChannelState.PREPARING):
         assert receiver_in(state).handle(message) == refused(RefusalReason.OUT_OF_ORDER, Do.DROP)
+
+
+@pytest.mark.parametrize("hello", [replace(HELLO, tag=bytes(16)), replace(HELLO, link=8), replace(HELLO, payload=b"x")])
+def test_a_stranger_is_not_challenged(hello: wire.Hello) -> None:
+    """Whoever knows the pair and its epoch but not the secret, without a tag or with that of another HELLO: refused
+    before anything is kept for it."""
+    r = Receiver()
+    assert r.handle(hello) == refused(RefusalReason.SECRET, Do.DROP)
+    assert not r.channel.expected
 
 
 def test_a_wrong_proof_opens_nothing() -> None:

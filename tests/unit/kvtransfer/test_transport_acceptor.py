@@ -39,7 +39,7 @@ class Port(ShmReceiverPort):
         BasePort.__init__(self, Connection, listener=listener, address="", events=Recorder(), limits=limits)
         self.got = got
 
-    def _admit(self, sock: socket.socket) -> None:
+    def _admit(self, sock: socket.socket, _address: Any) -> None:
         self.got.set_result(sock)
 
 

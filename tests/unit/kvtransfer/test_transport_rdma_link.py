@@ -311,7 +311,8 @@ def test_strangers_cost_no_queue_pair() -> None:
             silent, wrong, noise = Raw(r), Raw(r), Raw(r)
             for raw in (silent, wrong, noise):
                 await raw.open()
-            await wrong.say(wire.Hello(pair=PAIR, epoch=EPOCH, link=1, payload=wrong.qps.ends.encode()))
+            hello = wire.Hello(pair=PAIR, epoch=EPOCH, link=1, payload=wrong.qps.ends.encode())
+            await wrong.say(CODEC.tagged(wrong.endpoint.secret, hello))
             assert isinstance(await wrong.hear(), wire.Challenge)
             await wrong.say(wire.Answer(proof=bytes(32)))
             noise.writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")

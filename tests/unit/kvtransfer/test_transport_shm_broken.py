@@ -103,9 +103,9 @@ def test_a_late_bye_for_a_nonce_that_was_never_given_proves_nothing() -> None:
 
     async def test() -> None:
         async with receiver() as r, linked(r):
-            r.port.expect(PAIR, EPOCH)
+            secret = r.port.expect(PAIR, EPOCH).secret
             loop = asyncio.get_running_loop()
-            hello = wire.Hello(pair=PAIR, epoch=EPOCH)
+            hello = CODEC.tagged(secret, wire.Hello(pair=PAIR, epoch=EPOCH))
             scripts: tuple[list[wire.Message], ...] = ([], [hello])
             for before in scripts:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:

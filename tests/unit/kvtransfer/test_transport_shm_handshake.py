@@ -17,7 +17,6 @@ import pytest
 from baton.ids import Epoch, Incarnation, Pair
 from kvtransfer.transport import ConnectError, DataEndpoint, Seal, TooManyPairs, TransportName
 from kvtransfer.transports import control_channel as wire
-from kvtransfer.transports import shm
 from kvtransfer.transports.control_channel import RefusalReason
 from kvtransfer.transports.receiver_port import PortLimits
 from kvtransfer.transports.settings import ShmConfig
@@ -77,7 +76,7 @@ class RawPeer:
 
 
 def hello_of(endpoint: DataEndpoint, pair: Pair = PAIR) -> wire.Hello:
-    return wire.Hello(pair=pair, epoch=endpoint.epoch)
+    return CODEC.tagged(endpoint.secret, wire.Hello(pair=pair, epoch=endpoint.epoch))
 
 
 def answer_to(challenge: wire.Challenge, endpoint: DataEndpoint) -> wire.Answer:
@@ -219,24 +218,25 @@ def test_a_silent_peer_is_cut_off_at_the_handshake_deadline() -> None:
     run(test())
 
 
-def test_connections_and_pairs_have_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One connection more than allowed is refused at its HELLO, until one has said BYE, and the next one unheard; one
-    pair more raises."""
+def test_connections_and_pairs_have_limits() -> None:
+    """One connection more than allowed is refused when it has proved itself, until one has said BYE; one pair more
+    raises."""
 
     async def test() -> None:
-        monkeypatch.setattr(shm, "LATE_BYES_MAX", 1)
         config = PortLimits(connections_max=1, pairs_max=1, handshake_ms_max=60_000)
         async with receiver(config) as r:
-            async with linked(r), raw_peer(r) as peer, raw_peer(r) as unheard:
-                assert await unheard.refusal() is RefusalReason.CONNECTIONS_MAX
-                assert await unheard.hear() is None
-                peer.say(hello_of(r.port.expect(PAIR, EPOCH)))
+            async with linked(r), raw_peer(r) as peer:
+                endpoint = r.port.expect(PAIR, EPOCH)
+                peer.say(hello_of(endpoint))
+                challenge = await peer.hear()
+                assert isinstance(challenge, wire.Challenge)
+                peer.say(answer_to(challenge, endpoint))
                 assert await peer.refusal() is RefusalReason.CONNECTIONS_MAX
                 assert await peer.hear() is None
                 with pytest.raises(TooManyPairs):
                     r.port.expect(pair_of(9), EPOCH)
             async with linked(r):
-                assert r.port.describe()["connections_made"] == 4
+                assert r.port.describe()["connections_made"] == 3
 
     run(test())
 

@@ -32,6 +32,10 @@ HANDSHAKES = {
         CODEC.encode(wire.Hello(pair=pair_of(99), epoch=EPOCH, link=1, payload=TcpHello(stream=0).encode())),
         {"NOT_EXPECTED": 1},
     ),
+    "no tag": (
+        CODEC.encode(wire.Hello(pair=PAIR, epoch=EPOCH, link=1, payload=TcpHello(stream=0).encode())),
+        {"SECRET": 1},
+    ),
     "an older epoch": (
         CODEC.encode(wire.Hello(pair=PAIR, epoch=Epoch(1), link=1, payload=TcpHello(stream=0).encode())),
         {"EPOCH": 1},
@@ -61,10 +65,11 @@ def test_a_bad_handshake_is_refused(name: str) -> None:
 
 def test_a_recorded_answer_is_of_no_use_a_second_time() -> None:
     """The proof of one handshake, shown in another: its nonce is a new one."""
-    hello = wire.Hello(pair=PAIR, epoch=EPOCH, link=1, payload=TcpHello(stream=0).encode())
 
     async def test() -> None:
         async with receiving() as r:
+            untagged = wire.Hello(pair=PAIR, epoch=EPOCH, link=1, payload=TcpHello(stream=0).encode())
+            hello = CODEC.tagged(r.endpoint.secret, untagged)
             loop, nonces, answers, socks = asyncio.get_running_loop(), [], [], []
             for _ in range(2):
                 socks.append(await open_connection(r.endpoint.address, loop))
@@ -85,7 +90,7 @@ def test_a_recorded_answer_is_of_no_use_a_second_time() -> None:
 
 
 def test_a_silent_stranger_is_dropped_and_others_are_limited() -> None:
-    """Two connections that say nothing fill the places of strangers: the third is refused, then all time out."""
+    """Three connections that say nothing, and two places: the oldest has to go, then the others time out."""
     config = PortLimits(handshakes_max=2, handshake_ms_max=1_000)
 
     async def test() -> None:
@@ -96,7 +101,7 @@ def test_a_silent_stranger_is_dropped_and_others_are_limited() -> None:
             for sock in socks:
                 sock.close()
             reasons = [answer.reason.name for answer in answers if isinstance(answer, wire.Refused)]
-            assert reasons == ["DEADLINE", "DEADLINE", "HANDSHAKES_MAX"]
+            assert reasons == ["HANDSHAKES_MAX", "DEADLINE", "DEADLINE"]
             assert r.refused == {"HANDSHAKES_MAX": 1, "DEADLINE": 2}
 
     run(test())

@@ -106,7 +106,8 @@ class ByHand:
         """The answer to the ANSWER."""
         await asyncio.get_running_loop().sock_connect(self.sock, split_endpoint(endpoint.address))
         own = UcxHello(host=bytes.fromhex(host), pid=pid)
-        hello = wire.Hello(pair=PAIR, epoch=endpoint.epoch, link=9, payload=own.encode())
+        untagged = wire.Hello(pair=PAIR, epoch=endpoint.epoch, link=9, payload=own.encode())
+        hello = CODEC.tagged(endpoint.secret, untagged)
         await self.say(hello)
         challenge = await self.hear()
         assert isinstance(challenge, wire.Challenge)

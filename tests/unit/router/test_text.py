@@ -147,9 +147,9 @@ class Decoded:
     def get_added_tokens_decoder(self) -> Any:
         return TOKENIZER.get_added_tokens_decoder()
 
-    def to_str(self) -> str:
-        text: str = TOKENIZER.to_str()
-        return text
+    @property
+    def model(self) -> Any:
+        return TOKENIZER.model
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         self.sizes.append(len(ids))
@@ -218,3 +218,13 @@ def test_settings_of_a_training_run_change_no_prompt(tmp_path: Path) -> None:
     codec = TextCodec.load(tmp_path)
     for text in ("a river", "a"):
         assert list(codec.encode(text)) == list(codec.encode_chat(text)) == list(CODEC.encode(text))
+
+
+def test_too_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are refused before they are copied, in a plain prompt and over the pieces of a chat."""
+    monkeypatch.setattr("router.text.TOKENS_MAX", 4)
+    assert len(CODEC.encode("abcd")) == len(CODEC.encode_chat("abc", "d")) == 4
+    for encode, texts in ((CODEC.encode, ["abcde"]), (CODEC.encode_chat, ["abc", "de"])):
+        with pytest.raises(BatonError, match="has 5 tokens; at most 4") as caught:
+            encode(*texts)
+        assert caught.value.reason is Reason.PROMPT_TOO_LONG

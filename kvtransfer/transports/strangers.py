@@ -1,0 +1,34 @@
+"""Connections to a port that have not shown yet that they are expected, and which of them makes room for a new one."""
+
+from __future__ import annotations
+
+
+class Strangers:
+    """Who comes beyond the limit takes the place of the oldest of the source that has most of them: a flood pushes out
+    itself. A writer is a stranger until its HELLO has come, which it sends at once. Pure."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._sources: dict[int, str] = {}
+        self._crowds: dict[str, dict[int, None]] = {}
+        """By source, in the order in which they came."""
+
+    def enter(self, number: int, source: str) -> int | None:
+        """The number of the one that has to go, which has left; None: there is room."""
+        self._sources[number] = source
+        self._crowds.setdefault(source, {})[number] = None
+        if len(self._sources) <= self._limit:
+            return None
+        crowded = max(self._crowds, key=lambda each: len(self._crowds[each]))
+        oldest = next(iter(self._crowds[crowded]))
+        self.leave(oldest)
+        return oldest
+
+    def leave(self, number: int) -> None:
+        """Idempotent."""
+        source = self._sources.pop(number, None)
+        if source is not None:
+            crowd = self._crowds[source]
+            del crowd[number]
+            if not crowd:
+                del self._crowds[source]
