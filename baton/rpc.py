@@ -14,7 +14,7 @@ import random
 import socket
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -147,6 +147,10 @@ class RpcServer:
         Without it all of them are refused."""
         self._edge.authorize = authorize
 
+    def check_callers_by(self, check: Callable[[Iterable[tuple[str, str | bytes]]], object]) -> None:
+        """`check(metadata)` raises BatonError for a public call that may not be made. Its message is not read then."""
+        self._edge.check_caller = check
+
     def on_refused(self, refused: Callable[[BatonError], None]) -> None:
         """`refused` is called with the error of each public call that is refused before its handler runs."""
         self._edge.refused = refused
@@ -261,6 +265,7 @@ class _Edge(grpc.aio.ServerInterceptor):
         """By address, without the port."""
         self._tasks: dict[asyncio.Task[Any], str] = {}
         self.refused: Callable[[BatonError], None] = lambda _error: None
+        self.check_caller: Callable[[Iterable[tuple[str, str | bytes]]], object] = lambda _metadata: None
         self.authorize: Callable[[str, Any], Awaitable[None]] = refuse
 
     async def ended(self, timeout_s: float) -> list[str]:
@@ -275,7 +280,15 @@ class _Edge(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler | None:
         handler = await continuation(handler_call_details)
-        return None if handler is None else self._wrap(handler_call_details.method, handler)
+        if handler is None:
+            return None
+        if _is_public(handler_call_details.method):
+            try:
+                self.check_caller(handler_call_details.invocation_metadata)
+            except BatonError as error:
+                self.refused(error)
+                return _refusal(to_status(error))
+        return self._wrap(handler_call_details.method, handler)
 
     def _wrap(self, method: str, handler: _Handler) -> _Handler:
         requests = "stream" if handler.request_streaming else "unary"
@@ -399,6 +412,15 @@ class _Edge(grpc.aio.ServerInterceptor):
             streams[address] -= 1
             if not streams[address]:
                 del streams[address]
+
+
+def _refusal(status: grpc.Status) -> _Handler:
+    """Ends a call of any kind. As it takes a stream of messages, and none of them, gRPC reads none."""
+
+    async def refuse(_messages: Any, context: _Context) -> None:
+        await context.abort_with_status(status)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 async def _write_all(behavior: Callable[..., Any], request: Any, context: _Context) -> None:

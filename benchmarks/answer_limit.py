@@ -89,7 +89,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-dir", type=Path, default=Path("build/answer-limit-model"))
     parser.add_argument("--requests", type=int, default=32, help="at a time")
-    parser.add_argument("--answers", type=int, default=96, help="of a round")
+    parser.add_argument(
+        "--answers",
+        type=int,
+        default=512,
+        help="of a round; in short rounds the tail of the longest answers counts most",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--to-the-end", action="store_true")
     parser.add_argument("--ratio-min", type=float, default=0.9)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from ipaddress import IPv4Network, IPv6Network, ip_network
+from pathlib import Path
 
 from baton.config import fixed, setting
 from baton.errors import InvalidField, check_positive
@@ -90,12 +92,26 @@ class RouterConfig(ProcessConfig):
         "host:port of the OpenAI endpoints and of /metrics over HTTP; none: off",
         "Clients use HTTP, or Prometheus scrapes the router.",
     )
+    api_keys_file: Path | None = setting(
+        None,
+        "TOML file of API keys (`baton key new` makes them), taken anew when it changes; none: everybody may ask",
+        "Clients that you do not trust reach the router, or some clients are to get less than others.",
+    )
     http_connections_max: int = setting(
         2_048, "HTTP connections at the same time", "More clients keep connections open."
     )
     http_body_bytes_max: int = setting(4 << 20, "bytes of the body of an HTTP call", "Clients send longer prompts.")
+    http_head_ms_max: int = fixed(10_000)
+    """How long the head of an HTTP call may take."""
     http_body_ms_max: int = fixed(60_000)
-    """How long the head of an HTTP call may take, and then its body."""
+    """How long its body may take."""
+    http_body_ms_free: int = fixed(10_000)
+    """How long of it may pass before the rate of its bytes counts."""
+    trusted_proxies: tuple[str, ...] = setting(
+        (),
+        "networks whose X-Forwarded-For says where an HTTP call comes from",
+        "Clients come through a proxy: without this they share the connections that one address may have.",
+    )
     max_tokens_default: int | None = setting(
         None,
         "output tokens of a request that names no limit; none: what the context leaves, but prompt and answer take "
@@ -163,4 +179,11 @@ class RouterConfig(ProcessConfig):
             raise InvalidField("pinned_prefixes", f"must have different names and be {self.pins.count_max} at most")
         if self.max_tokens_default is not None:
             check_positive(self, "max_tokens_default")
+        self.trusted_networks()
         check_positive(self, *(name for name, kind in RouterConfig.__annotations__.items() if kind == "int"))
+
+    def trusted_networks(self) -> tuple[IPv4Network | IPv6Network, ...]:
+        try:
+            return tuple(map(ip_network, self.trusted_proxies))
+        except ValueError as error:
+            raise InvalidField("trusted_proxies", f"must be networks like 10.0.0.0/8: {error}") from error

@@ -9,13 +9,11 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Final
 
-import h11
-import uvicorn
 from batonpb import common_pb2, inference_pb2
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -25,7 +23,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from baton import baton_version
 from baton.clock import first_of
@@ -37,14 +34,20 @@ from baton.tracing import CallMetadata, Traceparent, new_request_id, read_metada
 from router import openai
 from router.choices import Answer, run_choices
 from router.config import RouterConfig
+from router.http_connection import SURPLUS, HttpConnection, Served
+from router.http_slots import Slots
+from router.keys import Admission
 from router.metrics import RouterMetrics
 from router.node import CutOff, RouterNode, client_guard
 from router.openai import Json, OpenAiCall, Replies
 from router.request import ClientCall
+from router.turns import Turns
 
 log = get_log("http")
 
 ERROR_SEND_MS_MAX = 5_000
+ADMISSION: Final = "admission"
+"""In the state of a call that came with an API key."""
 
 Events = AsyncGenerator[tuple[int, inference_pb2.GenerateEvent], None]
 
@@ -146,16 +149,20 @@ async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
         pass
 
 
-HEAD_BYTES_MAX = 32_768
-"""Of the head of one HTTP call."""
 BODY_OWN_BYTES = 65_536
 """Of each body that are taken however many bytes others have under way."""
-SURPLUS_MS_MAX = 2_000
-"""How long a connection that is one too many may take for the head of its call."""
+BODY_BYTES_PER_S = 1_024
+"""What a body must bring once `http_body_ms_free` is over."""
 SURPLUS_CONNECTIONS_MAX = 64
 """Connections beyond the limit that are answered with 429 and closed. Further ones are closed without a word."""
 SEND_BUFFER_BYTES = 131_072
 """Bytes that the kernel may keep of what an HTTP client has not read."""
+BACKLOG_MAX = 2_048
+"""Connections that wait in the kernel to be accepted."""
+ACCEPTS_MAX = 32
+"""In one turn of the loop."""
+UPKEEP_MS = 500
+"""Between two looks at how slow the connections are."""
 
 
 class OpenAiApp:
@@ -186,20 +193,23 @@ class OpenAiApp:
     async def _complete(self, request: Request) -> Response:
         """Both endpoints. What is refused here is logged with the id that the client is given: there is no request
         yet."""
-        chat = _is_chat(request)
+        chat, admission = _is_chat(request), getattr(request.state, ADMISSION, None)
         request_id = request.state.request_id = new_request_id(self._node.rng)
         try:
             called = read_metadata([(name.lower(), value) for name, value in request.headers.items()])
             request_id = request.state.request_id = called.request_id or request_id
             async with self._body(request) as raw:
-                call = await self._node.text_threads.run(len(raw), self._parse, raw, chat)
-            return self._reply(call, called, request_id)
+                special_tokens = admission is not None and admission.key.special_tokens
+                call = await self._node.text_threads.run(len(raw), self._parse, raw, chat, special_tokens)
+            if admission is not None:
+                admission.widen(len(call.requests) * call.n)
+            return self._reply(call, called, request_id, admission)
         except BatonError as error:
             if error.reason is not Reason.CANCELLED:
                 self._node.request_log.refused(error, door="http", request_id=request_id)
             return error_response(error, chat=chat, headers={"x-request-id": request_id})
 
-    def _parse(self, raw: bytes, chat: bool, special_tokens: bool = False) -> OpenAiCall:
+    def _parse(self, raw: bytes, chat: bool, special_tokens: bool) -> OpenAiCall:
         body = openai.parse_body(raw)
         if not chat:
             return openai.parse_completion(body)
@@ -234,12 +244,14 @@ class OpenAiApp:
     async def _metrics_text(self, _request: Request) -> Response:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    def _reply(self, call: OpenAiCall, called: CallMetadata, request_id: RequestId) -> CallReply:
-        node = self._node
+    def _reply(
+        self, call: OpenAiCall, called: CallMetadata, request_id: RequestId, admission: Admission | None
+    ) -> CallReply:
+        node, now_s = self._node, asyncio.get_running_loop().time
         node.check_open()
         trace = called.traceparent or Traceparent.new(node.rng, sampled=False)
         timeout_s = node.config.rpc.public_deadline_ms_default / 1000
-        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        deadline_s = now_s() + timeout_s
         if not call.requests[0].sampling.HasField("seed"):
             for each in call.requests:  # one for all answers to a prompt, which differ by their choice
                 each.sampling.seed = node.rng.getrandbits(64)
@@ -248,6 +260,8 @@ class OpenAiApp:
             def ask(message: inference_pb2.GenerateRequest, choice: int) -> Answer:
                 child = trace.child(node.rng)
                 client = ClientCall(id=request_id, trace=child, deadline_s=deadline_s, choice=choice, cut_off=cut_off)
+                if admission is not None:
+                    client = admission.sign(client, now_s, repeats_prompt=choice > 0)
                 return node.generate(message, client)
 
             return run_choices(ask, call.requests, call.n)
@@ -276,11 +290,14 @@ class OpenAiApp:
     async def _read_body(self, request: Request, body: bytearray) -> None:
         """Append to `body`, and count."""
         config, bytes_max = self._node.config, self._node.config.http_body_bytes_max
+        began_s = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(config.http_body_ms_max / 1000):
+            async with asyncio.timeout(config.http_body_ms_free / 1000) as limit:
                 async for part in request.stream():
                     body += part
                     self._body_bytes += len(part)
+                    took_ms_max = config.http_body_ms_free + 1000 * len(body) // BODY_BYTES_PER_S
+                    limit.reschedule(began_s + min(config.http_body_ms_max, took_ms_max) / 1000)
                     if len(body) > bytes_max:
                         raise bad_field("body", f"The body is longer than {bytes_max} bytes, the limit.")
                     if len(body) > BODY_OWN_BYTES and self._body_bytes > config.http_bodies_bytes_max:
@@ -298,115 +315,94 @@ class HttpServer:
     def __init__(
         self, app: ASGIApp, config: RouterConfig, *, refused: Callable[[BatonError], None] = lambda _error: None
     ) -> None:
-        """`refused` is called for each connection that is one too many."""
+        """`refused` is called for each connection that is one too many, and for each that brings no HTTP."""
         self._app = app
         self._refused = refused
-        self._connections_max = config.http_connections_max
-        self._server = _Server(
-            uvicorn.Config(
-                self._answer,
-                interface="asgi3",
-                http=_protocol(
-                    config.http_body_ms_max / 1000,
-                    connections_max=config.http_connections_max,
-                ),
-                h11_max_incomplete_event_size=HEAD_BYTES_MAX,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_graceful_shutdown=max(1, config.stop_grace_ms // 1000),
-            )
+        self._connections_max = most = config.http_connections_max
+        self._grace_s = config.stop_grace_ms / 1000
+        self._loop = loop = asyncio.get_running_loop()
+        self._served = Served(
+            app=self._answer,
+            slots=Slots(regular_max=most, surplus_max=SURPLUS_CONNECTIONS_MAX),
+            proxied=Slots(regular_max=most, surplus_max=most),
+            trusted_proxies=config.trusted_networks(),
+            head_ms_max=config.http_head_ms_max,
+            turns=Turns(loop.call_soon, loop.time),
+            refused=refused,
         )
-        self._task: asyncio.Task[None] | None = None
+        self._opening: asyncio.Task[asyncio.Server] | None = None
+        self._upkeep: asyncio.TimerHandle | None = None
 
     def start(self, listen: str) -> str:
         """Listen, and serve from now on; returns the endpoint. Raises BatonError PORT_IN_USE or BAD_ENDPOINT."""
         host, port = split_endpoint(listen)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            listener = socket.create_server((host, port), family=family)
+            listener = socket.create_server((host, port), family=family, backlog=BACKLOG_MAX)
         except OSError as error:
             text = f"Cannot listen on {listen} for HTTP: {error.strerror}. Name another one with --http-listen."
             raise BatonError(Reason.PORT_IN_USE, text, field="http_listen") from error
         # Connections take it over. Left to itself the kernel keeps megabytes of an answer that nobody reads.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.setblocking(False)
-        self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[listener]), name="http")
-        return join_endpoint(host, listener.getsockname()[1])
+        endpoint = join_endpoint(host, listener.getsockname()[1])
+        self._opening = self._loop.create_task(self._open(listener), name="http")
+        self._keep_up()
+        return endpoint
 
     async def stop(self) -> None:
         """Take no new connection, give running answers the grace time, end the rest. Idempotent."""
-        self._server.should_exit = True
-        if self._task is not None:
-            await asyncio.wait([self._task])
+        served = self._served
+        if served.stopping or self._opening is None:
+            return
+        served.stopping = True
+        (await self._opening).close()
+        for connection in tuple(served.connections):
+            connection.stop()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._grace_s):
+                await self._all_closed()
+        for task in served.tasks:
+            task.cancel()
+        for connection in tuple(served.connections):
+            connection.transport.abort()
+        await self._all_closed()
+        await asyncio.gather(*served.tasks, return_exceptions=True)
+        assert self._upkeep is not None
+        self._upkeep.cancel()
+
+    async def _open(self, listener: socket.socket) -> asyncio.Server:
+        """asyncio accepts as many connections in one turn of the loop as may wait in the kernel, unless it is told
+        afterwards how many may."""
+        server = await self._loop.create_server(
+            lambda: HttpConnection(self._served), sock=listener, backlog=ACCEPTS_MAX
+        )
+        listener.listen(BACKLOG_MAX)
+        return server
+
+    async def _all_closed(self) -> None:
+        while self._served.connections:
+            self._served.closed.clear()
+            await self._served.closed.wait()
+
+    def _keep_up(self) -> None:
+        self._served.upkeep(self._loop.time())
+        self._upkeep = self._loop.call_later(UPKEEP_MS / 1000, self._keep_up)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """uvicorn has such a limit too, but says no in plain text, without a time to come back, and to those who were
-        there before too."""
-        if not scope["state"].get(_SURPLUS) or scope["path"] in _FOR_PROBES:
+        if not scope["state"][SURPLUS] or scope["path"] in _FOR_PROBES:
             await self._app(scope, receive, send)
             return
-        text = f"This router has {self._connections_max} HTTP connections already, the limit."
+        text = (
+            f"This router has {self._connections_max} HTTP connections, the limit, or your address its share of them."
+        )
         error = BatonError(Reason.TOO_MANY_CALLS, text, retry_after_ms=1_000)
         self._refused(error)
-        await error_response(error, headers={"connection": "close"})(scope, receive, send)
+        await error_response(error)(scope, receive, send)
 
 
 _FOR_PROBES: Final = frozenset({"/live", "/health"})
 """Answered on every connection: a full router is not to be restarted."""
-_SURPLUS: Final = "surplus connection"
-"""In a call's state: the connection was one too many when it came."""
-
-
-def _protocol(head_s_max: float, *, connections_max: int) -> type[H11Protocol]:
-    regular: set[asyncio.Protocol] = set()
-    """Connections that came when there were no more than the limit."""
-
-    class Protocol(H11Protocol):
-        """A connection that does not bring the whole head of a request in time is closed; uvicorn would keep it."""
-
-        _late: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            surplus = len(regular) >= connections_max
-            if surplus and len(self.connections) - len(regular) > SURPLUS_CONNECTIONS_MAX:
-                transport.abort()
-                return
-            if not surplus:
-                regular.add(self)
-            self.app_state = {**self.app_state, _SURPLUS: surplus}
-            self._late = self.loop.call_later(SURPLUS_MS_MAX / 1000 if surplus else head_s_max, transport.close)
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            if self.conn.their_state is not h11.IDLE:
-                self._in_time()
-            elif self._late is None:
-                self._late = self.loop.call_later(head_s_max, self.transport.close)
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._in_time()
-            regular.discard(self)
-            super().connection_lost(exc)
-
-        def _in_time(self) -> None:
-            if self._late is not None:
-                self._late.cancel()
-                self._late = None
-
-    return Protocol
-
-
-class _Server(uvicorn.Server):
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Signals belong to the process, not to one of its servers."""
-        yield
 
 
 def _is_chat(request: Request) -> bool:

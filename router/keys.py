@@ -17,8 +17,8 @@ import hmac
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final, Literal
 
@@ -26,7 +26,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.retry_time import retry_after_ms
-from router.request import CACHE_SALT_BYTES_MAX, Priority
+from router.request import CACHE_SALT_BYTES_MAX, ClientCall, Priority
 
 PREFIX: Final = "baton-"
 RANDOM_BYTES: Final = 32
@@ -120,19 +120,6 @@ def _place(error: Exception) -> str:
 
 def _bad_file(source: str, why: str) -> BatonError:
     return BatonError(Reason.BAD_CONFIG, f"The API keys of {source} cannot be used: {why}.", field="api_keys_file")
-
-
-def own_cache_salt(key_salt: str | None, asked: bytes) -> bytes:
-    """What goes into the hash chain for a request that asks for the salt `asked` (empty: none).
-
-    `key_salt` is that of its key, "" where that has none; it is None where there are no keys. A request's salt never
-    replaces its key's, and is told apart from every key's by a byte that no text has: nobody can read, from the time
-    of a first token, what another key's requests have cached.
-    """
-    if key_salt is None or not asked:
-        return asked if key_salt is None else key_salt.encode()
-    key_bytes = key_salt.encode()
-    return b"\xff" + hashlib.sha256(len(key_bytes).to_bytes(8) + key_bytes + asked).digest()
 
 
 class Limit(Enum):
@@ -264,7 +251,7 @@ class KeyUse:
 
 
 class Admission:
-    """One call that a key was good for. `end` it, once or more often."""
+    """One call that a key was good for."""
 
     def __init__(self, use: KeyUse, spread: float) -> None:
         self.use = use
@@ -289,7 +276,21 @@ class Admission:
             self.use.running += more
             self._answers = answers
 
+    def sign(self, call: ClientCall, now_s: Callable[[], float], *, repeats_prompt: bool = False) -> ClientCall:
+        """The call of this key's, with what it may and what it has to report. `repeats_prompt`: its prompt has been
+        counted with another answer to it."""
+        return replace(
+            call,
+            key_name=self.key.name,
+            key_salt=self.key.cache_salt or "",
+            priority=self.key.priority_class,
+            special_tokens=self.key.special_tokens,
+            take_prompt=(lambda _tokens: None) if repeats_prompt else lambda n: self.use.take_prompt(n, now_s()),
+            take_output=lambda n: self.use.take_output(n, now_s()),
+        )
+
     def end(self) -> None:
+        """Idempotent."""
         self.use.running -= self._answers
         self._answers = 0
         assert self.use.running >= 0, self.key.name
@@ -335,6 +336,11 @@ class KeyBook:
         """What a hash is looked up by. How long two marks compare tells nothing about the hash, and nobody outside can
         choose marks."""
         return hmac.digest(self._blind, digest.encode(), "sha256")
+
+
+def authorization_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | bytes | None:
+    """What a gRPC call came with, for `KeyBook.find`."""
+    return next((value for key, value in metadata or () if key == "authorization"), None)
 
 
 def _refused(why: str) -> BatonError:

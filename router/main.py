@@ -16,6 +16,7 @@ from batonpb import inference_pb2_grpc, pins_pb2_grpc
 
 from baton.clock import Clock
 from baton.drain import Holdings
+from baton.endpoint import is_loopback
 from baton.errors import BatonError, Reason
 from baton.log import get_log
 from baton.rpc import check_can_bind
@@ -24,6 +25,8 @@ from baton.tasks import Tasks
 from baton.wire import NodeLoad, Role
 from engine.model_config import ModelError, SamplingDefaults, load_sampling_defaults, resolve_model
 from router.config import RouterConfig
+from router.key_file import KeyFile
+from router.keys import authorization_of
 from router.node import RouterNode
 from router.pins import PinKeeper, PinsService
 from router.prompts import PromptEncoder
@@ -31,6 +34,8 @@ from router.request import NEUTRAL
 from router.service import InferenceService
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from router.http_server import HttpServer
     from router.metrics import RouterMetrics
 
@@ -65,6 +70,7 @@ async def serve(
         metrics = RouterMetrics(runtime.membership.nodes, directory_lost=lambda: runtime.membership.stale)
         runtime.loop_lag.report = metrics.loop_lag_s.observe
     folder = await asyncio.to_thread(_folder, config.model)
+    keys = await KeyFile.open(config.api_keys_file) if config.api_keys_file is not None else None
     node = RouterNode(
         config=config,
         incarnation=runtime.incarnation,
@@ -81,31 +87,48 @@ async def serve(
     runtime.load = lambda: NodeLoad(waiting_requests=node.waiting, running_requests=node.requests - node.waiting)
     runtime.upkeep = node.upkeep
     runtime.server.on_refused(partial(node.request_log.refused, door="grpc"))
-    inference = InferenceService(node)
+    inference = InferenceService(node, keys.book if keys is not None else None)
     runtime.server.add("baton.v1.Inference", inference_pb2_grpc.add_InferenceServicer_to_server, inference)
     pins = await _open_pins(config, node, runtime)
     renewing = Tasks(asyncio.get_running_loop(), log, broken="pins are no longer renewed")
     renewing.spawn(pins.run())
+    reloading = Tasks(asyncio.get_running_loop(), log, broken="API keys are no longer read anew")
+    if keys is not None:
+        runtime.server.check_callers_by(lambda metadata: keys.book.find(authorization_of(metadata)))
+        reloading.spawn(keys.follow())
     http: HttpServer | None = None
     try:
         endpoint = await runtime.open()
         if metrics is not None:
+            from router.http_keys import KeyedApp
             from router.http_server import HttpServer, OpenAiApp
 
             assert config.http_listen is not None
             refused = partial(node.request_log.refused, door="http")
-            http = HttpServer(OpenAiApp(node, metrics).asgi(), config, refused=refused)
+            app: ASGIApp = OpenAiApp(node, metrics).asgi()
+            if keys is not None:
+                app = KeyedApp(app, keys.book, rng=rng, request_log=node.request_log)
+            http = HttpServer(app, config, refused=refused)
             log.info("HTTP is served", endpoint=http.start(config.http_listen))
+        if keys is None:
+            _warn_of_strangers(config)
         on_ready(endpoint)
         await runtime.drain.serve_until(stop, drain, drain_ms_max=config.drain_ms_max)
     finally:
         await runtime.leave()
         await renewing.cancel()
+        await reloading.cancel()
         await asyncio.gather(
             runtime.server.stop(config.stop_grace_ms / 1000), *([http.stop()] if http is not None else [])
         )
         await node.close()
         await runtime.close()
+
+
+def _warn_of_strangers(config: RouterConfig) -> None:
+    for name, listen in (("listen", config.listen), ("http_listen", config.http_listen)):
+        if listen is not None and not is_loopback(listen):
+            log.warning("whoever reaches this address may use the cluster: set api_keys_file", port=name, listen=listen)
 
 
 async def _open_pins(config: RouterConfig, node: RouterNode, runtime: NodeRuntime) -> PinKeeper:

@@ -37,7 +37,7 @@ from router.request import NEUTRAL, ClientCall, Job, ObservedRequest, check_requ
 from router.retries import ASK_ANOTHER, GONE, RESOLVES_MAX, RESUMABLE, ResumptionPace, Retries, Verdict, pause_ms
 from router.text import AnswerText
 from router.text_threads import TextThreads
-from router.turns import Turns
+from router.waiting import WaitingLine
 
 log = get_log("router")
 
@@ -161,8 +161,8 @@ class RouterNode:
             config=config, own=incarnation, channels=channels, tasks=self._tasks, clock=clock, repeats=self._repeats
         )
         self._prefill_nodes = PrefillNodes(blocks_max=config.prefix_blocks_max)
-        self._turns = Turns(config, rng)
-        self._prefill_calls = PrefillCalls(self._prefill_nodes, self.streams, rng, placed=self._turns.placed)
+        self._line = WaitingLine(config, rng)
+        self._prefill_calls = PrefillCalls(self._prefill_nodes, self.streams, rng, placed=self._line.placed)
         self.text_threads = TextThreads()
         self._regions = RegionWatch()
 
@@ -179,8 +179,9 @@ class RouterNode:
         observed = self._received(began_s)
         self.requests += 1
         try:
-            place = self._turns.enter(call.priority, request.ByteSize())
+            place = self._line.enter(call.priority, request.ByteSize())
             job = await self._check(request, call, observed, place)
+            call.take_prompt(len(job.checked.prompt))
             started = inference_pb2.Started(request_id=call.id, prompt_tokens=len(job.checked.prompt))
             yield inference_pb2.GenerateEvent(started=started)
             text = AnswerText(self.prompts.codec, job.checked)
@@ -188,6 +189,7 @@ class RouterNode:
                 async for first_index, ids, logprobs in batches:
                     taken, new = text.push(ids)
                     observed.tokens(self._loop.time(), taken)
+                    call.take_output(taken)
                     yield _tokens_event(first_index, ids[:taken], new, logprobs[:taken])
                     if text.found:
                         break
@@ -217,7 +219,7 @@ class RouterNode:
                 job.cut_off_with = None
             self.requests -= 1
             if place is not None:
-                self._turns.leave(place)
+                self._line.leave(place)
 
     async def _check(
         self, request: inference_pb2.GenerateRequest, call: ClientCall, observed: ObservedRequest, place: Place
@@ -242,6 +244,7 @@ class RouterNode:
             rng=self.rng,
             defaults=self._sampling_defaults,
             choice=call.choice,
+            key_salt=call.key_salt,
         )
         return Job(
             id=new_request_id(self.rng),
@@ -266,7 +269,7 @@ class RouterNode:
     async def _tokens(self, job: Job) -> AsyncGenerator[TokenPart, None]:
         """The answer's tokens in order, each index once, from as many attempts as it takes, one at a time."""
         looks = rounds = 0
-        await self._turns.first(job)
+        await self._line.first(job)
         for number in range(1 << 30):
             job.attempts = number + 1
             key = RequestKey(request=job.id, attempt=Attempt(number))
@@ -299,9 +302,9 @@ class RouterNode:
             elif verdict is Verdict.WAIT:
                 looks += 1
                 if not (error_reason in ASK_ANOTHER and self._prefill_nodes.untried(job)):
-                    await self._turns.again(job)
+                    await self._line.again(job)
             else:
-                self._turns.searches(job.place)
+                self._line.searches(job.place)
                 await self._pause(rounds, resumed=bool(job.output))
                 looks += 1
                 rounds += not (error_reason in GONE and self._prefill_nodes.untried(job))
@@ -405,7 +408,7 @@ class RouterNode:
     @property
     def waiting(self) -> int:
         """Requests in line."""
-        return self._turns.waiting
+        return self._line.waiting
 
     def upkeep(self) -> None:
         """Called every second."""
@@ -417,7 +420,7 @@ class RouterNode:
         await self.streams.close()
         await self._tasks.drain(self.config.stop_grace_ms)
         await self._tasks.cancel()
-        self._turns.close()
+        self._line.close()
         self.request_log.close()
         self._repeats.close()
 
@@ -433,7 +436,7 @@ class RouterNode:
             self._tasks.spawn(self._drop_stream(stream))
         self._regions.look(records)
         self._records = records
-        self._turns.follow(records)
+        self._line.follow(records)
 
     async def _drop_stream(self, stream: DecodeSubscription) -> None:
         self._repeats.over(stream.name, "it is gone")

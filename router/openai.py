@@ -253,7 +253,7 @@ def _content(content: object, i: int) -> str:
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
-            raise bad_field(place, f"messages[{i}] has a part of type {kind!r}; only text is understood.")
+            raise bad_field(place, f"messages[{i}] has a part of type {str(kind)[:40]!r}; only text is understood.")
     return "\n".join(part["text"] for part in content)
 
 
@@ -336,7 +336,9 @@ def error_status(error: BatonError) -> int:
 
 def error_headers(error: BatonError) -> dict[str, str]:
     """When to try again, in whole seconds as the standard has it, and the same in milliseconds as OpenAI's clients read
-    it."""
+    it; or what kind of key is missing."""
+    if error.reason is Reason.INVALID_API_KEY:
+        return {"www-authenticate": "Bearer"}
     if error.retry_after_ms is None and error_status(error) != 429:
         return {}
     seconds = max(1, math.ceil((error.retry_after_ms or 0) / 1000))
@@ -346,6 +348,7 @@ def error_headers(error: BatonError) -> dict[str, str]:
 def error_json(error: BatonError, *, chat: bool = False) -> Json:
     status = error_status(error)
     kind = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
+    kind = error.metadata.get("limit", kind)  # of a key that may not have more of these
     param = None if error.field is None else error.field.removeprefix("sampling.")
     if param in ("text", "token_ids"):
         param = "messages" if chat else "prompt"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,8 @@ CACHE_SALT_BYTES_MAX = 256
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 MESSAGES_MAX = 4_096
 
+NAME_CHARS_SHOWN: Final = 80
+"""Of a name that a request says, in an error about it."""
 UINT32_MAX = (1 << 32) - 1
 
 NEUTRAL = SamplingDefaults()
@@ -90,6 +93,14 @@ class ClientCall:
     priority: Priority = Priority.NORMAL
     special_tokens: bool = False
     """Whether messages of its chat may spell special tokens out; else these are text."""
+    key_name: str | None = None
+    """Of the API key that it came with."""
+    key_salt: str | None = None
+    """That key's salt, "" where it has none; None without a key."""
+    take_prompt: Callable[[int], None] = lambda _tokens: None
+    """Called with the length of its prompt. Raises BatonError where the key may not have so many tokens now."""
+    take_output: Callable[[int], None] = lambda _tokens: None
+    """Called with the number of tokens that the client gets."""
     cut_off: Callable[[BatonError], None] | None = None
     """Called once the client has left too much unread: it is to end the request, with this error for the client."""
 
@@ -143,16 +154,17 @@ def check_request(
     rng: random.Random,
     defaults: SamplingDefaults = NEUTRAL,
     choice: int = 0,
+    key_salt: str | None = None,
 ) -> CheckedRequest:
     """Validate against the model that is served.
 
     `prompt` has the token ids of the request's prompt, whatever its kind. `choice` numbers the answers to one question
     with one seed. `max_tokens` is cut to what the model's context leaves after the prompt; `answer_tokens` gives it,
     from the length of the prompt, for a request that names none. `defaults` stand for sampling fields that are not set;
-    a zero that is set counts. Raises BatonError naming the field.
+    a zero that is set counts. `key_salt` is that of the API key. Raises BatonError naming the field.
     """
     if request.HasField("model") and request.model != model.name:
-        text = f"This cluster serves '{model.name}', not '{request.model}'."
+        text = f"This cluster serves '{model.name}', not '{request.model[:NAME_CHARS_SHOWN]}'."
         raise BatonError(Reason.UNKNOWN_MODEL, text, field="model")
     kind = request.WhichOneof("prompt") or "prompt"
     if kind == "text" and not has_tokenizer:
@@ -193,7 +205,7 @@ def check_request(
         ),
         stop=_stop(sampling, has_tokenizer=has_tokenizer),
         include_stop=sampling.include_stop,
-        cache_salt=check_salt(request.cache_salt) if request.HasField("cache_salt") else b"",
+        cache_salt=own_cache_salt(key_salt, check_salt(request.cache_salt) if request.HasField("cache_salt") else b""),
     )
 
 
@@ -207,6 +219,19 @@ def check_salt(salt: str) -> bytes:
             "to share cached prefixes with all requests without one.",
         )
     return encoded
+
+
+def own_cache_salt(key_salt: str | None, asked: bytes) -> bytes:
+    """What goes into the hash chain for a request that asks for the salt `asked` (empty: none).
+
+    `key_salt` is that of its key, "" where that has none; it is None where there are no keys. A request's salt never
+    replaces its key's, and is told apart from every key's by a byte that no text has: nobody can read, from the time
+    of a first token, what another key's requests have cached.
+    """
+    if key_salt is None or not asked:
+        return asked if key_salt is None else key_salt.encode()
+    key_bytes = key_salt.encode()
+    return b"\xff" + hashlib.sha256(len(key_bytes).to_bytes(8) + key_bytes + asked).digest()
 
 
 def check_role(role: str, i: int, *, field: str, roles: Sequence[str] = ROLES) -> None:
@@ -270,18 +295,20 @@ def _number(sampling: inference_pb2.Sampling, name: str, defaults: SamplingDefau
 
 
 def _stop_token_ids(sampling: inference_pb2.Sampling, model: ModelInfo) -> list[int]:
+    count = len(sampling.stop_token_ids)  # here and below: nothing is copied before it is counted
+    if count > STOP_TOKEN_IDS_MAX:
+        raise _out_of_range("stop_token_ids", f"{count} ids long", f"at most {STOP_TOKEN_IDS_MAX} ids long")
     ids = sorted(set(sampling.stop_token_ids))
-    if len(ids) > STOP_TOKEN_IDS_MAX:
-        raise _out_of_range("stop_token_ids", f"{len(ids)} ids long", f"at most {STOP_TOKEN_IDS_MAX} ids long")
     if ids and ids[-1] >= model.vocab_size:
         raise _out_of_range("stop_token_ids", ids[-1], f"ids below the vocabulary of {model.vocab_size}")
     return ids
 
 
 def _logit_bias(sampling: inference_pb2.Sampling, model: ModelInfo) -> dict[int, float]:
+    count = len(sampling.logit_bias)
+    if count > LOGIT_BIAS_TOKENS_MAX:
+        raise _out_of_range("logit_bias", f"{count} tokens long", f"at most {LOGIT_BIAS_TOKENS_MAX} tokens long")
     biases = dict(sampling.logit_bias)
-    if len(biases) > LOGIT_BIAS_TOKENS_MAX:
-        raise _out_of_range("logit_bias", f"{len(biases)} tokens long", f"at most {LOGIT_BIAS_TOKENS_MAX} tokens long")
     for token, bias in sorted(biases.items()):
         if token >= model.vocab_size:
             allowed = f"for ids below the vocabulary of {model.vocab_size}"
@@ -293,9 +320,10 @@ def _logit_bias(sampling: inference_pb2.Sampling, model: ModelInfo) -> dict[int,
 
 
 def _stop(sampling: inference_pb2.Sampling, *, has_tokenizer: bool) -> tuple[str, ...]:
+    count = len(sampling.stop)
+    if count > STOP_STRINGS_MAX:
+        raise _out_of_range("stop", f"{count} strings long", f"at most {STOP_STRINGS_MAX} strings long")
     stops = tuple(dict.fromkeys(sampling.stop))
-    if len(stops) > STOP_STRINGS_MAX:
-        raise _out_of_range("stop", f"{len(stops)} strings long", f"at most {STOP_STRINGS_MAX} strings long")
     for stop in stops:
         if not 0 < len(stop) <= STOP_CHARS_MAX:
             raise _out_of_range("stop", f"a string of {len(stop)} characters", f"1 to {STOP_CHARS_MAX} characters")

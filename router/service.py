@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 from batonpb import inference_pb2, inference_pb2_grpc
@@ -13,6 +13,7 @@ from baton.errors import BatonError
 from baton.ids import RequestId
 from baton.rpc import time_left_s
 from baton.tracing import CallMetadata, Traceparent, new_request_id, read_metadata
+from router.keys import Admission, KeyBook, authorization_of
 from router.node import CutOff, RouterNode, client_guard
 from router.request import ClientCall
 
@@ -20,29 +21,56 @@ from router.request import ClientCall
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     """baton.v1.Inference, for clients."""
 
-    def __init__(self, node: RouterNode) -> None:
+    def __init__(self, node: RouterNode, keys: KeyBook | None = None) -> None:
+        """None: everybody may ask."""
         self._node = node
+        self._keys = keys
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
-        async with client_guard() as cut_off, aclosing(self._events(request, context, cut_off)) as events:
-            async for event in events:
-                await context.write(event)
+        with self._admitted(context) as admission:
+            async with (
+                client_guard() as cut_off,
+                aclosing(self._events(request, context, admission, cut_off)) as events,
+            ):
+                async for event in events:
+                    await context.write(event)
 
     def _events(
-        self, request: inference_pb2.GenerateRequest, context: Any, cut_off: CutOff | None = None
+        self,
+        request: inference_pb2.GenerateRequest,
+        context: Any,
+        admission: Admission | None,
+        cut_off: CutOff | None = None,
     ) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
-        called, rng = self._admit(context), self._node.rng
-        parent = called.traceparent
+        called, rng = self._check(context), self._node.rng
+        parent, now_s = called.traceparent, asyncio.get_running_loop().time
         call = ClientCall(
             id=called.request_id or new_request_id(rng),
             trace=parent.child(rng) if parent is not None else Traceparent.new(rng, sampled=False),
-            deadline_s=asyncio.get_running_loop().time() + time_left_s(context, self._node.config.rpc),
+            deadline_s=now_s() + time_left_s(context, self._node.config.rpc),
             choice=request.sampling.choice,
             cut_off=cut_off,
         )
-        return self._node.generate(request, call)
+        return self._node.generate(request, call if admission is None else admission.sign(call, now_s))
 
-    def _admit(self, context: Any) -> CallMetadata:
+    @contextmanager
+    def _admitted(self, context: Any) -> Iterator[Admission | None]:
+        """Raises BatonError INVALID_API_KEY or RATE_LIMIT_EXCEEDED, which the log has too."""
+        if self._keys is None:
+            yield None
+            return
+        try:
+            use = self._keys.find(authorization_of(context.invocation_metadata()))
+            admission = use.admit(asyncio.get_running_loop().time(), spread=self._node.rng.random())
+        except BatonError as error:
+            self._node.request_log.refused(error, door="grpc")
+            raise
+        try:
+            yield admission
+        finally:
+            admission.end()
+
+    def _check(self, context: Any) -> CallMetadata:
         """Raises BatonError, which the log has too."""
         request_id: RequestId | None = None
         try:
@@ -58,16 +86,17 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: Any
     ) -> inference_pb2.GenerateResponse:
         response = inference_pb2.GenerateResponse()
-        async with aclosing(self._events(request, context)) as events:
-            async for event in events:
-                kind = event.WhichOneof("event")
-                if kind == "started":
-                    response.request_id = event.started.request_id
-                elif kind == "tokens":
-                    response.ids.extend(event.tokens.ids)
-                    response.text += event.tokens.text
-                    response.logprobs.extend(event.tokens.logprobs)
-                else:
-                    response.reason = event.finished.reason
-                    response.stats.CopyFrom(event.finished.stats)
+        with self._admitted(context) as admission:
+            async with aclosing(self._events(request, context, admission)) as events:
+                async for event in events:
+                    kind = event.WhichOneof("event")
+                    if kind == "started":
+                        response.request_id = event.started.request_id
+                    elif kind == "tokens":
+                        response.ids.extend(event.tokens.ids)
+                        response.text += event.tokens.text
+                        response.logprobs.extend(event.tokens.logprobs)
+                    else:
+                        response.reason = event.finished.reason
+                        response.stats.CopyFrom(event.finished.stats)
         return response

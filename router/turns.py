@@ -1,117 +1,48 @@
-"""Where requests wait for their turn: the line, on the router's loop."""
+"""Shares the turns of the event loop between what many connections bring at once and everything else."""
 
 from __future__ import annotations
 
-import asyncio
-import random
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable
+from typing import Final
 
-from baton.errors import BatonError, Reason
-from baton.lifecycle import Lifecycle
-from baton.wire import NodeRecord, Role
-from router.config import RouterConfig
-from router.line import TOKEN_BYTES, Line, Place, Priority, Stage
-from router.request import Job
+TURN_MS: Final = 4
+"""Work of one turn. What is more waits for the next one, in which streams go on too."""
 
 
 class Turns:
-    """Control thread only."""
+    """Work is done at once while its turn has time left, and in a later turn, in order, when it has not."""
 
-    def __init__(self, config: RouterConfig, rng: random.Random) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._line = Line(
-            out_max=config.requests_max,
-            requests_max=config.line_requests_max,
-            pause_ms=config.placement_retry_ms,
-            rng=rng,
-        )
-        self._turns: dict[Place, asyncio.Future[None]] = {}
-        self._timer: asyncio.TimerHandle | None = None
+    def __init__(self, call_soon: Callable[[Callable[[], None]], object], now_s: Callable[[], float]) -> None:
+        """`call_soon` calls in the next turn."""
+        self._call_soon = call_soon
+        self._now_s = now_s
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._end_s: float | None = None
+        """Of the time in this turn; None in one that has had no work."""
 
-    @property
-    def waiting(self) -> int:
-        return self._line.waiting
+    def do(self, work: Callable[[], None]) -> bool:
+        """Whether it is done. Each caller has one piece of work at most that waits."""
+        if self._waiting or not self._time_left():
+            self._waiting.append(work)
+            return False
+        work()
+        return True
 
-    def enter(self, priority: Priority, size_bytes: int) -> Place:
-        """A request has come. Raises BatonError TOO_MANY_CALLS where the line is full."""
-        return self._line.enter(priority, size_bytes, self._loop.time())
+    def charge(self, ms: float) -> None:
+        """Work that was begun in this turn takes so long in the next one."""
+        if self._time_left():
+            assert self._end_s is not None
+            self._end_s -= ms / 1000
 
-    async def first(self, job: Job) -> None:
-        """Wait for the turn of a request that has been checked. Raises BatonError DEADLINE, and TOO_MANY_CALLS where
-        the line is full."""
-        self._line.wait(job.place, job.place.size_bytes + TOKEN_BYTES * len(job.checked.prompt))
-        await self._turn(job)
+    def _time_left(self) -> bool:
+        if self._end_s is None:
+            self._end_s = self._now_s() + TURN_MS / 1000
+            self._call_soon(self._next)
+            return True
+        return self._now_s() < self._end_s
 
-    async def again(self, job: Job) -> None:
-        """Wait for the turn of a request that nodes have no room for. Raises BatonError DEADLINE."""
-        self._line.refused(job.place, self._loop.time())
-        await self._turn(job)
-
-    async def _turn(self, job: Job) -> None:
-        place, began_s = job.place, self._loop.time()
-        self._go()
-        if place.stage is not Stage.WAITING:
-            return
-        turn = self._turns[place] = self._loop.create_future()
-        job.observed.waits()
-        try:
-            async with asyncio.timeout_at(job.call.deadline_s):
-                await turn
-        except TimeoutError as error:
-            text = "The request's deadline has passed while it waited in line for room on the nodes."
-            raise BatonError(Reason.DEADLINE, text) from error
-        finally:
-            del self._turns[place]
-            waited_s = self._loop.time() - began_s
-            job.stats.line_ms += waited_s * 1000
-            job.observed.waited(waited_s)
-
-    def placed(self, place: Place) -> None:
-        """A node has taken it."""
-        self._line.placed(place)
-        self._go()
-
-    def searches(self, place: Place) -> None:
-        """It looks for a node that is there."""
-        self._line.searches(place)
-        self._go()
-
-    def leave(self, place: Place) -> None:
-        """It is over."""
-        self._line.leave(place)
-        self._go()
-
-    def follow(self, records: Sequence[NodeRecord]) -> None:
-        """What the directory says."""
-        ready = [record for record in records if record.lifecycle is Lifecycle.READY]
-        self._line.prefill_nodes = sum(record.role.serves(Role.PREFILL) for record in ready)
-        decode_nodes = [record for record in ready if record.role.serves(Role.DECODE)]
-        self._line.reported({record.incarnation: _room(record) for record in decode_nodes})
-        self._go()
-
-    def _go(self) -> None:
-        """Let those go whose turn it is."""
-        for place in self._line.go(self._loop.time()):
-            turn = self._turns.get(place)
-            if turn is not None and not turn.done():  # else its task asks next, or is ending
-                turn.set_result(None)
-        wake_s = self._line.wake_s
-        if self._timer is not None and self._timer.when() != wake_s:
-            self._timer.cancel()
-            self._timer = None
-        if self._timer is None and wake_s is not None:
-            self._timer = self._loop.call_at(wake_s, self._wake)
-
-    def _wake(self) -> None:
-        self._timer = None
-        self._go()
-
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-
-def _room(record: NodeRecord) -> tuple[int, int]:
-    """Blocks that new requests could have there; and the fewer run there, the more places are free."""
-    blocks = record.load.blocks
-    return blocks.free + blocks.cached - blocks.pinned - blocks.promised, -record.load.running_requests
+    def _next(self) -> None:
+        self._end_s = None
+        while self._waiting and self._time_left():
+            self._waiting.popleft()()

@@ -95,11 +95,12 @@ def front_door(
     router_flags: Mapping[str, object] | None = None,
     decode_flags: Mapping[str, object] | None = None,
     both: Mapping[str, object] | None = None,
+    api_key: str | None = None,
     tokenizer: bool = False,
     **spec: Any,
 ) -> Iterator[Front]:
-    """A router and the nodes behind it, warmed up, for the length of the block. `spec` goes to `mock_spec`. With
-    `tokenizer` the router has one, and a chat template."""
+    """A router and the nodes behind it, warmed up, for the length of the block. `spec` goes to `mock_spec`. `api_key`
+    is what everybody but attackers sends. With `tokenizer` the router has one, and a chat template."""
     folder = Path(tempfile.mkdtemp(prefix="baton-attack-"))
     router_flags = {"http_listen": "127.0.0.1:0", **(router_flags or {})}
     if tokenizer:
@@ -115,7 +116,7 @@ def front_door(
     made = replace(made, env={**made.env, HOLDS_ENV: str(folder)})
     with asyncio.Runner() as runner, forked_children():
         front = Front(made, runner)
-        front.folder = folder
+        front.folder, front.api_key = folder, api_key
         if tokenizer:
             front.token_name = TextCodec.load(folder / "tiny").token_text
         try:
@@ -222,7 +223,7 @@ async def bystanders(front: Front, streams: int = STREAMS) -> AsyncIterator[Byst
     channel = grpc.aio.insecure_channel(front.cluster.router, options=[("grpc.use_local_subchannel_pool", 1)])
     tasks = [
         asyncio.create_task(
-            _ask_forever(each, _over_http(front, each) if each.over_http else _over_grpc(channel, each))
+            _ask_forever(each, _over_http(front, each) if each.over_http else _over_grpc(front, channel, each))
         )
         for each in others.each
     ]
@@ -259,12 +260,12 @@ async def _ask_forever(each: Bystander, asking: AsyncIterator[None]) -> None:
         each.wrong = f"{each}: {type(error).__name__}: {error}"
 
 
-async def _over_grpc(channel: grpc.aio.Channel, each: Bystander) -> AsyncIterator[None]:
+async def _over_grpc(front: Front, channel: grpc.aio.Channel, each: Bystander) -> AsyncIterator[None]:
     """Yields after each answer."""
     stub = inference_pb2_grpc.InferenceStub(channel)
     message = make_request(_expected(each.seed)[0], max_tokens=ANSWER_TOKENS)
     while True:
-        async for event in stub.Generate(message, timeout=CALL_S_MAX):
+        async for event in stub.Generate(message, timeout=CALL_S_MAX, metadata=front.client.metadata):
             if event.tokens.ids:
                 each.take(map(str, event.tokens.ids))
         yield
@@ -284,7 +285,7 @@ async def _over_http(front: Front, each: Bystander) -> AsyncIterator[None]:
     reader, writer = await asyncio.open_connection(*split_endpoint(front.http))
     try:
         while True:
-            writer.write(post("/v1/completions", body))
+            writer.write(post("/v1/completions", body, headers=dict(front.client.metadata)))
             head = await reader.readuntil(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 200"), head + await reader.read(2000)
             while (line := await reader.readline()) != b"0\r\n":

@@ -84,8 +84,9 @@ def make_request(
 class Client:
     """Calls one router. Lives on the loop that it was made on."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, *, api_key: str | None = None) -> None:
         self.endpoint = endpoint
+        self.metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
         self._channel = grpc.aio.insecure_channel(endpoint)
         self.stub = inference_pb2_grpc.InferenceStub(self._channel)
 
@@ -96,7 +97,7 @@ class Client:
     async def send(self, request: inference_pb2.GenerateRequest, *, timeout_s: float = CALL_S_MAX) -> Answer:
         """Like `generate`, of a request that is made already."""
         with rpc_errors(self.endpoint):
-            return await collect(self.stub.Generate(request, timeout=timeout_s))
+            return await collect(self.stub.Generate(request, timeout=timeout_s, metadata=self.metadata))
 
     async def unary(
         self, prompt: Sequence[int] | str, *, timeout_s: float = CALL_S_MAX, **request: Any
@@ -104,7 +105,7 @@ class Client:
         """One answer at once. Raises BatonError."""
         with rpc_errors(self.endpoint):
             response: inference_pb2.GenerateResponse = await self.stub.GenerateUnary(
-                make_request(prompt, **request), timeout=timeout_s
+                make_request(prompt, **request), timeout=timeout_s, metadata=self.metadata
             )
             return response
 
@@ -223,6 +224,8 @@ class RunningCluster:
     """A started cluster of processes, its client, and the loop that both live on (`run`). Made by `running`."""
 
     client: Client
+    api_key: str | None = None
+    """That the client has."""
 
     def __init__(self, spec: ClusterSpec, runner: asyncio.Runner) -> None:
         self.cluster = Cluster(spec)
@@ -237,7 +240,7 @@ class RunningCluster:
     async def start(self, *, warm_up: bool = True) -> None:
         """Start everything. With `warm_up`, return only when the router knows of the nodes, and they of each other."""
         await self.cluster.start()
-        self.client = Client(self.cluster.router)
+        self.client = Client(self.cluster.router, api_key=self.api_key)
         if warm_up:
             await wait_for(self._warm, "the nodes to know of each other", story=self.story)
 

@@ -44,7 +44,7 @@ _COMMAND: Final = [sys.executable, "-P", "-m", "cli.main"]
 _THREADS: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _OWN: Final = frozenset({*_THREADS, "PYTEST_CURRENT_TEST", "COLUMNS", "TMPDIR", "COMP_WORDS", "COMP_CWORD"})
 """Variables that may differ from the server's: read after the start, or of no matter."""
-_LIBRARIES: Final = ("uvicorn", "starlette.applications", "prometheus_client", "jinja2.sandbox", "tokenizers")
+_LIBRARIES: Final = ("httptools", "starlette.applications", "prometheus_client", "jinja2.sandbox", "tokenizers")
 """What a router imports when it serves HTTP or text."""
 _servers: dict[bool, ForkServer] = {}
 """By whether they have torch."""

@@ -22,10 +22,9 @@ from router.keys import (
     Limit,
     digest_of,
     new_key,
-    own_cache_salt,
     parse_keys,
 )
-from router.request import Priority
+from router.request import Priority, own_cache_salt
 
 BLIND = b"blind"
 HASH = "0" * 64

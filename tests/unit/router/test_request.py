@@ -13,7 +13,7 @@ from batonpb import inference_pb2
 from baton.errors import BatonError, Code, Reason
 from baton.wire import ModelInfo
 from engine.model_config import TEMPERATURE_MAX, SamplingDefaults
-from router.request import NEUTRAL, STOP_TOKEN_IDS_MAX, CheckedRequest, check_request
+from router.request import NEUTRAL, STOP_STRINGS_MAX, STOP_TOKEN_IDS_MAX, CheckedRequest, check_request
 
 MODEL = ModelInfo(
     name="tiny",
@@ -104,7 +104,7 @@ def test_what_is_set_is_kept_zero_too() -> None:
         {"max_tokens": 2**32 - 1},
         {"stop_token_ids": list(range(STOP_TOKEN_IDS_MAX))},
         {"stop_token_ids": [99]},
-        {"stop_token_ids": [7] * (STOP_TOKEN_IDS_MAX + 1)},
+        {"stop_token_ids": [7] * STOP_TOKEN_IDS_MAX},
     ],
 )
 def test_the_ends_of_each_range_are_allowed(sampling: dict[str, Any]) -> None:
@@ -134,6 +134,8 @@ def test_the_ends_of_each_range_are_allowed(sampling: dict[str, Any]) -> None:
         ("max_tokens", 0, "at least 1"),
         ("stop_token_ids", [100], "below the vocabulary of 100"),
         ("stop_token_ids", list(range(STOP_TOKEN_IDS_MAX + 1)), f"at most {STOP_TOKEN_IDS_MAX} ids long"),
+        ("stop_token_ids", [7] * (STOP_TOKEN_IDS_MAX + 1), f"at most {STOP_TOKEN_IDS_MAX} ids long"),
+        ("stop", ["a"] * (STOP_STRINGS_MAX + 1), f"at most {STOP_STRINGS_MAX} strings long"),
     ],
 )
 def test_each_sampling_field_out_of_range_is_named(name: str, value: Any, reported: str) -> None:

@@ -1,0 +1,80 @@
+"""Keeps the API keys of a running router as their file says. A new file that is broken changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from pathlib import Path
+from typing import Final
+
+from baton.errors import BatonError, Reason
+from baton.log import get_log
+from router.keys import FILE_BYTES_MAX, ApiKey, KeyBook, parse_keys
+
+log = get_log("keys")
+
+LOOK_S: Final = 2.0
+"""Pause between two looks whether the file has changed."""
+_BLIND_BYTES: Final = 32
+_Version = tuple[int, int, int]
+"""Of a file: another one in its place, or another content."""
+
+
+class KeyFile:
+    """A file and the book of its keys. Lives on one event loop."""
+
+    def __init__(self, path: Path, keys: tuple[ApiKey, ...], version: _Version | None) -> None:
+        """Made by `open`."""
+        self._path = path
+        self._seen = version
+        now_s = asyncio.get_running_loop().time()
+        self.book = KeyBook(keys, blind=secrets.token_bytes(_BLIND_BYTES), now_s=now_s)
+
+    @classmethod
+    async def open(cls, path: Path) -> KeyFile:
+        """Raises BatonError BAD_CONFIG where it cannot be used."""
+        version, keys = await asyncio.to_thread(_read, path)
+        log.info("API keys are needed", file=path, keys=len(keys))
+        return cls(path, keys, version)
+
+    async def follow(self) -> None:
+        """Look now and then, for good."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Take a changed file, or say once why not."""
+        version = await asyncio.to_thread(_version, self._path)
+        if version == self._seen:
+            return
+        self._seen = version
+        try:
+            self._seen, keys = await asyncio.to_thread(_read, self._path)
+        except BatonError as error:
+            log.error("the keys stay as they were", file=self._path, why=error.message)
+            return
+        self.book.replace(keys, asyncio.get_running_loop().time())
+        log.info("API keys are read anew", file=self._path, keys=len(keys))
+
+
+def _version(path: Path) -> _Version | None:
+    """None: there is no file."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _read(path: Path) -> tuple[_Version, tuple[ApiKey, ...]]:
+    """Raises BatonError BAD_CONFIG."""
+    try:
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            raw = file.read(FILE_BYTES_MAX + 1)
+    except OSError as error:
+        text = f"The file of API keys {path} cannot be read: {error.strerror}."
+        raise BatonError(Reason.BAD_CONFIG, text, field="api_keys_file") from error
+    return (found.st_ino, found.st_mtime_ns, found.st_size), parse_keys(raw, source=str(path))
