@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
-from functools import partial
 from typing import Any, Final
 
 from batonpb import common_pb2, inference_pb2
@@ -40,6 +39,7 @@ from router.keys import Admission
 from router.node import CutOff, RouterNode, client_guard
 from router.openai import Json, OpenAiCall, Replies
 from router.request import ClientCall
+from router.text_jobs import parse_call
 from router.turns import Turns
 
 log = get_log("http")
@@ -197,7 +197,8 @@ class OpenAiApp:
             request_id = request.state.request_id = called.request_id or request_id
             async with self._body(request) as raw:
                 special_tokens = admission is not None and admission.key.special_tokens
-                call = await self._node.text_threads.run(len(raw), self._parse, raw, chat, special_tokens)
+                context_len_max = self._node.context_len_max()
+                call = await self._node.texts.run(parse_call, raw, chat, special_tokens, context_len_max)
             if admission is not None:
                 admission.widen(len(call.requests) * call.n)
             return self._reply(call, called, request_id, admission)
@@ -205,12 +206,6 @@ class OpenAiApp:
             if error.reason is not Reason.CANCELLED:
                 self._node.request_log.refused(error, door="http", request_id=request_id)
             return error_response(error, chat=chat, headers={"x-request-id": request_id})
-
-    def _parse(self, raw: bytes, chat: bool, special_tokens: bool) -> OpenAiCall:
-        body = openai.parse_body(raw)
-        if not chat:
-            return openai.parse_completion(body)
-        return openai.parse_chat(body, partial(self._node.prompts.encode_chat, special_tokens=special_tokens))
 
     async def _models(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_json()]})
@@ -271,13 +266,13 @@ class OpenAiApp:
         return CallReply(events, replies, headers={"x-request-id": request_id}, timeout_s=timeout_s)
 
     @asynccontextmanager
-    async def _body(self, request: Request) -> AsyncIterator[bytes]:
+    async def _body(self, request: Request) -> AsyncIterator[bytearray]:
         """The whole body, which counts as under way for as long. Raises BatonError where it is too long, or does not
         come."""
         body = bytearray()
         try:
             await self._read_body(request, body)
-            yield bytes(body)
+            yield body
         finally:
             self._body_bytes -= len(body)
 

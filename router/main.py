@@ -30,7 +30,7 @@ from router.keys import authorization_of
 from router.node import RouterNode
 from router.pins import PinKeeper, PinsService
 from router.prompts import PromptEncoder
-from router.request import NEUTRAL
+from router.request import INT_DIGITS_MAX, NEUTRAL
 from router.service import InferenceService
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ async def serve(
     `on_ready` gets the endpoint, and by name where else it serves: `admin`, `http`, `metrics`.
     """
     del progress
-    sys.set_int_max_str_digits(640)  # the least: JSON with long numbers takes quadratic time to read
+    sys.set_int_max_str_digits(INT_DIGITS_MAX)
     rng = Random(secrets.randbits(64))
 
     def follow_directory() -> None:
