@@ -97,13 +97,20 @@ def check_listens(config: Any, *names: str) -> None:
         return
     for name in names:
         listen = getattr(config, name)
-        if listen is not None and not is_loopback(listen):
+        if listen is not None and not _for_this_machine_only(listen):
             raise InvalidField(
                 name,
                 f"is {listen}, and without TLS whoever reaches it controls this process: set tls.cert_file, "
                 "tls.key_file and tls.ca_file (`baton ca` makes certificates), listen on 127.0.0.1, or set insecure "
                 "where nobody else reaches this network",
             )
+
+
+def _for_this_machine_only(listen: str) -> bool:
+    try:
+        return is_loopback(listen)
+    except BatonError:  # no endpoint: whoever is to listen there says so
+        return True
 
 
 def open_tls(config: Any) -> Tls | None:
@@ -122,6 +129,7 @@ class _Loaded:
     cert: bytes
     key: bytes
     ca: bytes
+    kinds: frozenset[Kind]
     begins_s: float
     ends_s: float
 
@@ -157,6 +165,10 @@ class Tls:
             finally:
                 self._looking.release()
         return self.generation
+
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        return self._loaded.kinds
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         loaded = self._loaded
@@ -221,11 +233,12 @@ def _load(cert_file: Path, key_file: Path, ca_file: Path) -> _Loaded:
     cert, key, ca = cert_file.read_bytes(), key_file.read_bytes(), ca_file.read_bytes()
     shown = _shown_to_itself(cert_file, key_file, ca_file)
     names = {value for kind, value in shown["subjectAltName"] if kind == "DNS"} if "subjectAltName" in shown else set()
-    if not names & {kind.dns_name for kind in Kind}:
+    kinds = frozenset(kind for kind in Kind if kind.dns_name in names)
+    if not kinds:
         wanted = " or ".join(kind.dns_name for kind in Kind)
         raise ValueError(f"the certificate must have the DNS name {wanted}, by which the others know what it is for")
     begins_s, ends_s = (float(ssl.cert_time_to_seconds(shown[key])) for key in ("notBefore", "notAfter"))
-    return _Loaded(cert=cert, key=key, ca=ca, begins_s=begins_s, ends_s=ends_s)
+    return _Loaded(cert=cert, key=key, ca=ca, kinds=kinds, begins_s=begins_s, ends_s=ends_s)
 
 
 def _shown_to_itself(cert_file: Path, key_file: Path, ca_file: Path) -> dict[str, Any]:

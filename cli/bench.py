@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import repeat
 from pathlib import Path
 from typing import Any, Final
@@ -36,7 +36,7 @@ from cli.bench_plan import (
     trace_requests,
 )
 from cli.bench_stats import Progress, Slo, check_plot, draw, report_data, report_text
-from cli.client import answer_timeout_option, open_channels, router_option
+from cli.client import answer_timeout_option, api_key_option, open_channels, router_option
 from cli.invocation import EXIT_ERROR, EXIT_INTERRUPTED
 from cli.output import JSON, output_option, print_json
 from cli.parameters import TOKEN_ID_MAX, Number, options
@@ -73,6 +73,7 @@ class BenchOptions(LoadConfig):
     """One field for each option, as click gives it. Raises UsageError where options exclude each other."""
 
     router: str
+    api_key: str | None = field(repr=False)
     url: str | None
     openai_model: str | None
     model: Path | None
@@ -134,13 +135,14 @@ class BenchOptions(LoadConfig):
         return f"{self.rate:g} requests/s ({self.arrivals}), {lengths}"
 
     def data(self) -> dict[str, object]:
-        """All of it as JSON has it."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        """All of it but the key, as JSON has it."""
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "api_key"}
         return {name: str(value) if isinstance(value, Path | Lengths) else value for name, value in values.items()}
 
 
 _bench_options: Final = options(
     router_option,
+    api_key_option,
     click.option("--url", metavar="URL", help="A server with OpenAI's API over HTTP, in place of a router."),
     click.option("--openai-model", metavar="NAME", help="The model to name there; not every server asks for it."),
     click.option("--model", type=_PATH, metavar="DIR", help="Start a cluster here, with this model."),
@@ -324,11 +326,12 @@ def unwritable(path: Path) -> str | None:
 
 
 def _target(options: BenchOptions, router: str, channels: Channels) -> Target:
+    timeout_s, temperature, api_key = options.timeout_s, options.temperature, options.api_key
     if options.url is None:
-        return RouterTarget(router, channels=channels, timeout_s=options.timeout_s, temperature=options.temperature)
+        return RouterTarget(router, channels=channels, timeout_s=timeout_s, temperature=temperature, api_key=api_key)
     try:
         return OpenAiTarget(
-            options.url, model=options.openai_model, timeout_s=options.timeout_s, temperature=options.temperature
+            options.url, model=options.openai_model, timeout_s=timeout_s, temperature=temperature, api_key=api_key
         )
     except ValueError as error:
         raise BatonError(Reason.BAD_ENDPOINT, f"{error}.") from error

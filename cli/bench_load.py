@@ -72,10 +72,12 @@ class Target(Protocol):
 class RouterTarget:
     """A router, over gRPC. Does not own `channels`."""
 
-    def __init__(self, router: str, *, channels: Channels, timeout_s: float, temperature: float) -> None:
+    def __init__(
+        self, router: str, *, channels: Channels, timeout_s: float, temperature: float, api_key: str | None = None
+    ) -> None:
         """Raises BatonError BAD_ENDPOINT."""
         self.name = f"router at {router}"
-        self._client = InferenceClient(router, channels=channels, timeout_s=timeout_s)
+        self._client = InferenceClient(router, channels=channels, timeout_s=timeout_s, api_key=api_key)
         self._temperature = temperature
         self._router = router
 
@@ -107,7 +109,9 @@ class OpenAiTarget:
     then a chunk counts as one token.
     """
 
-    def __init__(self, url: str, *, model: str | None, timeout_s: float, temperature: float) -> None:
+    def __init__(
+        self, url: str, *, model: str | None, timeout_s: float, temperature: float, api_key: str | None = None
+    ) -> None:
         """Raises ValueError if `url` is not a URL."""
         try:
             parts = urlsplit(url)
@@ -123,6 +127,7 @@ class OpenAiTarget:
         self._model = model
         self._timeout_s = timeout_s
         self._temperature = temperature
+        self._api_key = api_key
 
     async def check(self) -> None:
         try:
@@ -150,6 +155,8 @@ class OpenAiTarget:
             "Accept": "text/event-stream",
             "Connection": "close",
         }
+        if self._api_key is not None:
+            headers["Authorization"] = f"Bearer {self._api_key}"
         head = h11.Request(method="POST", target=self._path, headers=list(headers.items()))
         return lambda: self._messages([head, h11.Data(data=raw), h11.EndOfMessage()])
 
@@ -230,12 +237,13 @@ def _why(error: Exception) -> str:
 
 def _message(chunk: dict[str, Any], received: int) -> Message | None:
     """What a chunk adds to the tokens received so far."""
-    usage, choices = chunk.get("usage"), chunk.get("choices") or []
+    usage, choices = chunk.get("usage"), chunk.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices else None
     total = usage.get("completion_tokens") if isinstance(usage, dict) else None
     if isinstance(total, int):
-        return Message(total - received, timed=bool(choices)) if total > received else None
+        return Message(total - received, timed=choice is not None) if total > received else None
     # A last chunk says why the answer ended, and has no token.
-    return Message(1, timed=True) if choices and not choices[0].get("finish_reason") else None
+    return Message(1, timed=True) if isinstance(choice, dict) and not choice.get("finish_reason") else None
 
 
 def _problem(body: bytes) -> str:

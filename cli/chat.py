@@ -23,6 +23,7 @@ from cli.client import (
     StreamPrinter,
     answer_data,
     answer_timeout_option,
+    api_key_option,
     is_unreached,
     logprobs_text,
     no_router,
@@ -123,6 +124,7 @@ class Conversation:
 
 @click.command()
 @router_option
+@api_key_option
 @click.option("--system", default="", metavar="TEXT", help="A system message before the conversation.")
 @sampling_options
 @click.option("--model", help="Refuse answers of any other model.")
@@ -130,7 +132,14 @@ class Conversation:
 @click.option("--stats", is_flag=True, help="Say on stderr what happened to each request.")
 @output_option
 def chat(
-    router: str, system: str, model: str | None, timeout_s: float, stats: bool, output: str, **sampling: Any
+    router: str,
+    api_key: str | None,
+    system: str,
+    model: str | None,
+    timeout_s: float,
+    stats: bool,
+    output: str,
+    **sampling: Any,
 ) -> int:
     """Talk with the model: each line is a message, each answer comes as it is written.
 
@@ -152,7 +161,7 @@ def chat(
     with asyncio.Runner() as runner:
         channels = Channels(limits=ChannelLimits())
         try:
-            client = InferenceClient(router, channels=channels, timeout_s=timeout_s)
+            client = InferenceClient(router, channels=channels, timeout_s=timeout_s, api_key=api_key)
             session = ChatSession(runner, client, template, router=router, as_json=output == JSON, stats=stats)
             session.conversation.system = system.strip()
             return session.run(lines)

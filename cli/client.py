@@ -4,8 +4,10 @@ answer: on the screen and as data."""
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 from typing import Final, TextIO
 
 import click
@@ -13,6 +15,7 @@ from batonpb import common_pb2, inference_pb2, inference_pb2_grpc
 
 from baton.errors import BatonError, Reason
 from baton.rpc import ChannelLimits, Channels, rpc_errors
+from baton.tls import Tls
 from cli.output import format_pairs, format_table, message_data
 from cli.parameters import timeout_option
 
@@ -24,6 +27,24 @@ LOGPROB_MIN: Final = -9999.0
 
 router_option: Final = click.option(
     "--router", default="127.0.0.1:7000", show_default=True, metavar="HOST:PORT", help="Where the router is.",
+)  # fmt: skip
+API_KEY_VARIABLE: Final = "BATON_API_KEY"
+
+
+def _read_api_key(_context: click.Context, _parameter: click.Parameter, path: Path | None) -> str | None:
+    """The key in the file, or in the environment. Raises UsageError."""
+    try:
+        key = (os.environ.get(API_KEY_VARIABLE, "") if path is None else path.read_text(encoding="utf-8")).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.UsageError(f"--api-key-file: {path} cannot be read: {error}.") from error
+    if not all("!" <= character <= "~" for character in key):
+        raise click.UsageError(f"{path or API_KEY_VARIABLE} has no API key: one line of ASCII without spaces.")
+    return key or None
+
+
+api_key_option: Final = click.option(
+    "--api-key-file", "api_key", type=click.Path(path_type=Path), callback=_read_api_key, metavar="FILE",
+    help=f"File with the API key to send.  [default: the key in {API_KEY_VARIABLE}, or none]",
 )  # fmt: skip
 answer_timeout_option: Final = timeout_option(300.0, "How long a whole answer may take.")
 
@@ -163,9 +184,9 @@ class AnswerBuilder:
 
 
 @asynccontextmanager
-async def open_channels() -> AsyncIterator[Channels]:
-    """Channels with the limits of a client, closed at the end."""
-    channels = Channels(limits=ChannelLimits())
+async def open_channels(tls: Tls | None = None) -> AsyncIterator[Channels]:
+    """Channels with the limits of a client, closed at the end; with `tls`, to nodes."""
+    channels = Channels(limits=ChannelLimits(), tls=tls)
     try:
         yield channels
     finally:
@@ -175,8 +196,9 @@ async def open_channels() -> AsyncIterator[Channels]:
 class InferenceClient:
     """Calls one router. Does not own `channels`."""
 
-    def __init__(self, router: str, *, channels: Channels, timeout_s: float) -> None:
+    def __init__(self, router: str, *, channels: Channels, timeout_s: float, api_key: str | None = None) -> None:
         """Raises BatonError BAD_ENDPOINT."""
+        self._metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
         self._peer = _named(router)
         self._stub = inference_pb2_grpc.InferenceStub(channels.get(router))
         self._timeout_s = timeout_s
@@ -186,7 +208,7 @@ class InferenceClient:
 
         Raises BatonError: the router's, or PEER_UNREACHABLE or DEADLINE.
         """
-        call = self._stub.Generate(request, timeout=self._timeout_s)
+        call = self._stub.Generate(request, timeout=self._timeout_s, metadata=self._metadata)
         try:
             with rpc_errors(self._peer):
                 async for event in call:
@@ -213,7 +235,7 @@ class InferenceClient:
     async def generate_unary(self, request: inference_pb2.GenerateRequest) -> Answer:
         """Run one request to its end with the unary call. Raises BatonError."""
         with rpc_errors(self._peer):
-            answer: Answer = await self._stub.GenerateUnary(request, timeout=self._timeout_s)
+            answer: Answer = await self._stub.GenerateUnary(request, timeout=self._timeout_s, metadata=self._metadata)
         return answer
 
 

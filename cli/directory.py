@@ -13,7 +13,7 @@ from baton.directory_service import DirectoryConfig, DirectoryService
 from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import check_positive
 from baton.rpc import RpcLimits, RpcServer
-from baton.tls import INSECURE_HELP, INSECURE_WHEN, PROBE_HELP, PROBE_WHEN, TlsConfig, open_tls
+from baton.tls import INSECURE_HELP, INSECURE_WHEN, PROBE_HELP, PROBE_WHEN, TlsConfig, check_listens, open_tls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,7 @@ class DirectoryProcessConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "stop_grace_ms")
+        check_listens(self, "listen")
 
 
 async def serve(

@@ -20,6 +20,7 @@ from cli.client import (
     StreamPrinter,
     answer_data,
     answer_timeout_option,
+    api_key_option,
     is_unreached,
     logprobs_text,
     no_router,
@@ -40,6 +41,7 @@ from router.openai import CHOICES_MAX
 @click.command()
 @click.argument("prompt", required=False)
 @router_option
+@api_key_option
 @click.option("--token-ids", type=IntegerList(), help="The prompt as token ids, in place of text.")
 @sampling_options
 @click.option(
@@ -55,6 +57,7 @@ from router.openai import CHOICES_MAX
 def generate(
     prompt: str | None,
     router: str,
+    api_key: str | None,
     token_ids: tuple[int, ...] | None,
     answers: int,
     model: str | None,
@@ -95,7 +98,7 @@ def generate(
         answers=answers,
         stats=stats and not as_json,
     )
-    done = asyncio.run(_run(request, printer, router, timeout_s, unary=no_stream))
+    done = asyncio.run(_run(request, printer, router, timeout_s, api_key=api_key, unary=no_stream))
     if done is None:
         click.echo("Cancelled.", err=True)
         return EXIT_INTERRUPTED
@@ -139,11 +142,17 @@ class AnswerPrinter:
 
 
 async def _run(
-    request: inference_pb2.GenerateRequest, printer: AnswerPrinter, router: str, timeout_s: float, *, unary: bool
+    request: inference_pb2.GenerateRequest,
+    printer: AnswerPrinter,
+    router: str,
+    timeout_s: float,
+    *,
+    api_key: str | None,
+    unary: bool,
 ) -> list[Answer] | None:
     """None when the user has cancelled. Raises BatonError."""
     async with open_channels() as channels:
-        client = InferenceClient(router, channels=channels, timeout_s=timeout_s)
+        client = InferenceClient(router, channels=channels, timeout_s=timeout_s, api_key=api_key)
         working = asyncio.ensure_future((_unary if unary else _stream)(client, request, printer))
         with StopSignals() as signals:
             try:

@@ -17,13 +17,15 @@ from batonpb import common_pb2, node_pb2, node_pb2_grpc
 
 from baton.clock import Clock
 from baton.directory_setting import describe_directory, open_directory
+from baton.endpoint import is_loopback
 from baton.errors import BatonError, Reason
 from baton.rpc import Channels, rpc_errors
 from baton.wire import NodeRecord, Role
 from cli.client import open_channels
 from cli.invocation import EXIT_ERROR
 from cli.output import JSON, format_pairs, format_table, message_data, output_option, print_json
-from cli.parameters import timeout_option
+from cli.parameters import options, timeout_option
+from cli.tls import command_tls, tls_options
 
 _LEFT: Final = {
     "requests": ("request", "requests"),
@@ -62,6 +64,7 @@ def node_data(view: NodeView) -> dict[str, Any]:
         "name": record.name,
         "role": record.role.name.lower(),
         "endpoint": record.endpoint,
+        "admin_endpoint": record.admin_endpoint or None,
         "incarnation": f"{record.incarnation:016x}",
         "status": None if view.status is None else status_data(view.status, record.role),
         "problem": view.problem or None,
@@ -135,9 +138,12 @@ UNREACHABLE_HINT: Final = (
 )
 """What to make of nodes that do not answer this command."""
 
-directory_option: Final = click.option(
-    "--directory", default=DIRECTORY_DEFAULT, show_default=True, metavar="HOST:PORT|REDIS_URL",
-    help="Where the directory is.",
+directory_option: Final = options(
+    click.option(
+        "--directory", default=DIRECTORY_DEFAULT, show_default=True, metavar="HOST:PORT|REDIS_URL",
+        help="Where the directory is.",
+    ),
+    tls_options,
 )  # fmt: skip
 
 
@@ -198,12 +204,23 @@ async def view_nodes(directory: str, *, channels: Channels, call_ms_max: int) ->
 async def view_node(record: NodeRecord, *, channels: Channels, call_ms_max: int) -> NodeView:
     """Ask one node; its problem where it does not answer, or where it is another process by now."""
     try:
-        status = await get_status(record.endpoint, channels=channels, call_ms_max=call_ms_max)
+        status = await get_status(record.command_endpoint, channels=channels, call_ms_max=call_ms_max)
     except BatonError as error:
-        return NodeView(record=record, status=None, problem=error.message)
+        return NodeView(record=record, status=None, problem=error.message + _only_there(record))
     if status.record.incarnation != record.incarnation:
-        return NodeView(record=record, status=None, problem=f"Another process answers at {record.endpoint}.")
+        return NodeView(
+            record=record,
+            status=None,
+            problem=f"Another process answers at {record.command_endpoint}." + _only_there(record),
+        )
     return NodeView(record=record, status=status)
+
+
+def _only_there(record: NodeRecord) -> str:
+    """What to add where a node answers its clients on the network, and commands on its own machine only."""
+    if is_loopback(record.endpoint) or not is_loopback(record.command_endpoint):
+        return ""
+    return f" Commands reach {record.name} on its own machine only (admin_listen)."
 
 
 async def get_status(endpoint: str, *, channels: Channels, call_ms_max: int) -> node_pb2.NodeStatus:
@@ -215,10 +232,11 @@ async def get_status(endpoint: str, *, channels: Channels, call_ms_max: int) -> 
 
 
 def run_with_channels(work: Callable[[Channels], Awaitable[_T]]) -> _T:
-    """Run `work` on a loop of its own, with channels that are closed at its end."""
+    """Run `work` on a loop of its own, with channels to nodes that are closed at its end."""
+    tls = command_tls()
 
     async def run() -> _T:
-        async with open_channels() as channels:
+        async with open_channels(tls) as channels:
             return await work(channels)
 
     return asyncio.run(run())
@@ -228,10 +246,11 @@ def complete_node(ctx: click.Context, _parameter: click.Parameter, incomplete: s
     """Names of nodes for the shell's completion: none where the directory does not answer at once."""
     directory = str(ctx.params.get("directory") or DIRECTORY_DEFAULT)
     try:
-        records = run_with_channels(
-            lambda channels: list_records(directory, channels=channels, call_ms_max=COMPLETION_MS_MAX)
-        )
-    except BatonError:
+        with ctx.scope(cleanup=False):
+            records = run_with_channels(
+                lambda channels: list_records(directory, channels=channels, call_ms_max=COMPLETION_MS_MAX)
+            )
+    except (BatonError, click.UsageError):
         return []
     return [record.name for record in records if record.name.startswith(incomplete)]
 
@@ -337,6 +356,7 @@ def _node_text(view: NodeView) -> str:
         ("name", record.name),
         ("role", record.role.name.lower()),
         ("endpoint", record.endpoint),
+        *([("for commands", record.admin_endpoint)] if record.admin_endpoint else []),
         ("incarnation", f"{record.incarnation:016x}"),
     ]
     if status is None:

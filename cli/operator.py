@@ -11,7 +11,9 @@ import click
 from baton.endpoint import is_loopback
 from baton.errors import BatonError, Reason
 from baton.operator import Metadata, OperatorToken
+from baton.tls import Kind
 from cli.parameters import options
+from cli.tls import command_tls
 
 operator_options: Final = options(
     click.option(
@@ -30,12 +32,19 @@ class Operator:
     insecure: bool
 
     def metadata(self, endpoint: str) -> Metadata:
-        """What to send with an order to `endpoint`. Raises BatonError: there is no token, or it would be shown."""
-        if not (self.insecure or is_loopback(endpoint)):
+        """What to send with an order to `endpoint`. Raises BatonError: there is no token, or it would be shown.
+
+        An operator's certificate needs no token.
+        """
+        tls = command_tls()
+        if tls is not None and Kind.OPERATOR in tls.kinds:
+            return ()
+        if not (self.insecure or tls is not None or is_loopback(endpoint)):
             raise BatonError(
                 Reason.BAD_CONFIG,
                 f"The operator's token is not sent to {endpoint}: the connection is not encrypted and leaves this "
-                "machine. Give the order on the node's own machine, or trust the network with --insecure.",
+                "machine. Give the order on the node's own machine, use mTLS (--tls-cert-file), or trust the network "
+                "with --insecure.",
                 field="insecure",
             )
         return OperatorToken(self.operator_token_file).metadata()

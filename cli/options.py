@@ -29,9 +29,15 @@ def config_options(cls: type[Any]) -> list[click.Parameter]:
                 shell_complete=_values(key.type_text),
                 help=f"{key.help}  [{default}]".strip(),
                 hidden=not key.shown,
+                **_flag(key.type_text),
             )
         )
     return options
+
+
+def _flag(type_text: str) -> dict[str, Any]:
+    """`--tls` alone means `--tls true`."""
+    return {"is_flag": False, "flag_value": "true"} if type_text == "true|false" else {}
 
 
 def _values(type_text: str) -> Callable[[click.Context, click.Parameter, str], list[str]]:

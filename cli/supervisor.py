@@ -30,6 +30,8 @@ from baton.directory_setting import DIRECTORY_HELP, check_directory_setting
 from baton.endpoint import from_here, split_endpoint
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.log import LogFormat, LogLevel
+from baton.tls import INSECURE_HELP, INSECURE_WHEN, Kind
+from cli.ca import CA_NAME, CertificateFiles, certificate_files, issue, make_ca
 from cli.child import Child, describe_exit, stop_children
 from cli.services import Service, load_config
 from engine.build import EngineKind
@@ -74,6 +76,10 @@ NODES_MAX: Final = 64
 """Engine processes that one supervisor starts."""
 DIRECTORY_NAME: Final = "directory"
 ROUTER_NAME: Final = "router-0"
+CERTIFICATES: Final = "tls"
+"""Folder, beside the logs, of the CA and the certificates of a cluster with mTLS."""
+OPERATOR: Final = "operator"
+"""The name of a certificate for commands."""
 _DIRECTORY_TO_COME: Final = "127.0.0.1:7070"
 """Stands for a directory that is not started yet."""
 _STOP_ORDER: Final = (Service.ROUTER, Service.PREFILL, Service.MIXED, Service.DECODE, Service.DIRECTORY)
@@ -102,6 +108,9 @@ class ClusterSpec:
         "127.0.0.1:0", "host:port of the router", "Clients are on other machines, or the port is in use."
     )
     http: str | None = setting(None, "host:port of the OpenAI endpoints over HTTP; none: off", "Clients use HTTP.")
+    metrics: str | None = setting(
+        None, "host:port of the router's /metrics over HTTP; none: off", "Prometheus needs a port that stays the same."
+    )
     directory: str | None = setting(
         None,
         f"a directory that runs already, in place of one started here: {DIRECTORY_HELP}",
@@ -118,6 +127,12 @@ class ClusterSpec:
         "The cores should be shared out otherwise.",
     )
     blocks: int | None = setting(None, "KV blocks of each node", "Always: it is the memory for KV of each node.")
+    tls: bool = setting(
+        False,
+        "mTLS between the processes, by a CA made for it beside the logs",
+        "Others reach the ports of this machine.",
+    )
+    insecure: bool = setting(False, INSECURE_HELP, INSECURE_WHEN)
     log_dir: Path | None = setting(
         None, "keep the logs here; none: a temporary folder, kept only after a failure", "To read the logs afterwards."
     )
@@ -177,9 +192,11 @@ class ClusterSpec:
         its CPU quota too."""
         return self.threads or max(1, own_cores().usable // self.engines)
 
-    def flags_of(self, name: str, service: Service, directory: str) -> dict[str, str]:
+    def flags_of(
+        self, name: str, service: Service, directory: str, *, certificates: Path = Path(CERTIFICATES)
+    ) -> dict[str, str]:
         """The configuration keys that the process `name` is given, as flags spell them; `directory` is where that one
-        listens."""
+        listens, `certificates` the folder of `make_certificates`."""
         keys: dict[str, object]
         if service is Service.DIRECTORY:
             keys = {"listen": self.directory_listen}
@@ -188,6 +205,7 @@ class ClusterSpec:
                 "directory": directory,
                 "listen": self.listen,
                 "http_listen": self.http,
+                "metrics_listen": self.metrics,
                 "advertise": None if self.directory else router_address(self.listen, self.config, self.env),
                 "model": None if self.engine_kind is EngineKind.MOCK else self.model,
             }
@@ -200,9 +218,21 @@ class ClusterSpec:
                 "engine.num_blocks": self.blocks,
                 "engine.compute_threads": self.compute_threads(),
             }
+        keys["insecure"] = self.insecure or None
+        if self.tls:
+            files = certificate_files(certificates, name)
+            keys |= {"tls.cert_file": files.cert, "tls.key_file": files.key, "tls.ca_file": files.ca}
         keys = {"name": name, **keys, **self.flags.get(service, {}), **self.node_flags.get(name, {})}
         given = {key: value for key, value in keys.items() if value is not None}
         return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in given.items()}
+
+    def make_certificates(self, folder: Path) -> None:
+        """For every process and for OPERATOR, by the CA in `folder`, made where there is none. Raises BatonError."""
+        if not certificate_files(folder, CA_NAME).cert.exists():
+            make_ca(folder)
+        for name, _ in self.processes():
+            issue(folder, kind=Kind.NODE, name=name)
+        issue(folder, kind=Kind.OPERATOR, name=OPERATOR)
 
     def check(self) -> None:
         """Refuse now what the processes would refuse after their start. Raises ConfigError: for all of them at once."""
@@ -213,8 +243,10 @@ class ClusterSpec:
                 flags = self.flags_of(name, service, self.directory or _DIRECTORY_TO_COME)
                 config = load_config(service, toml_path=self.config, env={**os.environ, **self.env}, flags=flags)
                 places[name] = config.listen
-                if getattr(config, "http_listen", None) is not None:
-                    places[f"{name} over HTTP"] = config.http_listen
+                for what in ("http", "metrics", "admin"):
+                    place = getattr(config, f"{what}_listen", None)
+                    if place is not None:
+                        places[f"{name} ({what})"] = place
             except ConfigError as error:
                 problems += error.problems
         problems += listen_problems(places)
@@ -271,6 +303,16 @@ class Cluster:
         return {name: child.ready.result() for name, child in self._children.items() if child.ready.done()}
 
     @property
+    def command_endpoints(self) -> dict[str, str]:
+        """Where Node and Pins are served; of the processes that are ready or were."""
+        return {name: self._children[name].others.get("admin", place) for name, place in self.endpoints.items()}
+
+    @property
+    def router_others(self) -> dict[str, str]:
+        """The router's other endpoints: "admin", and "http" and "metrics" where it serves them."""
+        return self._children[ROUTER_NAME].others
+
+    @property
     def router(self) -> str:
         """The router's endpoint."""
         return self.endpoints[ROUTER_NAME]
@@ -285,6 +327,11 @@ class Cluster:
         assert self._log_dir is not None, "log_dir before start"
         return self._log_dir
 
+    @property
+    def operator_files(self) -> CertificateFiles | None:
+        """For commands; None without mTLS."""
+        return certificate_files(self.log_dir / CERTIFICATES, OPERATOR) if self.spec.tls else None
+
     async def start(self) -> None:
         """Start all processes and return when all are ready: the directory first, then the others at once.
 
@@ -293,6 +340,8 @@ class Cluster:
         """
         assert self._log_dir is None, "started twice"
         self._make_log_dir()
+        if self.spec.tls:
+            self.spec.make_certificates(self.log_dir / CERTIFICATES)
         others = [name for name in self.names if name != DIRECTORY_NAME]
         try:
             async with asyncio.timeout(self.spec.start_ms_max / 1e3):
@@ -396,7 +445,9 @@ class Cluster:
         command += ["--log-format", self.spec.log_format.value]
         if self.spec.config is not None:
             command += ["--config", str(self.spec.config)]
-        for key, value in self.spec.flags_of(name, service, directory).items():
+        for key, value in self.spec.flags_of(
+            name, service, directory, certificates=self.log_dir / CERTIFICATES
+        ).items():
             if value != self.spec.directory:  # it may have a password: by the environment, which others cannot read
                 command += [flag_name(key), value]
         return command

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from shlex import quote
 from typing import Final, TextIO
 
 import click
@@ -23,6 +24,7 @@ from cli.options import LOG_FORMAT_FLAG, LOG_LEVEL_FLAG, common_options, config_
 from cli.services import SECTIONS, UP_ENV_PREFIX, UP_SECTION
 from cli.signals import StopSignals
 from cli.supervisor import DIRECTORY_NAME, Cluster, ClusterError, ClusterSpec
+from cli.tls import env_of
 from engine.build import EngineKind
 
 PROGRESS_LINE_MS_MIN: Final = 2_000
@@ -30,6 +32,7 @@ PROGRESS_LINE_MS_MIN: Final = 2_000
 _FLAGS: Final = {
     "--engine-model": "--model",
     "--http-listen": "--http",
+    "--metrics-listen": "--metrics",
     "--engine-num-blocks": "--blocks",
     "--engine-compute-threads": "--threads",
 }
@@ -43,6 +46,11 @@ class UpConfig(ClusterSpec):
 
     listen: str = setting(
         "127.0.0.1:7000", "host:port of the router", "Clients are on other machines, or the port is in use."
+    )
+    metrics: str | None = setting(
+        "127.0.0.1:0",
+        "host:port of the router's /metrics over HTTP; port 0 takes any; none: off",
+        "Prometheus needs a port that stays the same.",
     )
     directory_listen: str = setting(
         "127.0.0.1:7070",
@@ -202,9 +210,15 @@ def _print_summary(cluster: Cluster) -> None:
     click.echo(f"  baton generate --router {cluster.router} {prompt} --max-tokens 32 --stats")
     if not mock:
         click.echo(f"  baton chat --router {cluster.router}")
+    files = cluster.operator_files
+    if files is not None:
+        named = {"cert_file": files.cert, "key_file": files.key, "ca_file": files.ca}
+        click.echo("  export " + " ".join(f"{env_of(name)}={quote(str(path))}" for name, path in named.items()))
     click.echo(f"  baton nodes --directory {directory}")
     if spec.http is not None:
         click.echo(f"  curl http://{from_here(spec.http)}/v1/models")
+    if (metrics := cluster.router_others.get("metrics")) is not None:
+        click.echo(f"  curl http://{from_here(metrics)}/metrics")
     click.echo("Ctrl-C stops it.")
 
 

@@ -8,6 +8,7 @@ from baton.config import fixed, setting
 from baton.errors import check_positive
 from baton.pod import PodConfig
 from baton.runtime import ProcessConfig
+from baton.tls import check_listens
 from engine.build import EngineConfig
 from kvtransfer.device.staging import StagingConfig
 from kvtransfer.link import DEFAULT_TRANSPORTS, check_transports
@@ -41,6 +42,7 @@ class NodeConfig(ProcessConfig):
         ProcessConfig.__post_init__(self)
         check_transports(self.transports, region_kind(self.engine))
         check_positive(self, "busy_retry_ms")
+        check_listens(self, "listen")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,3 +65,7 @@ class ReceiverNodeConfig(NodeConfig):
     data_advertise_host: str | None = setting(
         None, "host that writers reach for data; none: the host in advertise", "Data goes through a network of its own."
     )
+
+    def __post_init__(self) -> None:
+        NodeConfig.__post_init__(self)
+        check_listens(self, "data_listen")

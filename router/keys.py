@@ -315,8 +315,8 @@ class KeyBook:
         self._by_name = {key.name: self._by_name.get(key.name) or KeyUse(key, now_s) for key in keys}
         self._by_mark = {self._mark(use.key.sha256): use for use in self._by_name.values()}
 
-    def uses(self) -> Iterable[KeyUse]:
-        return self._by_name.values()
+    def uses(self) -> list[KeyUse]:
+        return list(self._by_name.values())
 
     def find(self, authorization: str | bytes | None) -> KeyUse:
         """Whose call it is, by the header that it came with. Raises BatonError INVALID_API_KEY."""

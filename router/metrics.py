@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Final
 
 from batonpb import common_pb2, inference_pb2
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from baton import baton_version
@@ -17,6 +17,7 @@ from baton.errors import Reason
 from baton.lifecycle import Lifecycle
 from baton.loop_lag import BUCKETS_MS
 from baton.wire import LOCAL_TRANSPORT, BlockLoad, NodeRecord, Role
+from router.keys import KeyUse, Limit
 from router.request import ObservedRequest
 
 TTFT_BUCKETS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -30,10 +31,14 @@ _OUTCOMES: Final = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REA
 
 class RouterMetrics:
     """A registry of its own: two routers in one process do not meet. `nodes` gives the records known now, routers
-    among them; `directory_lost` says whether they may be out of date."""
+    among them; `directory_lost` says whether they may be out of date. `keys` gives the API keys that are good now."""
 
     def __init__(
-        self, nodes: Callable[[], Sequence[NodeRecord]], *, directory_lost: Callable[[], bool] = lambda: False
+        self,
+        nodes: Callable[[], Sequence[NodeRecord]],
+        *,
+        directory_lost: Callable[[], bool] = lambda: False,
+        keys: Callable[[], Iterable[KeyUse]] = tuple,
     ) -> None:
         self.registry = CollectorRegistry()
         self.requests = self._counter(
@@ -91,6 +96,7 @@ class RouterMetrics:
             tuple(ms / 1000 for ms in BUCKETS_MS),
         )
         self.registry.register(_NodeCollector(nodes))
+        self.registry.register(_KeyCollector(keys))
         self._gauge("baton_build_info", "1, for the version of this router.", "version").labels(baton_version()).set(1)
         reached = self._gauge("baton_directory_reached", "0 while the directory is out of this router's reach, else 1.")
         reached.set_function(lambda: not directory_lost())
@@ -202,6 +208,30 @@ class _NodeCollector(Collector):
         for (role, state), count in counts.items():
             there.add_metric([role.name.lower(), state.name.lower()], count)
         yield from (there, requests, blocks, pinned, host, swapped_out, given_up, lag)
+
+
+class _KeyCollector(Collector):
+    """What each API key that has been used is given. A key that is gone has no line: names come from its file only."""
+
+    def __init__(self, keys: Callable[[], Iterable[KeyUse]]) -> None:
+        self._keys = keys
+
+    def collect(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily("baton_key_requests", "Calls taken in, by API key.", labels=["key"])
+        tokens = CounterMetricFamily("baton_key_tokens", "Tokens of prompts and answers.", labels=["key", "kind"])
+        refused = CounterMetricFamily("baton_key_refused", "Calls refused by a limit.", labels=["key", "limit"])
+        running = GaugeMetricFamily("baton_key_running", "Answers under way.", labels=["key"])
+        for use in self._keys():
+            name = use.key.name
+            if not (use.requests or use.refused):
+                continue
+            requests.add_metric([name], use.requests)
+            tokens.add_metric([name, "prompt"], use.prompt_tokens)
+            tokens.add_metric([name, "output"], use.output_tokens)
+            running.add_metric([name], use.running)
+            for limit in Limit:
+                refused.add_metric([name, limit.value], use.refused[limit])
+        yield from (requests, tokens, refused, running)
 
 
 def _family(name: str, text: str, *labels: str) -> GaugeMetricFamily:

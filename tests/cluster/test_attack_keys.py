@@ -31,6 +31,7 @@ from tests.support.attack import (
     http_attack,
     post,
 )
+from tests.support.cli_harness import run_baton
 from tests.support.cluster_harness import CALL_S_MAX, make_request, wait_for
 
 CALLS: Final = 300
@@ -262,6 +263,23 @@ def test_a_changed_file_counts_within_seconds_and_a_broken_one_does_not(front: F
         keys.write()
 
     front.run(scenario())
+
+
+def test_commands_send_a_key(front: Front, keys: Keys, tmp_path: Path) -> None:
+    """From a file, or from the environment; without one the error says what is missing. A report has no key in it."""
+    file, router = tmp_path / "own.key", front.target.grpc
+    file.write_text(keys.of["others"] + "\n")
+    ask = ("generate", "--router", router, "--token-ids", "5,6", "--max-tokens", "2", "--temperature", "0")
+    refused = run_baton(*ask)
+    assert refused.returncode == 1 and "reason INVALID_API_KEY" in refused.stderr
+    wanted = run_baton(*ask, "--api-key-file", str(file))
+    assert (wanted.returncode, len(wanted.stdout.split())) == (0, 2)
+    env = {"BATON_API_KEY": keys.of["others"]}
+    assert run_baton(*ask, "--no-stream", env=env).stdout == wanted.stdout
+    for more in (("--router", router), ("--url", f"http://{front.http}")):
+        done = run_baton("bench", *more, "--requests", "2", "--output-tokens", "2", "-o", "json", env=env)
+        assert json.loads(done.stdout)["requests"]["answered"] == 2, done.stderr
+        assert keys.of["others"] not in done.stdout + done.stderr
 
 
 @pytest.mark.slow

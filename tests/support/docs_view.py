@@ -67,11 +67,13 @@ def baton_commands(page: str) -> list[list[str]]:
 
 @cache
 def options_of(name: str) -> frozenset[str]:
-    """The options of one command."""
+    """The options of one command, and of those in it."""
     if name not in cli.commands:
         return frozenset()
     command = import_command(name)
-    return frozenset(each for option in command.params for each in (*option.opts, *option.secondary_opts)) | {"--help"}
+    inner = command.commands.values() if isinstance(command, click.Group) else ()
+    params = [parameter for each in (command, *inner) for parameter in each.params]
+    return frozenset(each for option in params for each in (*option.opts, *option.secondary_opts)) | {"--help"}
 
 
 @cache

@@ -271,6 +271,8 @@ HOOK_OVERHEAD_S: Final = 15.0
 """`baton drain` in a hook: Python's start, the directory (5 s at most), the node's answer (5 s at most)."""
 DIRECTORY_S: Final = 1.0
 """A node that leaves tells the directory: one call."""
+PROBES: Final = "probes"
+"""The port of nodes for the kubelet, which needs no policy."""
 _PROBES: Final = {"startupProbe": LIVENESS, "livenessProbe": LIVENESS, "readinessProbe": READINESS}
 _NODES: Final = (Service.PREFILL, Service.DECODE)
 _CLUSTER_WIDE: Final = frozenset({"Namespace"})
@@ -323,6 +325,7 @@ def check_config(manifests: Manifests, folder: Path) -> Iterator[str]:
         service = service_of(pod)
         listens = [config.listen, config.http_listen if service is Service.ROUTER else None]
         listens += [config.data_listen if service is Service.DECODE else None]
+        listens += [config.probe_listen]
         ports = sorted(split_endpoint(listen)[1] for listen in listens if listen is not None)
         if ports != sorted(pod.ports().values()):
             yield f"{pod.name} listens at {ports} and declares {sorted(pod.ports().values())}"
@@ -336,6 +339,24 @@ def check_config(manifests: Manifests, folder: Path) -> Iterator[str]:
             yield f"{pod.name}: no Service is at {address}"
         if service in _NODES:
             yield from _node_config(pod, config)
+
+
+def check_tls(manifests: Manifests, folder: Path) -> Iterator[str]:
+    """The certificate files are in a Secret of the pod's own, or it says that it is insecure."""
+    for pod in manifests.baton_pods():
+        try:
+            config = load_process_config(pod, manifests, folder)
+        except (ViewError, BatonError):
+            continue  # `check_config` tells
+        assert pod.baton is not None
+        volumes = {volume["name"]: volume.get("secret", {}).get("secretName") for volume in pod.spec["volumes"]}
+        secrets = {mount["mountPath"]: volumes[mount["name"]] for mount in pod.baton["volumeMounts"]}
+        if config.tls.on:
+            for path in (config.tls.cert_file, config.tls.key_file, config.tls.ca_file):
+                if secrets.get(str(path.parent)) != f"{pod.name}-tls":
+                    yield f"{pod.name}: {path} is not in the Secret {pod.name}-tls"
+        elif not config.insecure:
+            yield f"{pod.name} has neither TLS nor insecure"
 
 
 def _node_config(pod: Pod, config: Any) -> Iterator[str]:
@@ -410,8 +431,9 @@ def check_probes(manifests: Manifests, folder: Path) -> Iterator[str]:
             grpc = pod.baton[name]["grpc"]
             if grpc.get("service", LIVENESS) != service:
                 yield f"{pod.name}: {name} asks for '{grpc.get('service', LIVENESS)}', not '{service}'"
-            if grpc["port"] != pod.ports()["grpc"]:
-                yield f"{pod.name}: {name} asks at {grpc['port']}, gRPC is at {pod.ports()['grpc']}"
+            health = pod.ports().get(PROBES, pod.ports()["grpc"])
+            if grpc["port"] != health:
+                yield f"{pod.name}: {name} asks at {grpc['port']}, health is at {health}"
 
 
 def check_references(manifests: Manifests, folder: Path) -> Iterator[str]:
@@ -473,7 +495,7 @@ def check_network(manifests: Manifests, folder: Path) -> Iterator[str]:
         policies = [p["spec"] for p in manifests.of("NetworkPolicy") if selects(p["spec"]["podSelector"], pod.labels)]
         rules = [rule for policy in policies for rule in policy["ingress"]]
         let_in = {port["port"] for rule in rules for port in rule["ports"]}
-        if missing := set(pod.ports().values()) - let_in:
+        if missing := {port for name, port in pod.ports().items() if name != PROBES} - let_in:
             yield f"{pod.name}: no policy lets anybody to {sorted(missing)}"
         is_router = pod.baton is not None and service_of(pod) is Service.ROUTER
         sources = [source for rule in rules for source in rule["from"]]
@@ -496,6 +518,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     check_hooks_and_commands,
     check_grace,
     check_probes,
+    check_tls,
     check_references,
     check_rights,
     check_security,

@@ -36,6 +36,10 @@ from baton.log import LogLevel, set_up_logging
 from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer, rpc_errors
 from baton.tls import CertifiedCallers, Kind, Tls, TlsConfig
 from cli.ca import CertificateFiles, issue, make_ca
+from cli.directory import DirectoryProcessConfig
+from decode_node.config import DecodeConfig
+from engine.build import EngineConfig, EngineKind
+from router.config import RouterConfig
 from tests.support.certificates import certificate, tls_of
 from tests.support.logs import tear_down_logging
 from tests.support.rpc_harness import HANG_S, run
@@ -487,3 +491,36 @@ def test_a_certificate_lasts_a_year_and_its_ca_ten() -> None:
     for path, days in ((files.cert, 365), (files.ca, 3650)):
         ends_s = x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc.timestamp()
         assert days - 1 < (ends_s - time.time()) / 86_400 <= days
+
+
+@pytest.mark.parametrize(
+    ("settings", "wrong"),
+    [
+        ({}, None),
+        ({"listen": "[::1]:0", "data_listen": "localhost:0"}, None),
+        ({"listen": "0.0.0.0:0"}, "listen"),
+        ({"listen": "decode-0:7000"}, "listen"),
+        ({"data_listen": "10.0.0.1:7102"}, "data_listen"),
+        ({"listen": "0.0.0.0:0", "data_listen": "10.0.0.1:7102", "insecure": True}, None),
+        ({"listen": "0.0.0.0:0", "data_listen": "10.0.0.1:7102", "tls": certificate("decode-0").config()}, None),
+        ({"probe_listen": "0.0.0.0:7012"}, None),
+    ],
+)
+def test_without_tls_a_node_listens_on_the_loopback_only(settings: dict[str, Any], wrong: str | None) -> None:
+    """Where a name service decides, nobody knows. The port for probes does nothing that matters."""
+    engine = EngineConfig(kind=EngineKind.MOCK)
+    if wrong is None:
+        DecodeConfig(name="n", engine=engine, **settings)
+        return
+    with pytest.raises(InvalidField) as caught:
+        DecodeConfig(name="n", engine=engine, **settings)
+    assert caught.value.field == wrong
+    assert f"is {settings[wrong]}, and without TLS whoever reaches it controls this process" in str(caught.value)
+
+
+def test_the_directory_listens_on_the_loopback_only_and_a_router_anywhere() -> None:
+    """A router's clients are strangers anyway."""
+    with pytest.raises(InvalidField):
+        DirectoryProcessConfig(listen="0.0.0.0:7070")
+    DirectoryProcessConfig(listen="0.0.0.0:7070", insecure=True)
+    RouterConfig(listen="0.0.0.0:7000", http_listen="0.0.0.0:8000")

@@ -81,7 +81,7 @@ def test_an_unknown_flag() -> None:
         2,
         "Usage: baton directory [OPTIONS]\n"
         "Try 'baton directory --help' for help.\n\n"
-        "Error: No such option '--lissten'. Did you mean '--listen'?\n",
+        "Error: No such option '--lissten'. (Did you mean one of: '--listen', '--probe-listen'?)\n",
     )
 
 
@@ -116,7 +116,9 @@ def test_a_port_in_use(command: list[str]) -> None:
         )
 
 
-@pytest.mark.parametrize("command", [["router"], ["decode", "--name", "decode-0", "--engine-kind", "mock"]])
+@pytest.mark.parametrize(
+    "command", [["router"], ["decode", "--name", "decode-0", "--engine-kind", "mock", "--insecure"]]
+)
 def test_all_addresses_and_none_to_tell(command: list[str]) -> None:
     """Refused at once, and not when a model has been loaded: nobody could call it. `--advertise` is checked too."""
     listen = ["--listen", "0.0.0.0:0", "--log-level", "error"]

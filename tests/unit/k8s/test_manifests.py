@@ -142,7 +142,7 @@ MUTATIONS: Final[dict[str, tuple[Spoil, str]]] = {
     ),
     "listening port": (
         lambda e: e.toml("0.0.0.0:7002", "0.0.0.0:7003"),
-        "baton-decode listens at [7003, 7102] and declares [7002, 7102]",
+        "baton-decode listens at [7003, 7012, 7102] and declares [7002, 7012, 7102]",
     ),
     "advertised port": (
         lambda e: put(e.variable("baton-prefill", "BATON_PREFILL_ADVERTISE"), "value", to="$(POD_IP):7002"),
@@ -200,7 +200,19 @@ MUTATIONS: Final[dict[str, tuple[Spoil, str]]] = {
     ),
     "port of a probe": (
         lambda e: put(e.container("baton-router"), "startupProbe", "grpc", "port", to=8000),
-        "baton-router: startupProbe asks at 8000, gRPC is at 7000",
+        "baton-router: startupProbe asks at 8000, health is at 7000",
+    ),
+    "probe where a certificate is needed": (
+        lambda e: put(e.container("baton-decode"), "livenessProbe", "grpc", "port", to=7002),
+        "baton-decode: livenessProbe asks at 7002, health is at 7012",
+    ),
+    "certificates of others": (
+        lambda e: put(e.spec("baton-decode"), "volumes", 2, "secret", "secretName", to="baton-router-tls"),
+        "baton-decode: /etc/baton-tls/tls.key is not in the Secret baton-decode-tls",
+    ),
+    "no certificates": (
+        lambda e: e.toml("[decode.tls]", "[mixed.tls]"),
+        "listen: is 0.0.0.0:7002, and without TLS whoever reaches it controls this process",
     ),
     "claim": (
         lambda e: put(e.find("PersistentVolumeClaim", "baton-model"), "metadata", "name", to="model"),

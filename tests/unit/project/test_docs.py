@@ -17,7 +17,7 @@ from baton.lifecycle import Lifecycle
 from baton.wire import NodeRecord, Role
 from cli.options import config_flags, config_path
 from cli.services import Service, load_config
-from router.keys import parse_keys
+from router.keys import ApiKey, KeyUse, parse_keys
 from router.metrics import RouterMetrics
 from router.openai import error_status
 from tests.support.docs_view import (
@@ -143,7 +143,9 @@ def served_metrics() -> dict[str, set[str]]:
         name=NodeName("decode-0"), role=Role.DECODE, incarnation=Incarnation(7), endpoint="127.0.0.1:9",
         lifecycle=Lifecycle.READY,
     )  # fmt: skip
-    metrics = RouterMetrics(lambda: [node])
+    use = KeyUse(ApiKey(name="a", sha256="0" * 64), 0.0)
+    use.admit(0.0, spread=0.0)
+    metrics = RouterMetrics(lambda: [node], keys=lambda: [use])
     seen = metrics.received(0.0)
     seen.corrupt("prefill-0", "decode-0", "shm")
     seen.finished(common_pb2.FINISH_REASON_STOP, inference_pb2.RequestStats(transport="shm"))

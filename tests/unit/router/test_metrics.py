@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from batonpb import common_pb2, inference_pb2
 
+from baton.errors import BatonError
 from baton.wire import LOCAL_TRANSPORT
+from router.keys import ApiKey, KeyUse
 from router.metrics import RouterMetrics
 
 
@@ -36,3 +38,27 @@ def test_every_token_but_the_first_has_a_gap() -> None:
     assert (figures["baton_ttft_seconds_count"], figures["baton_ttft_seconds_sum"]) == ("1.0", "1.0")
     assert figures["baton_itl_seconds_count"] == "5.0"
     assert float(figures["baton_itl_seconds_sum"]) == pytest.approx(0.5)
+
+
+def test_keys_by_their_names() -> None:
+    """What each has been given and refused; one that has asked nothing has no line, nor has one that is gone."""
+    used, idle = (KeyUse(ApiKey(name=name, sha256="0" * 64, concurrency=1), 0.0) for name in ("used", "idle"))
+    used.admit(0.0, spread=0.0)
+    with pytest.raises(BatonError):
+        used.admit(0.0, spread=0.0)
+    used.take_prompt(5, 0.0)
+    used.take_output(3, 0.0)
+    keys = [used, idle]
+    metrics = RouterMetrics(list, keys=lambda: keys)
+    lines = metrics.text().decode().splitlines()
+    assert [line for line in lines if line.startswith("baton_key_") and "_created" not in line] == [
+        'baton_key_requests_total{key="used"} 1.0',
+        'baton_key_tokens_total{key="used",kind="prompt"} 5.0',
+        'baton_key_tokens_total{key="used",kind="output"} 3.0',
+        'baton_key_refused_total{key="used",limit="concurrency"} 1.0',
+        'baton_key_refused_total{key="used",limit="requests"} 0.0',
+        'baton_key_refused_total{key="used",limit="tokens"} 0.0',
+        'baton_key_running{key="used"} 1.0',
+    ]
+    keys.clear()
+    assert 'key="' not in metrics.text().decode()
