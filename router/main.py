@@ -95,7 +95,7 @@ async def serve(
         check_known=runtime.membership.check_known,
     )
     runtime.holds = lambda: Holdings(requests=node.requests)
-    runtime.load = lambda: NodeLoad(running_requests=node.requests)
+    runtime.load = lambda: NodeLoad(waiting_requests=node.waiting, running_requests=node.requests - node.waiting)
     runtime.upkeep = node.upkeep
     runtime.server.on_refused(partial(node.request_log.refused, door="grpc"))
     inference = InferenceService(node, keys.book if keys is not None else None)

@@ -7,7 +7,6 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Final, TypeVar
 
 from batonpb import common_pb2, inference_pb2
@@ -17,6 +16,8 @@ from baton.ids import Incarnation, RequestId
 from baton.tracing import Traceparent
 from baton.wire import ModelInfo
 from engine.model_config import REPETITION_PENALTY_MAX, TEMPERATURE_MAX, SamplingDefaults
+from router.line import Place
+from router.line import Priority as Priority
 from router.retries import Retries
 
 STOP_TOKEN_IDS_MAX = 64
@@ -59,6 +60,12 @@ class ObservedRequest:
     def tokens(self, now_s: float, count: int) -> None:
         """So many tokens came at once."""
 
+    def waits(self) -> None:
+        """It has come to wait in line; `waited` follows."""
+
+    def waited(self, waited_s: float) -> None:
+        """It waits no more."""
+
     def resumed(self) -> None:
         """A node was lost with it; the rest of the answer is computed elsewhere."""
 
@@ -73,14 +80,6 @@ class ObservedRequest:
 
     def ended(self) -> None:
         """Nothing of it is left in this router."""
-
-
-class Priority(IntEnum):
-    """Who goes first where requests wait; the smaller number does."""
-
-    HIGH = 0
-    NORMAL = 1
-    LOW = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +116,8 @@ class Job:
     call: ClientCall
     checked: CheckedRequest
     began_s: float
+    place: Place
+    """In the line."""
     retries: Retries
     stats: inference_pb2.RequestStats
     finish: common_pb2.FinishReason = common_pb2.FINISH_REASON_UNSPECIFIED
@@ -128,6 +129,8 @@ class Job:
     """Prefill processes that said that their regions can never hold it, whatever their records say."""
     avoid_decode: set[Incarnation] = field(default_factory=set)
     """Decode processes that this router could not reach with this request; a prefill node may."""
+    full_in_a_row: int = 0
+    """How often prefill nodes have found all decode nodes full since the last other answer."""
     attempts: int = 0
     nodes: dict[str, None] = field(default_factory=dict)
     """Names of those that it was placed on, in order."""

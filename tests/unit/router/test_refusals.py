@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -224,6 +225,35 @@ def test_bodies_take_no_more_than_their_share(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(http_server, "BODY_OWN_BYTES", 100)
     play(scene, http_bodies_bytes_max=1_000)
+
+
+def test_a_body_must_come_at_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One client sends a byte now and then, for ever: it is refused. Another one has sent so much that it may wait."""
+
+    async def drip(writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while True:
+                writer.write(b" ")
+                await writer.drain()
+                await asyncio.sleep(0.05)
+
+    async def scene(door: Door) -> None:
+        slow, fast = [await asyncio.open_connection(*split_endpoint(door.http)) for _ in range(2)]
+        for _, writer in (slow, fast):
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 900\r\n\r\n")
+        fast[1].write(b" " * 899)
+        dripping = asyncio.create_task(drip(slow[1]))
+        assert (await slow[0].readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 504 ")
+        fast[1].write(b"1")
+        assert (await fast[0].readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
+        dripping.cancel()
+        for _, writer in (slow, fast):
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+
+    monkeypatch.setattr(http_server, "BODY_BYTES_PER_S", 10)
+    play(scene, http_body_ms_free=500)
 
 
 def test_a_flood_of_it_takes_few_lines(caplog: pytest.LogCaptureFixture) -> None:
