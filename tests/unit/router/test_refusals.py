@@ -23,7 +23,7 @@ from router import http_server
 from router.config import RouterConfig
 from router.http_server import HttpServer, OpenAiApp
 from router.node import LIMITS, RequestLog
-from router.service import InferenceService
+from router.service import INFERENCE_SERVICE, InferenceService
 from tests.support.cluster_harness import wait_for
 from tests.support.router_records import lone_router
 
@@ -76,7 +76,7 @@ def play(scene: Callable[[Door], Awaitable[None]], *, rpcs_max: int = 64, **conf
         door.requests = lambda: node.requests
         server = RpcServer(limits=limits, rng=rng)
         server.on_refused(partial(node.request_log.refused, door="grpc"))
-        server.add("baton.v1.Inference", inference_pb2_grpc.add_InferenceServicer_to_server, InferenceService(node))
+        server.add(INFERENCE_SERVICE, InferenceService.add_to_server, InferenceService(node))
         port = await server.start("127.0.0.1:0")
         app = OpenAiApp(node)
         http = HttpServer(app.asgi(), settings, refused=partial(node.request_log.refused, door="http"))
