@@ -87,6 +87,11 @@ sim-long: $(READY)  ## simulate a million requests in pieces of a few minutes, a
 faults: $(READY)  ## kill, stop and cut off real processes at every stage of a request (minutes): SEED=n: another order
 	@$(BIN)/python -m tests.faults $(if $(SEED),--seed $(SEED))
 
+MINUTES ?= 15
+.PHONY: fuzz
+fuzz: $(READY)  ## send what nobody has seen to every parser that strangers reach: MINUTES=n; failures become seeds
+	@$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
+
 .PHONY: proto
 proto: $(READY)  ## generate proto/batonpb from proto/*.proto
 	@PYTHON=$(BIN)/python proto/generate.sh

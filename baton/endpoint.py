@@ -73,7 +73,7 @@ def source_of(host: str) -> str:
     """What counts as one peer in limits: an IPv4 address, or the /64 of an IPv6 address, which one peer may own."""
     if ":" not in host:
         return host
-    address = IPv6Address(host)
+    address = IPv6Address(host.partition("%")[0])
     return str(address.ipv4_mapped or IPv6Network((address, 64), strict=False))
 
 

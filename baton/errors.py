@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum, IntEnum
-from typing import Final
+from typing import Any, Final
 
 
 class Code(IntEnum):
@@ -154,8 +154,18 @@ class BatonError(Exception):
             metadata=self.metadata,
         )
 
+    def __reduce__(self) -> Any:
+        values = (self.reason, self.message, self.code, self.field, self.retry_after_ms, self.metadata)
+        return _made_again, values
+
     def __repr__(self) -> str:
         return f"BatonError({self.code.name}, {self.reason.name}, {self.message!r})"
+
+
+def _made_again(
+    reason: Reason, message: str, code: Code, field: str | None, retry_after_ms: int | None, metadata: dict[str, str]
+) -> BatonError:
+    return BatonError(reason, message, code=code, field=field, retry_after_ms=retry_after_ms, metadata=metadata)
 
 
 class InvalidField(ValueError):

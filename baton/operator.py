@@ -11,6 +11,7 @@ import os
 import secrets
 import stat
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +25,8 @@ OPERATOR_METHODS: Final = frozenset(
 """Refused without the credential, at the edge of every server."""
 TOKEN_CHARS_MIN: Final = 16
 TOKEN_BYTES_MAX: Final = 1024
+REREAD_MS: Final = 1_000
+"""For so long a server knows the token without another look at the file: orders may come by the thousand."""
 _KEY: Final = "authorization"
 _SCHEME: Final = "bearer "
 _FLAG: Final = "--operator-token-file (setting operator_token_file)"
@@ -32,12 +35,14 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 class OperatorToken:
-    """The token in one file. It is read for each order, so that a new one counts at once. Methods block, but for
-    `authorize`."""
+    """The token in one file; a server takes a new one within `reread_ms`. Methods block, but for `authorize`."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, *, reread_ms: int = REREAD_MS) -> None:
         """None: the default place. Raises BatonError BAD_CONFIG where this user has no folder for it."""
         self.path = path or _default_path()
+        self._reread_ms = reread_ms
+        self._known = ""
+        self._read_again_s = 0.0
 
     def read(self) -> str:
         """The token. Raises BatonError BAD_CONFIG: there is none, it is no token, or others can read it too."""
@@ -87,10 +92,7 @@ class OperatorToken:
         """Raises BatonError UNAUTHENTICATED unless the call has brought the token."""
         sent = [value for key, value in context.invocation_metadata() or () if key == _KEY]
         if len(sent) == 1 and isinstance(sent[0], str) and sent[0][: len(_SCHEME)].lower() == _SCHEME:
-            try:
-                token = await asyncio.to_thread(self.read_or_make)
-            except BatonError as error:
-                raise BatonError(Reason.UNAUTHENTICATED, f"This process cannot check it. {error.message}") from error
+            token = await self._current()
             if hmac.compare_digest(sent[0][len(_SCHEME) :].encode(), token.encode()):
                 return
             why = "the token that came with it is another"
@@ -101,6 +103,16 @@ class OperatorToken:
             f"{method[1:]} is for operators only, and {why}. The token is in {self.path} on this process's machine: "
             f"name a file with it by {_FLAG}, or send `authorization: Bearer TOKEN`.",
         )
+
+    async def _current(self) -> str:
+        """Raises BatonError UNAUTHENTICATED where the file is not to be used."""
+        if time.monotonic() >= self._read_again_s:
+            try:
+                self._known = await asyncio.to_thread(self.read_or_make)
+            except BatonError as error:
+                raise BatonError(Reason.UNAUTHENTICATED, f"This process cannot check it. {error.message}") from error
+            self._read_again_s = time.monotonic() + self._reread_ms / 1e3
+        return self._known
 
     def _make(self) -> None:
         try:

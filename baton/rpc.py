@@ -13,17 +13,19 @@ import inspect
 import random
 import socket
 import threading
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
+from baton.call_slots import CallSlots, StreamLimit
 from baton.config import fixed, flag_name, setting
-from baton.endpoint import check_reachable, join_endpoint, split_endpoint
+from baton.endpoint import check_reachable, join_endpoint, source_of, split_endpoint
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.liveness import LivenessConfig
 from baton.log import get_log
@@ -43,7 +45,14 @@ if TYPE_CHECKING:
 HEALTH_SERVICE: Final = "grpc.health.v1.Health"
 REFLECTION_SERVICE: Final = "grpc.reflection.v1alpha.ServerReflection"
 RPCS_UNTIMED_MAX: Final = 1024
-"""Calls beyond `rpcs_max` for health checks and long-lived streams, so that a full node still answers them."""
+"""Calls of one connection beyond `rpcs_max`, for health checks and long-lived streams."""
+PUBLIC_MESSAGE_BYTES_MAX: Final = 4 * 1024 * 1024
+"""Of one request of a client: a million tokens. Answers with log-probabilities may be larger."""
+METADATA_BYTES_MAX: Final = 16 * 1024
+HANDSHAKE_MS_MAX: Final = 10_000
+"""How long a connection may take to show that it speaks HTTP/2."""
+PUBLIC_IDLE_MS_MAX: Final = 300_000
+"""How long a client's connection may go without a call. Clients connect again with the next one."""
 INTERNAL_MARGIN_S: Final = 60
 """By how much a call between nodes may take longer than the longest of a client, for which it may be made."""
 PING_INTERVAL_MS_MIN: Final = 50
@@ -58,24 +67,16 @@ CLIENT_LIVENESS: Final = LivenessConfig(heartbeat_ms=10_000, answer_ms_max=5_000
 PUBLIC_SERVICES: Final = frozenset({"baton.v1.Inference"})
 """Called by clients, who may leave the deadline out."""
 
-UNTIMED_METHODS: Final = frozenset(
-    {
-        "/baton.v1.Directory/Watch",
-        "/baton.v1.Decode/Subscribe",
-        "/baton.v1.Transfer/Liveness",
-        f"/{HEALTH_SERVICE}/Check",
-        f"/{HEALTH_SERVICE}/Watch",
-        f"/{REFLECTION_SERVICE}/ServerReflectionInfo",
-    }
-)
-"""Live as long as their caller, or are called by tools that set no deadline; keepalive ends them when it is gone."""
-
-TOOL_METHODS: Final = frozenset({f"/{HEALTH_SERVICE}/Watch", f"/{REFLECTION_SERVICE}/ServerReflectionInfo"})
-"""Streams that anybody may open and keep, so that their number is limited."""
-TOOL_STREAMS_MAX: Final = 512
-"""Of them at the same time, in all,"""
-TOOL_STREAMS_ADDRESS_MAX: Final = 256
-"""and from one address."""
+UNTIMED_STREAMS: Final[Mapping[str, StreamLimit]] = {
+    "/baton.v1.Directory/Watch": StreamLimit(of_address=512, in_all=1024),
+    "/baton.v1.Decode/Subscribe": StreamLimit(of_address=256, in_all=512),
+    "/baton.v1.Transfer/Liveness": StreamLimit(of_address=512, in_all=1024),
+    f"/{HEALTH_SERVICE}/Watch": StreamLimit(of_address=256, in_all=512),
+    f"/{REFLECTION_SERVICE}/ServerReflectionInfo": StreamLimit(of_address=64, in_all=128),
+}
+"""Live as long as their caller; keepalive ends them when it is gone."""
+UNTIMED_METHODS: Final = frozenset({*UNTIMED_STREAMS, f"/{HEALTH_SERVICE}/Check"})
+"""These, and what is called by tools that set no deadline, and always answered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +85,8 @@ class RpcLimits:
 
     message_bytes_max: int = setting(
         16 * 1024 * 1024,
-        "bytes of one gRPC message",
-        "Clients send longer prompts than fit.",
+        "bytes of one gRPC message; a client's request may have 4 MiB at most",
+        "Requests between nodes, or answers, are larger: long prompts, or many log-probabilities.",
     )
     rpcs_max: int = setting(
         1024,
@@ -202,23 +203,30 @@ class RpcServer:
 
     def _build(self) -> grpc.aio.Server:
         limits = self._limits
-        calls_max = limits.rpcs_max + RPCS_UNTIMED_MAX
+        names = [service for service, _, _ in self._services]
+        public = not PUBLIC_SERVICES.isdisjoint(names)
         options = [
             ("grpc.so_reuseport", 0),
-            ("grpc.max_receive_message_length", limits.message_bytes_max),
+            ("grpc.max_receive_message_length", _received_bytes_max(limits, public=public)),
             ("grpc.max_send_message_length", limits.message_bytes_max),
-            ("grpc.max_concurrent_streams", calls_max),
+            ("grpc.max_concurrent_streams", limits.rpcs_max + RPCS_UNTIMED_MAX),
+            # With two limits gRPC would refuse what is between them at random.
+            ("grpc.max_metadata_size", METADATA_BYTES_MAX),
+            ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
+            ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS_MAX),
             ("grpc.http2.min_ping_interval_without_data_ms", PING_INTERVAL_MS_MIN),
             *self._liveness.ping_options(None),
         ]
+        if public:
+            options.append(("grpc.max_connection_idle_ms", PUBLIC_IDLE_MS_MAX))
         if self._tls is not None:
             options += [
                 ("grpc.max_connection_age_ms", TLS_CONNECTION_MS_MAX),
                 ("grpc.max_connection_age_grace_ms", limits.public_deadline_ms_max + 1_000 * INTERNAL_MARGIN_S),
             ]
+        calls_max = _calls_max(limits)
         with whole_wakes():
             server = grpc.aio.server(interceptors=[self._edge], maximum_concurrent_rpcs=calls_max, options=options)
-        names = [service for service, _, _ in self._services]
         for _, register, servicer in self._services:
             register(servicer, server)
         self._add_health(names, server)
@@ -260,9 +268,9 @@ class _Edge(grpc.aio.ServerInterceptor):
         self._limits = limits
         self._rng = rng
         self._callers = callers
-        self._running = 0
-        self._tool_streams: Counter[str] = Counter()
-        """By address, without the port."""
+        self._slots = CallSlots(
+            rpcs_max=limits.rpcs_max, message_bytes_max=limits.message_bytes_max, busy_retry_ms=limits.busy_retry_ms
+        )
         self._tasks: dict[asyncio.Task[Any], str] = {}
         self.refused: Callable[[BatonError], None] = lambda _error: None
         self.check_caller: Callable[[Iterable[tuple[str, str | bytes]]], object] = lambda _metadata: None
@@ -299,12 +307,24 @@ class _Edge(grpc.aio.ServerInterceptor):
         if self._callers is not None:
             behavior = self._callers.guard(method, behavior, request_streaming=handler.request_streaming)
 
-        async def run(request: Any, context: _Context) -> Any:
-            return await self._run(method, context, lambda: behavior(request, context))
+        read = handler.request_deserializer
 
-        wrapped: _Handler = getattr(grpc, f"{requests}_{responses}_rpc_method_handler")(
+        async def run(messages: Any, context: _Context) -> Any:
+            async def body() -> Any:
+                source = _source(context)
+                request = messages
+                if not handler.request_streaming:
+                    async with self._slots.reading(source):
+                        request = await _request(context, read)
+                with self._slot(method, source):
+                    return await behavior(request, context)
+
+            return await self._run(method, context, body)
+
+        # gRPC would read the one request of a call before it says that there is a call.
+        wrapped: _Handler = getattr(grpc, f"stream_{responses}_rpc_method_handler")(
             run,
-            request_deserializer=handler.request_deserializer,
+            request_deserializer=read if handler.request_streaming else None,
             response_serializer=handler.response_serializer,
         )
         return wrapped
@@ -316,14 +336,13 @@ class _Edge(grpc.aio.ServerInterceptor):
         self._tasks[task] = method
         task.add_done_callback(self._tasks.pop)
         try:
-            with self._slot(method, context):
-                if method in OPERATOR_METHODS and not self._is_operator(context):
-                    await self.authorize(method, context)
-                limit_s = self._limit_s(method, context)
-                if limit_s is None:
-                    return await body()
-                async with asyncio.timeout(limit_s) as scope:
-                    return await body()
+            if method in OPERATOR_METHODS and not self._is_operator(context):
+                await self.authorize(method, context)
+            limit_s = self._limit_s(method, context)
+            if limit_s is None:
+                return await body()
+            async with asyncio.timeout(limit_s) as scope:
+                return await body()
         except BatonError as error:
             failure = error
         except (grpc.aio.AbortError, grpc.aio.InternalError):  # gRPC's own: it has the status, or nobody to send it to
@@ -373,45 +392,41 @@ class _Edge(grpc.aio.ServerInterceptor):
         longest_s = self._limits.public_deadline_ms_max / 1e3 + INTERNAL_MARGIN_S
         return longest_s if left_s > longest_s else None
 
-    @contextmanager
-    def _slot(self, method: str, context: _Context) -> Iterator[None]:
-        if method in TOOL_METHODS:
-            with self._tool_slot(context.peer().rpartition(":")[0]):
-                yield
-            return
+    def _slot(self, method: str, source: str) -> AbstractContextManager[None]:
+        """Raises BatonError TOO_MANY_CALLS."""
+        stream = UNTIMED_STREAMS.get(method)
+        if stream is not None:
+            return self._slots.stream(method, stream, source)
         if method in UNTIMED_METHODS:
-            yield
-            return
-        if self._running >= self._limits.rpcs_max:
-            full = BatonError(
-                Reason.TOO_MANY_CALLS,
-                f"This server is answering {self._running} calls already, its limit; try again later.",
-                retry_after_ms=self._limits.busy_retry_ms,
-            )
-            if _is_public(method):
-                self.refused(full)
-            raise full
-        self._running += 1
-        try:
-            yield
-        finally:
-            self._running -= 1
+            return nullcontext()
+        return self._slots.running(self.refused if _is_public(method) else None)
 
-    @contextmanager
-    def _tool_slot(self, address: str) -> Iterator[None]:
-        streams = self._tool_streams
-        if streams.total() >= TOOL_STREAMS_MAX or streams[address] >= TOOL_STREAMS_ADDRESS_MAX:
-            text = (
-                f"This server keeps {TOOL_STREAMS_ADDRESS_MAX} such streams of one address, {TOOL_STREAMS_MAX} in all."
-            )
-            raise BatonError(Reason.TOO_MANY_CALLS, text, retry_after_ms=self._limits.busy_retry_ms)
-        streams[address] += 1
-        try:
-            yield
-        finally:
-            streams[address] -= 1
-            if not streams[address]:
-                del streams[address]
+
+def _received_bytes_max(limits: RpcLimits, *, public: bool) -> int:
+    return min(limits.message_bytes_max, PUBLIC_MESSAGE_BYTES_MAX) if public else limits.message_bytes_max
+
+
+def _calls_max(limits: RpcLimits) -> int:
+    """What gRPC is to refuse by itself: nothing that would not be refused here too. Calls whose request has not come
+    are as many again as those that run."""
+    return 2 * limits.rpcs_max + RPCS_UNTIMED_MAX + sum(limit.in_all for limit in UNTIMED_STREAMS.values())
+
+
+async def _request(context: _Context, read: Callable[[bytes], Any] | None) -> Any:
+    """The one request of a call, as `read` makes it of its bytes. Raises BatonError BAD_FIELD."""
+    raw = await context.read()
+    if raw is grpc.aio.EOF:
+        raise BatonError(Reason.BAD_FIELD, "The call has no request.")
+    try:
+        return raw if read is None else read(raw)
+    except DecodeError as error:
+        raise BatonError(Reason.BAD_FIELD, "The request is not a message of the type that this call takes.") from error
+
+
+def _source(context: _Context) -> str:
+    """What counts as one caller in limits."""
+    family, _, address = context.peer().partition(":")
+    return source_of(unquote(address).rpartition(":")[0].strip("[]")) if family.startswith("ip") else family
 
 
 def _refusal(status: grpc.Status) -> _Handler:

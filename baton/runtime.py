@@ -101,11 +101,14 @@ class NodeRuntime:
         role: Role,
         *,
         pod: PodConfig | None = None,
+        admin_listen: str | None = None,
         clock: Clock,
         rng: random.Random,
         on_change: Callable[[], None] | None = None,
     ) -> None:
-        """A router has no `pod`: it sets no deletion cost. Raises BatonError BAD_NAME, BAD_ENDPOINT or BAD_CONFIG."""
+        """A router has no `pod`: it sets no deletion cost. At `admin_listen` is served what is for operators.
+
+        Raises BatonError BAD_NAME, BAD_ENDPOINT or BAD_CONFIG."""
         self.config, self.role = config, role
         self.name = check_name(config.name)
         self.incarnation = Incarnation(rng.getrandbits(64) | 1)
@@ -122,8 +125,12 @@ class NodeRuntime:
             liveness=config.liveness if callers_are_nodes else None,
             tls=self.tls if callers_are_nodes else None,
         )
-        self.server.authorize_by(self.operator.authorize)
+        self.admin = self.server if admin_listen is None else RpcServer(limits=config.rpc, rng=rng, tls=self.tls)
+        self._admin_listen = admin_listen
+        self._servers = tuple(dict.fromkeys((self.server, self.admin)))
+        self.admin.authorize_by(self.operator.authorize)
         self.endpoint = ""
+        self.admin_endpoint = ""
         self.model: ModelInfo | None = None
         self.transports: tuple[str, ...] = ()
         self.load: Callable[[], NodeLoad] = NodeLoad
@@ -147,7 +154,7 @@ class NodeRuntime:
         )
         self.deletion_cost = DeletionCost(pod or PodConfig(), clock=clock, rng=rng)
         self.drain = NodeDrain(self.lifecycle, clock=clock, holds=lambda: self.holds(), changed=self._lifecycle_changed)
-        self.server.add(NODE_SERVICE, node_pb2_grpc.add_NodeServicer_to_server, _NodeService(self))
+        self.admin.add(NODE_SERVICE, node_pb2_grpc.add_NodeServicer_to_server, _NodeService(self))
 
     def make_channels(self) -> Channels:
         """New channels to other nodes, with this node's limits. The caller closes them."""
@@ -163,6 +170,7 @@ class NodeRuntime:
             model=self.model,
             load=dataclasses.replace(self.load(), control_loop_lag_ms_max=round(self.loop_lag.max_ms)),
             transports=self.transports,
+            admin_endpoint=self.admin_endpoint,
         )
 
     async def check_listen(self) -> None:
@@ -179,6 +187,8 @@ class NodeRuntime:
                 field="advertise",
             )
         await check_can_bind(listen)
+        if self._admin_listen is not None:
+            await check_can_bind(self._admin_listen, setting="admin_listen")
         await asyncio.to_thread(self.operator.read_or_make)
 
     async def open(self) -> str:
@@ -187,8 +197,13 @@ class NodeRuntime:
         Raises BatonError PORT_IN_USE, NAME_IN_USE, PEER_UNREACHABLE (the directory), ...
         """
         port = await self.server.start(self.config.listen, probe_listen=self.config.probe_listen)
+        admin = self._admin_listen
+        admin_port = 0 if admin is None else await self.admin.start(admin)
         host, _ = split_endpoint(self.config.listen)
         self.endpoint = self.config.advertise or join_endpoint(host, port)
+        if admin is not None:
+            reached = admin if from_here(admin) == admin else self.endpoint
+            self.admin_endpoint = join_endpoint(split_endpoint(reached)[0], admin_port)
         self._upkeep_task = asyncio.create_task(self._upkeep_forever(), name="upkeep")
         self.loop_lag.start()
         # Ready before it registers: whoever sees "ready" finds the node in the directory.
@@ -200,7 +215,7 @@ class NodeRuntime:
     async def leave(self) -> None:
         """Take nothing new: not ready, out of the directory. Idempotent."""
         if self.endpoint:
-            self.server.set_ready(False)
+            self._set_ready(False)
         serving = self.lifecycle.state in (Lifecycle.READY, Lifecycle.CORDONED)
         self._become(LifecycleEvent.DRAIN if serving else LifecycleEvent.STOP, "asked to stop")
         self.ending = True
@@ -213,9 +228,17 @@ class NodeRuntime:
         await self.loop_lag.close()
         await self.drain.close()
         await self.deletion_cost.close()
-        await self.server.stop(self.config.stop_grace_ms / 1000)
+        await self.stop_serving()
         await self.directory.close()
         await self.channels.close()
+
+    async def stop_serving(self) -> None:
+        """End running calls within the grace time. Idempotent."""
+        await asyncio.gather(*(server.stop(self.config.stop_grace_ms / 1000) for server in self._servers))
+
+    def _set_ready(self, ready: bool) -> None:
+        for server in self._servers:
+            server.set_ready(ready)
 
     def _become(self, event: LifecycleEvent, why: str) -> None:
         self.lifecycle.handle(event, now_s=self.clock.monotonic_s(), why=why)
@@ -229,7 +252,7 @@ class NodeRuntime:
         news.set()
 
     def _lifecycle_seen(self) -> None:
-        self.server.set_ready(self.lifecycle.takes_requests)
+        self._set_ready(self.lifecycle.takes_requests)
         self.deletion_cost.follow(self.lifecycle.state)
         self._wake_watchers()
 

@@ -104,7 +104,8 @@ class NodeRecord:
     """What one node reports about itself to the directory. A hint: the node's own answer is the truth.
 
     `Membership` raises `sequence` with every push of one incarnation. Other nodes see it rise when something else in
-    the record changes, not with every heartbeat. `model` is None for a router.
+    the record changes, not with every heartbeat. `model` is None for a router. `admin_endpoint` is empty where commands
+    call `endpoint` too.
     """
 
     name: NodeName
@@ -116,6 +117,12 @@ class NodeRecord:
     load: NodeLoad = field(default_factory=NodeLoad)
     transports: tuple[str, ...] = ()
     sequence: int = 0
+    admin_endpoint: str = ""
+
+    @property
+    def command_endpoint(self) -> str:
+        """Where Node and Pins are served."""
+        return self.admin_endpoint or self.endpoint
 
 
 def check_name(name: str) -> NodeName:
@@ -133,6 +140,8 @@ def check_record(message: directory_pb2.NodeRecord) -> None:
     """Raises BatonError BAD_NAME, BAD_ENDPOINT or BAD_FIELD for a record that nobody could use."""
     check_name(message.name)
     check_reachable(message.endpoint)
+    if message.admin_endpoint:
+        check_reachable(message.admin_endpoint)
     if message.incarnation == 0:
         raise bad_field("incarnation", "The incarnation must not be 0: draw a random 64-bit number at process start.")
     if message.role == common_pb2.ROLE_UNSPECIFIED:

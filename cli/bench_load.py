@@ -237,12 +237,13 @@ def _why(error: Exception) -> str:
 
 def _message(chunk: dict[str, Any], received: int) -> Message | None:
     """What a chunk adds to the tokens received so far."""
-    usage, choices = chunk.get("usage"), chunk.get("choices") or []
+    usage, choices = chunk.get("usage"), chunk.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices else None
     total = usage.get("completion_tokens") if isinstance(usage, dict) else None
     if isinstance(total, int):
-        return Message(total - received, timed=bool(choices)) if total > received else None
+        return Message(total - received, timed=choice is not None) if total > received else None
     # A last chunk says why the answer ended, and has no token.
-    return Message(1, timed=True) if choices and not choices[0].get("finish_reason") else None
+    return Message(1, timed=True) if isinstance(choice, dict) and not choice.get("finish_reason") else None
 
 
 def _problem(body: bytes) -> str:

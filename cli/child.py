@@ -1,8 +1,8 @@
 """One child process under a supervisor: how it is started, what it says, how it ends.
 
-A child prints to stdout `progress JSON` any number of times and `ready NAME ENDPOINT` once; its log goes to stderr,
-which is a file. It is in a session of its own, so that Ctrl-C in a terminal reaches the supervisor only, and it has
-itself killed when the supervisor dies (`tie_to_supervisor`).
+A child prints to stdout `progress JSON` any number of times and `ready NAME ENDPOINT` once, with `WHAT=ENDPOINT` behind
+it for what else it serves; its log goes to stderr, which is a file. It is in a session of its own, so that Ctrl-C in a
+terminal reaches the supervisor only, and it has itself killed when the supervisor dies (`tie_to_supervisor`).
 """
 
 from __future__ import annotations
@@ -108,6 +108,8 @@ class Child:
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[str] = self._loop.create_future()
         """The endpoint."""
+        self.others: dict[str, str] = {}
+        """The other endpoints of one that is ready, by what they are for."""
         self.exited: asyncio.Future[int] = self._loop.create_future()
         """The exit status, negative for a signal."""
         self._output = b""
@@ -185,7 +187,9 @@ class Child:
             news = json.loads(rest)
             self._on_progress(news["what"], news["done"], news["total"])
         elif word == "ready" and not self.ready.done():
-            self.ready.set_result(rest.rpartition(" ")[2])
+            _, endpoint, *others = rest.split()
+            self.others = dict(each.split("=", 1) for each in others)
+            self.ready.set_result(endpoint)
 
     def _reap(self) -> None:
         status = self._process.poll()

@@ -226,7 +226,7 @@ class StatusLooks:
     async def _watch(self) -> node_pb2.NodeStatus:
         name = self._record.name
         if self._call is None:
-            stub = node_pb2_grpc.NodeStub(self._channels.get(self._record.endpoint))
+            stub = node_pb2_grpc.NodeStub(self._channels.get(self._record.command_endpoint))
             self._call = stub.WatchStatus(node_pb2.GetStatusRequest(), timeout=WATCH_S_MAX)
         try:
             # Not asyncio.wait_for, which swallows a cancellation that comes as the call ends (Python 3.11).
@@ -241,25 +241,25 @@ class StatusLooks:
 
     async def _ask(self) -> node_pb2.NodeStatus:
         await asyncio.sleep(POLL_MS / 1e3)
-        return await get_status(self._record.endpoint, channels=self._channels, call_ms_max=CALL_MS_MAX)
+        return await get_status(self._record.command_endpoint, channels=self._channels, call_ms_max=CALL_MS_MAX)
 
 
 async def _send(channels: Channels, record: NodeRecord, order: str, operator: Operator) -> node_pb2.NodeStatus:
     """Raises BatonError: without the token, unreachable, another process by now, or BAD_LIFECYCLE."""
     request = node_pb2.LifecycleOrder(incarnation=record.incarnation, why=f"baton {order.lower()}, {_user()}")
-    metadata = operator.metadata(record.endpoint)
+    metadata = operator.metadata(record.command_endpoint)
     try:
         with rpc_errors(record.name):
-            call = getattr(node_pb2_grpc.NodeStub(channels.get(record.endpoint)), order)
+            call = getattr(node_pb2_grpc.NodeStub(channels.get(record.command_endpoint)), order)
             status: node_pb2.NodeStatus = await call(request, timeout=CALL_MS_MAX / 1e3, metadata=metadata)
     except BatonError as error:
         if error.reason not in _SILENT:
             raise
         raise BatonError(
             error.reason,
-            f"{record.name} does not answer at {record.endpoint}, where the directory has it. If its process has "
-            "ended, the directory drops it within seconds, and there is nothing to order; if it runs, look at its log, "
-            "and whether it can be reached from here. `baton nodes` shows who answers.",
+            f"{record.name} does not answer at {record.command_endpoint}, where the directory has it. If its process "
+            "has ended, the directory drops it within seconds, and there is nothing to order; if it runs, look at its "
+            "log, and whether it can be reached from here. `baton nodes` shows who answers.",
         ) from error
     return status
 

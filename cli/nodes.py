@@ -17,6 +17,7 @@ from batonpb import common_pb2, node_pb2, node_pb2_grpc
 
 from baton.clock import Clock
 from baton.directory_setting import describe_directory, open_directory
+from baton.endpoint import is_loopback
 from baton.errors import BatonError, Reason
 from baton.rpc import Channels, rpc_errors
 from baton.wire import NodeRecord, Role
@@ -63,6 +64,7 @@ def node_data(view: NodeView) -> dict[str, Any]:
         "name": record.name,
         "role": record.role.name.lower(),
         "endpoint": record.endpoint,
+        "admin_endpoint": record.admin_endpoint or None,
         "incarnation": f"{record.incarnation:016x}",
         "status": None if view.status is None else status_data(view.status, record.role),
         "problem": view.problem or None,
@@ -202,12 +204,23 @@ async def view_nodes(directory: str, *, channels: Channels, call_ms_max: int) ->
 async def view_node(record: NodeRecord, *, channels: Channels, call_ms_max: int) -> NodeView:
     """Ask one node; its problem where it does not answer, or where it is another process by now."""
     try:
-        status = await get_status(record.endpoint, channels=channels, call_ms_max=call_ms_max)
+        status = await get_status(record.command_endpoint, channels=channels, call_ms_max=call_ms_max)
     except BatonError as error:
-        return NodeView(record=record, status=None, problem=error.message)
+        return NodeView(record=record, status=None, problem=error.message + _only_there(record))
     if status.record.incarnation != record.incarnation:
-        return NodeView(record=record, status=None, problem=f"Another process answers at {record.endpoint}.")
+        return NodeView(
+            record=record,
+            status=None,
+            problem=f"Another process answers at {record.command_endpoint}." + _only_there(record),
+        )
     return NodeView(record=record, status=status)
+
+
+def _only_there(record: NodeRecord) -> str:
+    """What to add where a node answers its clients on the network, and commands on its own machine only."""
+    if is_loopback(record.endpoint) or not is_loopback(record.command_endpoint):
+        return ""
+    return f" Commands reach {record.name} on its own machine only (admin_listen)."
 
 
 async def get_status(endpoint: str, *, channels: Channels, call_ms_max: int) -> node_pb2.NodeStatus:
@@ -343,6 +356,7 @@ def _node_text(view: NodeView) -> str:
         ("name", record.name),
         ("role", record.role.name.lower()),
         ("endpoint", record.endpoint),
+        *([("for commands", record.admin_endpoint)] if record.admin_endpoint else []),
         ("incarnation", f"{record.incarnation:016x}"),
     ]
     if status is None:

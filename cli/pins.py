@@ -119,9 +119,9 @@ def _ask_routers(
     """Every router's name and reply. Raises BatonError: the first one's that has one."""
 
     async def ask(channels: Channels, record: NodeRecord) -> tuple[str, Any]:
-        metadata = Operator(**operator).metadata(record.endpoint)
+        metadata = Operator(**operator).metadata(record.command_endpoint)
         with rpc_errors(record.name):
-            call = getattr(pins_pb2_grpc.PinsStub(channels.get(record.endpoint)), method)
+            call = getattr(pins_pb2_grpc.PinsStub(channels.get(record.command_endpoint)), method)
             return record.name, await call(request, timeout=timeout_s, metadata=metadata)
 
     async def work(channels: Channels) -> list[tuple[str, Any]]:

@@ -79,8 +79,8 @@ def serve_function(service: Service) -> Callable[..., Coroutine[Any, Any, None]]
     """The `serve` of `service`. Imports all that the service needs: torch too, for an engine.
 
     `serve(config, stop=, drain=, on_ready=, progress=)` runs until the event `stop`, or after the event `drain` until
-    what it has taken on is done. It calls `on_ready` once with its endpoint, and before that `progress` with what is
-    being done, how much of it is done, and how much there is.
+    what it has taken on is done. It calls `on_ready` once with its endpoint (a router: with its others by name), and
+    before that `progress` with what is being done, how much of it is done, and how much there is.
     """
     serve: Callable[..., Coroutine[Any, Any, None]] = importlib.import_module(_MODULES[service][0]).serve
     return serve
@@ -117,7 +117,7 @@ _SIGNALS_OF_NODES: Final = """SIGTERM drains it: it takes nothing new, finishes 
 then it ends. SIGINT stops it now. A repeated signal ends it at once."""
 _HELP: Final = """{summary}
 
-Prints `ready NAME ENDPOINT` to stdout when it serves; its log goes to stderr.
+Prints `ready NAME ENDPOINT{others}` to stdout when it serves; its log goes to stderr.
 
 {signals}
 
@@ -140,6 +140,7 @@ def service_command(name: str, summary: str) -> click.Command:
         help=_HELP.format(
             summary=summary,
             signals=_SIGNALS_OF_DIRECTORY if service is Service.DIRECTORY else _SIGNALS_OF_NODES,
+            others=" admin=ENDPOINT" if service is Service.ROUTER else "",
             section=service.value,
             prefix=service.env_prefix,
             example=_EXAMPLES[service],
@@ -239,14 +240,14 @@ async def _serve(service: Service, config: Any, printer: ProgressPrinter) -> Non
     stop, drain = asyncio.Event(), asyncio.Event()
     ready = False
 
-    def on_ready(endpoint: str) -> None:
+    def on_ready(endpoint: str, **others: Any) -> None:
         nonlocal ready
         ready = True
         # What is there now stays. A collection that looks through all of it holds the loop for 60 ms and more.
         gc.collect()
         gc.freeze()
-        log.info("ready", endpoint=endpoint, pid=os.getpid())
-        print(f"ready {config.name} {endpoint}", flush=True)
+        log.info("ready", endpoint=endpoint, **others, pid=os.getpid())
+        print("ready", config.name, endpoint, *(f"{what}={place}" for what, place in others.items()), flush=True)
 
     def on_stop(signum: signal.Signals) -> None:
         log.info("asked to stop", signal=signum.name)

@@ -108,6 +108,9 @@ class ClusterSpec:
         "127.0.0.1:0", "host:port of the router", "Clients are on other machines, or the port is in use."
     )
     http: str | None = setting(None, "host:port of the OpenAI endpoints over HTTP; none: off", "Clients use HTTP.")
+    metrics: str | None = setting(
+        None, "host:port of the router's /metrics over HTTP; none: off", "Prometheus needs a port that stays the same."
+    )
     directory: str | None = setting(
         None,
         f"a directory that runs already, in place of one started here: {DIRECTORY_HELP}",
@@ -202,6 +205,7 @@ class ClusterSpec:
                 "directory": directory,
                 "listen": self.listen,
                 "http_listen": self.http,
+                "metrics_listen": self.metrics,
                 "advertise": None if self.directory else router_address(self.listen, self.config, self.env),
                 "model": None if self.engine_kind is EngineKind.MOCK else self.model,
             }
@@ -239,8 +243,10 @@ class ClusterSpec:
                 flags = self.flags_of(name, service, self.directory or _DIRECTORY_TO_COME)
                 config = load_config(service, toml_path=self.config, env={**os.environ, **self.env}, flags=flags)
                 places[name] = config.listen
-                if getattr(config, "http_listen", None) is not None:
-                    places[f"{name} over HTTP"] = config.http_listen
+                for what in ("http", "metrics", "admin"):
+                    place = getattr(config, f"{what}_listen", None)
+                    if place is not None:
+                        places[f"{name} ({what})"] = place
             except ConfigError as error:
                 problems += error.problems
         problems += listen_problems(places)
@@ -295,6 +301,16 @@ class Cluster:
     def endpoints(self) -> dict[str, str]:
         """By name, of the processes that are ready or were."""
         return {name: child.ready.result() for name, child in self._children.items() if child.ready.done()}
+
+    @property
+    def command_endpoints(self) -> dict[str, str]:
+        """Where Node and Pins are served; of the processes that are ready or were."""
+        return {name: self._children[name].others.get("admin", place) for name, place in self.endpoints.items()}
+
+    @property
+    def router_others(self) -> dict[str, str]:
+        """The router's other endpoints: "admin", and "http" and "metrics" where it serves them."""
+        return self._children[ROUTER_NAME].others
 
     @property
     def router(self) -> str:

@@ -32,6 +32,7 @@ PROGRESS_LINE_MS_MIN: Final = 2_000
 _FLAGS: Final = {
     "--engine-model": "--model",
     "--http-listen": "--http",
+    "--metrics-listen": "--metrics",
     "--engine-num-blocks": "--blocks",
     "--engine-compute-threads": "--threads",
 }
@@ -45,6 +46,11 @@ class UpConfig(ClusterSpec):
 
     listen: str = setting(
         "127.0.0.1:7000", "host:port of the router", "Clients are on other machines, or the port is in use."
+    )
+    metrics: str | None = setting(
+        "127.0.0.1:0",
+        "host:port of the router's /metrics over HTTP; port 0 takes any; none: off",
+        "Prometheus needs a port that stays the same.",
     )
     directory_listen: str = setting(
         "127.0.0.1:7070",
@@ -211,6 +217,8 @@ def _print_summary(cluster: Cluster) -> None:
     click.echo(f"  baton nodes --directory {directory}")
     if spec.http is not None:
         click.echo(f"  curl http://{from_here(spec.http)}/v1/models")
+    if (metrics := cluster.router_others.get("metrics")) is not None:
+        click.echo(f"  curl http://{from_here(metrics)}/metrics")
     click.echo("Ctrl-C stops it.")
 
 

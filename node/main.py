@@ -155,7 +155,7 @@ async def serve_node(
         finally:
             await runtime.leave()
             await half.end_requests()
-            await runtime.server.stop(config.stop_grace_ms / 1000)
+            await runtime.stop_serving()
             await engine_loop.stop(stepping)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from baton.config import fixed, setting
 from baton.errors import InvalidField, check_positive
 from baton.runtime import ProcessConfig
+from baton.tls import check_listens
 from router.request import CACHE_SALT_BYTES_MAX
 from router.retries import RetryConfig
 
@@ -84,13 +85,21 @@ class RouterConfig(ProcessConfig):
         "host:port of gRPC; port 0 takes any",
         "Clients or nodes are on other machines, or the port is in use.",
     )
+    admin_listen: str = setting(
+        "127.0.0.1:0",
+        "host:port of gRPC for operators (status, drain, pins); port 0 takes any",
+        "Commands run on other machines, or firewalls need a fixed port. Clients must not reach it.",
+    )
     model: str | None = setting(
         None, "model whose tokenizer to use; none: requests must have token ids", "Clients send text or chats."
     )
     http_listen: str | None = setting(
         None,
-        "host:port of the OpenAI endpoints and of /metrics over HTTP; none: off",
-        "Clients use HTTP, or Prometheus scrapes the router.",
+        "host:port of the OpenAI endpoints over HTTP; none: off",
+        "Clients use HTTP.",
+    )
+    metrics_listen: str | None = setting(
+        None, "host:port of /metrics over HTTP; none: off", "Prometheus scrapes the router. Clients need not reach it."
     )
     api_keys_file: Path | None = setting(
         None,
@@ -166,6 +175,7 @@ class RouterConfig(ProcessConfig):
 
     def __post_init__(self) -> None:
         ProcessConfig.__post_init__(self)
+        check_listens(self, "admin_listen")
         names = [prefix.name for prefix in self.pinned_prefixes]
         if len(set(names)) < len(names) or len(names) > self.pins.count_max:
             raise InvalidField("pinned_prefixes", f"must have different names and be {self.pins.count_max} at most")

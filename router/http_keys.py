@@ -18,7 +18,7 @@ from router.http_server import ADMISSION, error_response
 from router.keys import Admission, KeyBook, KeyUse
 from router.node import RequestLog
 
-WITHOUT_KEY: Final = frozenset({"/health", "/live", "/version", "/metrics"})
+WITHOUT_KEY: Final = frozenset({"/health", "/live", "/version"})
 
 
 class KeyedApp:

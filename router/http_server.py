@@ -1,4 +1,4 @@
-"""The OpenAI endpoints, health and metrics over HTTP. `docs/openai.md` describes them.
+"""The OpenAI endpoints and health over HTTP. `docs/openai.md` describes them.
 
 An answer is sent whole or as a stream of events. The call ends when its client goes away.
 """
@@ -11,11 +11,9 @@ import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
-from functools import partial
 from typing import Any, Final
 
 from batonpb import common_pb2, inference_pb2
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -26,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton import baton_version
 from baton.clock import first_of
+from baton.config import flag_name
 from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import RequestId
@@ -37,10 +36,10 @@ from router.config import RouterConfig
 from router.http_connection import SURPLUS, HttpConnection, Served
 from router.http_slots import Slots
 from router.keys import Admission
-from router.metrics import RouterMetrics
 from router.node import CutOff, RouterNode, client_guard
 from router.openai import Json, OpenAiCall, Replies
 from router.request import ClientCall
+from router.text_jobs import parse_call
 from router.turns import Turns
 
 log = get_log("http")
@@ -168,9 +167,8 @@ UPKEEP_MS = 500
 class OpenAiApp:
     """The endpoints of one router. Lives on its loop."""
 
-    def __init__(self, node: RouterNode, metrics: RouterMetrics) -> None:
+    def __init__(self, node: RouterNode) -> None:
         self._node = node
-        self._metrics = metrics
         self._began = int(time.time())
         self._body_bytes = 0
         """Of bodies that have begun to come and are not parsed yet."""
@@ -185,7 +183,6 @@ class OpenAiApp:
                 Route("/health", self._health),
                 Route("/live", self._live),
                 Route("/version", self._version),
-                Route("/metrics", self._metrics_text),
             ],
             exception_handlers={BatonError: _on_baton_error, HTTPException: _on_http_error, Exception: _on_bug},
         )
@@ -200,7 +197,8 @@ class OpenAiApp:
             request_id = request.state.request_id = called.request_id or request_id
             async with self._body(request) as raw:
                 special_tokens = admission is not None and admission.key.special_tokens
-                call = await self._node.text_threads.run(len(raw), self._parse, raw, chat, special_tokens)
+                context_len_max = self._node.context_len_max()
+                call = await self._node.texts.run(parse_call, raw, chat, special_tokens, context_len_max)
             if admission is not None:
                 admission.widen(len(call.requests) * call.n)
             return self._reply(call, called, request_id, admission)
@@ -208,12 +206,6 @@ class OpenAiApp:
             if error.reason is not Reason.CANCELLED:
                 self._node.request_log.refused(error, door="http", request_id=request_id)
             return error_response(error, chat=chat, headers={"x-request-id": request_id})
-
-    def _parse(self, raw: bytes, chat: bool, special_tokens: bool) -> OpenAiCall:
-        body = openai.parse_body(raw)
-        if not chat:
-            return openai.parse_completion(body)
-        return openai.parse_chat(body, partial(self._node.prompts.encode_chat, special_tokens=special_tokens))
 
     async def _models(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_json()]})
@@ -240,9 +232,6 @@ class OpenAiApp:
 
     async def _version(self, _request: Request) -> Response:
         return JSONResponse({"version": baton_version()})
-
-    async def _metrics_text(self, _request: Request) -> Response:
-        return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     def _reply(
         self, call: OpenAiCall, called: CallMetadata, request_id: RequestId, admission: Admission | None
@@ -277,13 +266,13 @@ class OpenAiApp:
         return CallReply(events, replies, headers={"x-request-id": request_id}, timeout_s=timeout_s)
 
     @asynccontextmanager
-    async def _body(self, request: Request) -> AsyncIterator[bytes]:
+    async def _body(self, request: Request) -> AsyncIterator[bytearray]:
         """The whole body, which counts as under way for as long. Raises BatonError where it is too long, or does not
         come."""
         body = bytearray()
         try:
             await self._read_body(request, body)
-            yield bytes(body)
+            yield body
         finally:
             self._body_bytes -= len(body)
 
@@ -333,15 +322,18 @@ class HttpServer:
         self._opening: asyncio.Task[asyncio.Server] | None = None
         self._upkeep: asyncio.TimerHandle | None = None
 
-    def start(self, listen: str) -> str:
-        """Listen, and serve from now on; returns the endpoint. Raises BatonError PORT_IN_USE or BAD_ENDPOINT."""
+    def start(self, listen: str, *, setting: str = "http_listen") -> str:
+        """Listen, and serve from now on; returns the endpoint. `setting` is the key to name in an error.
+
+        Raises BatonError PORT_IN_USE or BAD_ENDPOINT.
+        """
         host, port = split_endpoint(listen)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             listener = socket.create_server((host, port), family=family, backlog=BACKLOG_MAX)
         except OSError as error:
-            text = f"Cannot listen on {listen} for HTTP: {error.strerror}. Name another one with --http-listen."
-            raise BatonError(Reason.PORT_IN_USE, text, field="http_listen") from error
+            text = f"Cannot listen on {listen} for HTTP: {error.strerror}. Name another one with {flag_name(setting)}."
+            raise BatonError(Reason.PORT_IN_USE, text, field=setting) from error
         # Connections take it over. Left to itself the kernel keeps megabytes of an answer that nobody reads.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.setblocking(False)

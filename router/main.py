@@ -30,7 +30,7 @@ from router.keys import authorization_of
 from router.node import RouterNode
 from router.pins import PinKeeper, PinsService
 from router.prompts import PromptEncoder
-from router.request import NEUTRAL
+from router.request import INT_DIGITS_MAX, NEUTRAL
 from router.service import InferenceService
 
 if TYPE_CHECKING:
@@ -47,27 +47,34 @@ async def serve(
     *,
     stop: asyncio.Event,
     drain: asyncio.Event | None = None,
-    on_ready: Callable[[str], None],
+    on_ready: Callable[..., None],
     progress: Progress,
 ) -> None:
-    """Run until `stop`, or until `drain` has emptied it. Raises BatonError when the router cannot start."""
+    """Run until `stop`, or until `drain` has emptied it. Raises BatonError when the router cannot start.
+
+    `on_ready` gets the endpoint, and by name where else it serves: `admin`, `http`, `metrics`.
+    """
     del progress
-    sys.set_int_max_str_digits(640)  # the least: JSON with long numbers takes quadratic time to read
+    sys.set_int_max_str_digits(INT_DIGITS_MAX)
     rng = Random(secrets.randbits(64))
 
     def follow_directory() -> None:
         node.follow_directory(runtime.membership.nodes())
         pins.follow_directory()
 
-    runtime = NodeRuntime(config, Role.ROUTER, clock=Clock(), rng=rng, on_change=follow_directory)
+    runtime = NodeRuntime(
+        config, Role.ROUTER, admin_listen=config.admin_listen, clock=Clock(), rng=rng, on_change=follow_directory
+    )
     await runtime.check_listen()
     keys = await KeyFile.open(config.api_keys_file) if config.api_keys_file is not None else None
     metrics: RouterMetrics | None = None
-    if config.http_listen is not None:
+    for setting in ("http_listen", "metrics_listen"):
+        if getattr(config, setting) is not None:
+            await check_can_bind(getattr(config, setting), setting=setting)
+    if config.metrics_listen is not None:
         # Here and below: a router without HTTP does not load its libraries.
         from router.metrics import RouterMetrics
 
-        await check_can_bind(config.http_listen, setting="http_listen")
         metrics = RouterMetrics(
             runtime.membership.nodes,
             directory_lost=lambda: runtime.membership.stale,
@@ -100,33 +107,49 @@ async def serve(
     if keys is not None:
         runtime.server.check_callers_by(lambda metadata: keys.book.find(authorization_of(metadata)))
         reloading.spawn(keys.follow())
-    http: HttpServer | None = None
+    http: dict[str, HttpServer] = {}
     try:
         endpoint = await runtime.open()
-        if metrics is not None:
-            from router.http_keys import KeyedApp
-            from router.http_server import HttpServer, OpenAiApp
-
-            assert config.http_listen is not None
-            refused = partial(node.request_log.refused, door="http")
-            app: ASGIApp = OpenAiApp(node, metrics).asgi()
-            if keys is not None:
-                app = KeyedApp(app, keys.book, rng=rng, request_log=node.request_log)
-            http = HttpServer(app, config, refused=refused)
-            log.info("HTTP is served", endpoint=http.start(config.http_listen))
+        others = _open_http(config, node, metrics, keys, http)
         if keys is None:
             _warn_of_strangers(config)
-        on_ready(endpoint)
+        on_ready(endpoint, admin=runtime.admin_endpoint, **others)
         await runtime.drain.serve_until(stop, drain, drain_ms_max=config.drain_ms_max)
     finally:
         await runtime.leave()
         await renewing.cancel()
         await reloading.cancel()
-        await asyncio.gather(
-            runtime.server.stop(config.stop_grace_ms / 1000), *([http.stop()] if http is not None else [])
-        )
+        await asyncio.gather(runtime.stop_serving(), *(each.stop() for each in http.values()))
         await node.close()
         await runtime.close()
+
+
+def _open_http(
+    config: RouterConfig,
+    node: RouterNode,
+    metrics: RouterMetrics | None,
+    keys: KeyFile | None,
+    servers: dict[str, HttpServer],
+) -> dict[str, str]:
+    """Start what is to be served over HTTP, and add it to `servers`; the endpoints. Raises BatonError."""
+    endpoints = {}
+    if config.http_listen is not None:
+        from router.http_keys import KeyedApp
+        from router.http_server import HttpServer, OpenAiApp
+
+        app: ASGIApp = OpenAiApp(node).asgi()
+        if keys is not None:
+            app = KeyedApp(app, keys.book, rng=node.rng, request_log=node.request_log)
+        servers["http"] = HttpServer(app, config, refused=partial(node.request_log.refused, door="http"))
+        endpoints["http"] = servers["http"].start(config.http_listen)
+    if metrics is not None:
+        from router.http_server import HttpServer
+        from router.metrics_server import metrics_app
+
+        assert config.metrics_listen is not None
+        servers["metrics"] = HttpServer(metrics_app(metrics), config)
+        endpoints["metrics"] = servers["metrics"].start(config.metrics_listen, setting="metrics_listen")
+    return endpoints
 
 
 def _warn_of_strangers(config: RouterConfig) -> None:
@@ -149,7 +172,7 @@ async def _open_pins(config: RouterConfig, node: RouterNode, runtime: NodeRuntim
         tokens = await asyncio.to_thread(node.prompts.encode_pin, prefix)
         keeper.add(prefix, tokens, from_config=True, warm=config.pins.warm_configured)
     service = PinsService(keeper, node.prompts, model=node.model)
-    runtime.server.add("baton.v1.Pins", pins_pb2_grpc.add_PinsServicer_to_server, service)
+    runtime.admin.add("baton.v1.Pins", pins_pb2_grpc.add_PinsServicer_to_server, service)
     return keeper
 
 

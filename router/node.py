@@ -33,10 +33,11 @@ from router.decode_streams import DecodeStreams, DecodeSubscription, Inbox
 from router.placement import RegionWatch, answer_tokens, tokens_max
 from router.prefill_nodes import NOT_READY_RETRY_MS, PrefillCalls, PrefillNodes
 from router.prompts import PromptEncoder
-from router.request import NEUTRAL, ClientCall, Job, ObservedRequest, check_request
+from router.request import NEUTRAL, UINT32_MAX, ClientCall, Job, ObservedRequest, check_request
 from router.retries import GONE, RESOLVES_MAX, RESUMABLE, ResumptionPace, Retries, Verdict, pause_ms
 from router.text import AnswerText
-from router.text_threads import TextThreads
+from router.text_jobs import encode_prompt
+from router.text_workers import TextWorkers
 
 log = get_log("router")
 
@@ -162,7 +163,7 @@ class RouterNode:
         self._prefill_nodes = PrefillNodes(blocks_max=config.prefix_blocks_max)
         self._prefill_calls = PrefillCalls(self._prefill_nodes, self.streams, rng)
         self._ended = LeaveRate()
-        self.text_threads = TextThreads()
+        self.texts = TextWorkers(prompts)
         self._regions = RegionWatch()
 
     async def generate(
@@ -231,7 +232,8 @@ class RouterNode:
             await self._pause(looks, resumed=False)
         prompt: Sequence[int] = request.token_ids.ids  # copied once its length has been checked
         if request.WhichOneof("prompt") in ("text", "chat"):
-            prompt = await self.text_threads.run(request.ByteSize(), self.prompts.encode, request, call.special_tokens)
+            raw = request.SerializeToString()
+            prompt = await self.texts.run(encode_prompt, raw, call.special_tokens, self.context_len_max())
         model, limit = self.model(), self.config.max_tokens_default
         checked = check_request(
             request,
@@ -412,7 +414,7 @@ class RouterNode:
         self._repeats.upkeep()
 
     async def close(self) -> None:
-        self.text_threads.close()
+        await self.texts.close()
         await self.streams.close()
         await self._tasks.drain(self.config.stop_grace_ms)
         await self._tasks.cancel()
@@ -462,6 +464,10 @@ class RouterNode:
     def model(self) -> ModelInfo:
         """The model that the cluster serves. Raises BatonError NO_PREFILL_NODE."""
         return self._prefill_nodes.model()
+
+    def context_len_max(self) -> int:
+        """The model's, or no limit while no node is known."""
+        return self._prefill_nodes.model().context_len_max if self._prefill_nodes.ready else UINT32_MAX
 
     def tokens_max(self) -> int:
         """What prompt and answer may have together on the nodes that are there. Raises BatonError NO_PREFILL_NODE."""

@@ -84,7 +84,7 @@ JSON_COMMAS_MAX: Final = 1 << 19
 JSON_STRINGS_MAX: Final = 1 << 16
 
 
-def check_elements(raw: bytes) -> None:
+def check_elements(raw: bytes | bytearray) -> None:
     """Refuse JSON that is short to send and long to parse. Raises BatonError BAD_FIELD."""
     if _few_elements(raw):
         return
@@ -96,12 +96,12 @@ def check_elements(raw: bytes) -> None:
         raise BatonError(Reason.BAD_FIELD, f"The body has more than {most}, the limit.")
 
 
-def _few_elements(raw: bytes) -> bool:
+def _few_elements(raw: bytes | bytearray) -> bool:
     nested = sum(map(raw.count, (b"[", b"{", b":")))
     return nested <= JSON_ELEMENTS_MAX and raw.count(b",") <= JSON_COMMAS_MAX
 
 
-def parse_body(raw: bytes) -> dict[str, Any]:
+def parse_body(raw: bytes | bytearray) -> dict[str, Any]:
     """The JSON object of a call, without the fields that are null. Raises BatonError BAD_FIELD."""
     check_elements(raw)
     try:

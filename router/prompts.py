@@ -12,13 +12,13 @@ from batonpb import inference_pb2
 
 from baton.errors import BatonError, Reason, bad_field
 from baton.log import get_log
-from router.config import PinnedPrefix
 from router.request import MESSAGES_MAX, check_role
 from router.special_tokens import ChatText, SpecialTokens, without_letters
 from router.text import TextCodec
 
 if TYPE_CHECKING:
     from router.chat_template import ChatTemplate
+    from router.config import PinnedPrefix
 
 log = get_log("router")
 
@@ -42,8 +42,10 @@ class PromptEncoder:
     def __init__(self, *, codec: TextCodec | None = None, template: ChatTemplate | None = None, chars_max: int) -> None:
         """`chars_max` bounds the characters of a text, of the messages of a chat, and of the prompt that they make."""
         self.codec = codec
+        self.folder: Path | None = None
+        """Where they are from."""
         self._template: ChatTemplate | None = None
-        self._chars_max = chars_max
+        self.chars_max = chars_max
         if codec is not None and template is not None:
             self._special = _special_tokens(codec, template)
             self._template = template.marked(self._special.of_template)
@@ -63,7 +65,9 @@ class PromptEncoder:
             template = ChatTemplate.load(folder)
         except BatonError as error:
             log.warning("chats are refused: the model's template cannot be used", why=error.message)
-        return cls(codec=codec, template=template, chars_max=chars_max)
+        encoder = cls(codec=codec, template=template, chars_max=chars_max)
+        encoder.folder = folder
+        return encoder
 
     def encode(self, request: inference_pb2.GenerateRequest, special_tokens: bool = False) -> Sequence[int]:
         """A request's text, or its messages, checked; nothing for a text without a tokenizer. Raises BatonError."""
@@ -110,7 +114,7 @@ class PromptEncoder:
         field: str,
         special_tokens: bool = False,
     ) -> ChatText:
-        special, most = self._special, self._chars_max
+        special, most = self._special, self.chars_max
         if special_tokens:
             chat = special.read(template.render(messages, extra, field=field, chars_max=most))
         else:
@@ -172,8 +176,8 @@ class PromptEncoder:
         return [{"role": message.role, "content": message.content} for message in chat.messages]
 
     def _check_chars(self, chars: int, what: str, field: str) -> None:
-        if chars > self._chars_max:
-            text = f"{what} more than {self._chars_max} characters, the limit."
+        if chars > self.chars_max:
+            text = f"{what} more than {self.chars_max} characters, the limit."
             raise bad_field(field, text, reason=Reason.PROMPT_TOO_LONG)
 
 

@@ -33,6 +33,8 @@ MESSAGES_MAX = 4_096
 NAME_CHARS_SHOWN: Final = 80
 """Of a name that a request says, in an error about it."""
 UINT32_MAX = (1 << 32) - 1
+INT_DIGITS_MAX: Final = 640
+"""Of a whole number in JSON, the least that Python takes: longer ones take quadratic time to read."""
 
 NEUTRAL = SamplingDefaults()
 _N = TypeVar("_N", int, float)
@@ -242,19 +244,24 @@ def check_prompt(ids: Sequence[int], model: ModelInfo, *, field: str) -> None:
     """Whether the model takes these token ids. Raises BatonError naming `field`."""
     if not ids:
         raise bad_field(field, "The prompt is empty: it must have at least one token.", reason=Reason.EMPTY_PROMPT)
-    if len(ids) >= model.context_len_max:
-        raise bad_field(
-            field,
-            f"The prompt has {len(ids)} tokens; the model's context is {model.context_len_max}, and one output token "
-            "must fit in it too.",
-            reason=Reason.PROMPT_TOO_LONG,
-        )
+    check_prompt_length(len(ids), model.context_len_max, field=field)
     if max(ids) >= model.vocab_size:
         where = next(i for i, token in enumerate(ids) if token >= model.vocab_size)
         raise bad_field(
             field,
             f"Token id {ids[where]} at position {where} is outside the vocabulary of {model.vocab_size}.",
             reason=Reason.TOKEN_OUT_OF_RANGE,
+        )
+
+
+def check_prompt_length(tokens: int, context_len_max: int, *, field: str) -> None:
+    """Raises BatonError naming `field`."""
+    if tokens >= context_len_max:
+        raise bad_field(
+            field,
+            f"The prompt has {tokens} tokens; the model's context is {context_len_max}, and one output token must fit "
+            "in it too.",
+            reason=Reason.PROMPT_TOO_LONG,
         )
 
 

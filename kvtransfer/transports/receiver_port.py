@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from baton.endpoint import check_reachable, join_endpoint, source_of, split_endpoint
 from baton.ids import Epoch, GrantId, Pair
+from baton.strangers import Strangers
 from kvtransfer.transport import (
     DataEndpoint,
     PairBeingFenced,
@@ -36,7 +37,6 @@ from kvtransfer.transports.control_channel import (
     SealGather,
     Signal,
 )
-from kvtransfer.transports.strangers import Strangers
 
 ACCEPTS_PER_WAKE_MAX: Final = 32
 """Connections accepted in one go before others get their turn."""

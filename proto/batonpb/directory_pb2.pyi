@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class NodeRecord(_message.Message):
-    __slots__ = ("name", "role", "incarnation", "endpoint", "lifecycle", "model", "load", "transports", "sequence")
+    __slots__ = ("name", "role", "incarnation", "endpoint", "lifecycle", "model", "load", "transports", "sequence", "admin_endpoint")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class NodeRecord(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    ADMIN_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: _common_pb2.Role
     incarnation: int
@@ -27,7 +28,8 @@ class NodeRecord(_message.Message):
     load: NodeLoad
     transports: _containers.RepeatedScalarFieldContainer[str]
     sequence: int
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., incarnation: _Optional[int] = ..., endpoint: _Optional[str] = ..., lifecycle: _Optional[_Union[_common_pb2.Lifecycle, str]] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., sequence: _Optional[int] = ...) -> None: ...
+    admin_endpoint: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., incarnation: _Optional[int] = ..., endpoint: _Optional[str] = ..., lifecycle: _Optional[_Union[_common_pb2.Lifecycle, str]] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., sequence: _Optional[int] = ..., admin_endpoint: _Optional[str] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
     __slots__ = ("waiting_requests", "running_requests", "waiting_tokens", "blocks", "prefill_tokens_per_s", "swapped_out_requests", "host_blocks_filled", "host_blocks_free", "transports_given_up", "control_loop_lag_ms_max", "requests_taken")

@@ -21,6 +21,7 @@ from tests.support.cluster_harness import (
     error_of,
     http_call,
     http_endpoint,
+    metrics_text,
     mock_spec,
     mock_tokens,
     random_prompt,
@@ -51,7 +52,7 @@ def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
         router_flags={**MEMBERSHIP, "membership.stale_ms_max": STALE_MS},
         decode_flags={"engine.mock_layer_delay_ms": 2},
     )
-    spec = replace(spec, http="127.0.0.1:0")
+    spec = replace(spec, http="127.0.0.1:0", metrics="127.0.0.1:0")
     with ExitStack() as stack:
         if request.param == "redis":
             redis = stack.enter_context(redis_server())
@@ -123,7 +124,7 @@ def test_a_lost_directory_stops_new_work_only_after_its_time(scene: Scene) -> No
         await wait_for(refused, "new requests to be refused", story=cluster.story)
         assert served > 0, "nothing was placed from what is known"
         assert health() == (503, "directory_lost")
-        assert "baton_directory_reached 0.0\n" in get("/metrics")[1]
+        assert "baton_directory_reached 0.0\n" in metrics_text(cluster)
         assert not any(task.done() for task in long_ones), "the answers were too short for this test"
         assert (await error_of(ask(2))).reason is Reason.DIRECTORY_LOST
         await asyncio.gather(*long_ones)
@@ -135,7 +136,7 @@ def test_a_lost_directory_stops_new_work_only_after_its_time(scene: Scene) -> No
 
         await wait_for(healed, "new requests to be taken", story=cluster.story)
         await wait_for(healthy, "the router to know all of them again", story=cluster.story)
-        assert "baton_directory_reached 1.0\n" in get("/metrics")[1]
+        assert "baton_directory_reached 1.0\n" in metrics_text(cluster)
         await asyncio.gather(*(ask(5) for _ in range(4)))
         await assert_conserved(cluster)
 

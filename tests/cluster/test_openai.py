@@ -19,7 +19,15 @@ from cli.supervisor import ClusterSpec
 from engine.build import EngineKind
 from engine.demo_model import BOS_ID, DemoModelParams, write_demo_model
 from router.text import TextCodec
-from tests.support.cluster_harness import RunningCluster, assert_conserved, http_call, http_endpoint, running, wait_for
+from tests.support.cluster_harness import (
+    RunningCluster,
+    assert_conserved,
+    http_call,
+    http_endpoint,
+    metrics_text,
+    running,
+    wait_for,
+)
 from tests.support.drain_harness import order
 
 PROMPT: Final = "the sea in the evening"
@@ -47,6 +55,7 @@ def cluster(model: Path) -> Iterator[RunningCluster]:
         engine_kind=EngineKind.MODEL,
         blocks=512,
         http="127.0.0.1:0",
+        metrics="127.0.0.1:0",
         flags={Service.ROUTER: {"requests_max": REQUESTS_MAX}},
     )
     with running(spec) as cluster:
@@ -257,17 +266,17 @@ def test_a_full_router_says_when_to_come_back(client: openai.OpenAI, cluster: Ru
     """More answers than the router takes: 429 with a time, for all of the call, and nothing of it is left. The metrics
     count those that were refused."""
     refused = 'baton_requests_total{outcome="too_many_calls"}'
-    before = metrics_of(endpoint).get(refused, 0.0)
+    before = metrics_of(cluster).get(refused, 0.0)
     with pytest.raises(openai.RateLimitError) as caught:
         client.completions.create(model="tiny", prompt=[[1, 2], [3]], n=REQUESTS_MAX, **GREEDY)
     assert caught.value.type == "rate_limit_error"
     assert int(caught.value.response.headers["retry-after"]) >= 1
     cluster.run(assert_conserved(cluster))
-    assert metrics_of(endpoint)[refused] > before
+    assert metrics_of(cluster)[refused] > before
 
 
-def metrics_of(endpoint: str) -> dict[str, float]:
-    lines = http_call(endpoint, "GET", "/metrics")[2].decode().splitlines()
+def metrics_of(cluster: RunningCluster) -> dict[str, float]:
+    lines = metrics_text(cluster).splitlines()
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
 
 
@@ -277,7 +286,7 @@ def test_a_client_that_leaves_ends_its_answers(
 ) -> None:
     """It reads a few tokens of answers of 2,000 and closes: all of them count as cancelled, and all nodes let go."""
     cancelled = 'baton_requests_total{outcome="cancelled"}'
-    before = metrics_of(endpoint).get(cancelled, 0.0)
+    before = metrics_of(cluster).get(cancelled, 0.0)
     asked: dict[str, Any] = {"max_tokens": 2000, "extra_body": {"ignore_eos": True}}
     stream = client.completions.create(model="tiny", prompt=PROMPT, n=n, stream=True, **asked)
     seen = set()
@@ -287,7 +296,7 @@ def test_a_client_that_leaves_ends_its_answers(
             break
     stream.close()
     cluster.run(assert_conserved(cluster))
-    assert metrics_of(endpoint)[cancelled] - before == n
+    assert metrics_of(cluster)[cancelled] - before == n
 
 
 async def healthy(endpoint: str) -> bool:
@@ -307,10 +316,10 @@ def test_metrics_and_health(cluster: RunningCluster, endpoint: str, client: open
     (served,) = client.models.list().data
     assert (served.id, served.model_dump()["max_model_len"]) == ("tiny", 4096)
 
-    before = metrics_of(endpoint)
+    before = metrics_of(cluster)
     client.completions.create(model="tiny", prompt=list(range(2, 70)), **GREEDY)
     again = client.completions.create(model="tiny", prompt=list(range(2, 70)), **GREEDY)
-    after = metrics_of(endpoint)
+    after = metrics_of(cluster)
 
     def rise(name: str) -> float:
         return after[name] - before.get(name, 0.0)
@@ -348,7 +357,7 @@ def test_health_is_of_the_whole_cluster(cluster: RunningCluster, endpoint: str) 
         try:
             await wait_for(unhealthy, "the router to see it")
             assert http_call(endpoint, "GET", "/live")[0] == 200
-            assert metrics_of(endpoint)['baton_nodes{role="decode",state="cordoned"}'] == 1
+            assert metrics_of(cluster)['baton_nodes{role="decode",state="cordoned"}'] == 1
         finally:
             await order(cluster, "decode-0", "Uncordon")
         await wait_for(lambda: healthy(endpoint), "the router to see it")
@@ -356,11 +365,11 @@ def test_health_is_of_the_whole_cluster(cluster: RunningCluster, endpoint: str) 
     cluster.run(story())
 
 
-def test_several_answers_share_the_prompts_blocks(endpoint: str, client: openai.OpenAI) -> None:
+def test_several_answers_share_the_prompts_blocks(cluster: RunningCluster, client: openai.OpenAI) -> None:
     """A new prompt of four blocks and a bit, three answers: two find all four blocks cached on both nodes."""
-    before = metrics_of(endpoint)
+    before = metrics_of(cluster)
     client.completions.create(model="tiny", prompt=list(range(70, 138)), n=3, **GREEDY)
-    after = metrics_of(endpoint)
+    after = metrics_of(cluster)
     assert after["baton_prefix_hit_tokens_total"] - before["baton_prefix_hit_tokens_total"] == 2 * 64
     skipped = 'baton_transfer_blocks_skipped_total{transport="shm"}'
     assert after[skipped] - before.get(skipped, 0.0) == 2 * 4
@@ -374,6 +383,7 @@ def test_an_error_in_the_middle_of_a_stream_is_told(model: Path) -> None:
         engine_kind=EngineKind.MODEL,
         blocks=512,
         http="127.0.0.1:0",
+        metrics="127.0.0.1:0",
         flags={Service.ROUTER: {"liveness.reconnect_ms_max": 300, "retries.resume_wait_ms_max": 300}},
     )
     with running(spec) as cluster:

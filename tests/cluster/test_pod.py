@@ -38,7 +38,7 @@ def counters(status: node_pb2.NodeStatus) -> dict[str, float]:
 
 
 async def drain(cluster: RunningCluster, name: str) -> node_pb2.NodeStatus:
-    stub = node_pb2_grpc.NodeStub(cluster.channel(name))
+    stub = node_pb2_grpc.NodeStub(cluster.command_channel(name))
     status: node_pb2.NodeStatus = await stub.Drain(
         node_pb2.LifecycleOrder(why="a test"), timeout=CALL_S_MAX, metadata=as_operator()
     )

@@ -21,6 +21,7 @@ from tests.support.cluster_harness import (
     assert_conserved,
     http_call,
     http_endpoint,
+    metrics_text,
     running,
     wait_for,
 )
@@ -51,6 +52,7 @@ def cluster(model: Path) -> Iterator[RunningCluster]:
         engine_kind=EngineKind.MODEL,
         blocks=512,
         http="127.0.0.1:0",
+        metrics="127.0.0.1:0",
         flags={Service.ROUTER: {"pinned_prefixes": json.dumps(pins)}},
     )
     with running(spec) as cluster:
@@ -108,7 +110,7 @@ def test_a_system_message_by_the_api_is_the_configured_one(cluster: RunningClust
     """The same blocks: an operator's pin of the same message has all of them pinned already."""
 
     async def scenario() -> None:
-        stub = pins_pb2_grpc.PinsStub(cluster.channel(ROUTER_NAME))
+        stub = pins_pb2_grpc.PinsStub(cluster.command_channel(ROUTER_NAME))
         request = pins_pb2.PinRequest(name="again", system=SYSTEM)
         reply = await stub.Pin(request, timeout=CALL_S_MAX, metadata=as_operator())
         assert [on.node for on in reply.pin.nodes] == ["decode-0", "prefill-0"]
@@ -125,7 +127,7 @@ def test_the_metrics_count_hits_in_tokens_on_both_sides(cluster: RunningCluster)
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "How are the tides today?"}]
 
     def figures() -> dict[str, float]:
-        lines = http_text(cluster, "GET", "/metrics").splitlines()
+        lines = metrics_text(cluster).splitlines()
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
 
     before = figures()

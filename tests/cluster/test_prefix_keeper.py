@@ -377,7 +377,7 @@ def test_a_router_refuses_a_bad_pin_itself() -> None:
 
     async def scenario() -> None:
         async with inprocess(mock_spec(blocks=40)) as cluster:
-            async with grpc.aio.insecure_channel(cluster.endpoints["router-0"]) as channel:
+            async with grpc.aio.insecure_channel(cluster.router_others["admin"]) as channel:
                 stub = pins_pb2_grpc.PinsStub(channel)
 
                 async def ask(**fields: Any) -> BatonError:

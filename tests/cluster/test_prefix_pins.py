@@ -14,7 +14,6 @@ from baton.errors import Reason
 from baton.rpc import rpc_errors
 from tests.support.cluster_harness import (
     CALL_S_MAX,
-    ROUTER_NAME,
     assert_conserved,
     error_of,
     mock_spec,
@@ -34,7 +33,7 @@ class Operator:
     """Calls the router's Pins service."""
 
     def __init__(self, cluster: InProcessCluster) -> None:
-        self._channel = grpc.aio.insecure_channel(cluster.endpoints[ROUTER_NAME])
+        self._channel = grpc.aio.insecure_channel(cluster.router_others["admin"])
         self._stub = pins_pb2_grpc.PinsStub(self._channel)
 
     async def __aenter__(self) -> Operator:

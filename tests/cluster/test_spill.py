@@ -88,7 +88,7 @@ def test_a_drain_waits_for_what_is_in_host_memory(cluster: RunningCluster) -> No
     then the node is empty."""
 
     async def order(what: str) -> node_pb2.NodeStatus:
-        stub = node_pb2_grpc.NodeStub(cluster.channel(DECODE))
+        stub = node_pb2_grpc.NodeStub(cluster.command_channel(DECODE))
         status: node_pb2.NodeStatus = await getattr(stub, what)(
             node_pb2.LifecycleOrder(), timeout=CALL_S_MAX, metadata=as_operator()
         )

@@ -206,7 +206,7 @@ class SimCluster:
         index = list(self.kinds).index(name) + 1
         endpoint = f"10.0.0.{index}:{self._endpoints[name]}"
 
-        def on_ready(_endpoint: str) -> None:
+        def on_ready(_endpoint: str, **_others: str) -> None:
             process.ready = True
 
         common: dict[str, Any] = {"stop": process.stopping, "on_ready": on_ready, "progress": _no_progress}
@@ -345,6 +345,10 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
     async def can_bind(_listen: str) -> None:
         pass
 
+    def one_server(*args: Any, admin_listen: str | None = None, **kwargs: Any) -> NodeRuntime:
+        """A router's second port is for operators: there are none."""
+        return NodeRuntime(*args, **kwargs)
+
     secrets = SimpleNamespace(
         randbits=lambda bits: current().loop.rng.getrandbits(bits),
         token_bytes=lambda count: current().loop.rng.randbytes(count),
@@ -363,7 +367,7 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         (cli.directory, "random", SimpleNamespace(Random=lambda: Random(current().loop.rng.getrandbits(64)))),
         *((main, "Clock", SimClock) for main in mains),
         *((module, "secrets", secrets) for module in (*mains, decode_node.reserving)),
-        *((main, "NodeRuntime", capture("runtime", NodeRuntime)) for main in mains),
+        *((main, "NodeRuntime", capture("runtime", one_server)) for main in mains),
         (router.main, "RouterNode", capture("router", RouterNode)),
         (prefill_node.main, "PrefillNode", capture("prefill", PrefillNode)),
         (prefill_node.main, "Peers", capture("peers", Peers)),

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import http.client
 import random
-import re
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -253,7 +252,13 @@ class RunningCluster:
 
     def channel(self, name: str) -> grpc.aio.Channel:
         """A channel to one process, closed with the cluster."""
-        endpoint = self.cluster.endpoints[name]
+        return self._channel(self.cluster.endpoints[name])
+
+    def command_channel(self, name: str) -> grpc.aio.Channel:
+        """To where the process serves Node, and a router Pins."""
+        return self._channel(self.cluster.command_endpoints[name])
+
+    def _channel(self, endpoint: str) -> grpc.aio.Channel:
         if endpoint not in self._channels:
             self._channels[endpoint] = grpc.aio.insecure_channel(endpoint)
         return self._channels[endpoint]
@@ -263,14 +268,14 @@ class RunningCluster:
         (self._down.add if down else self._down.discard)(name)
 
     async def status(self, name: str) -> node_pb2.NodeStatus:
-        stub = node_pb2_grpc.NodeStub(self.channel(name))
+        stub = node_pb2_grpc.NodeStub(self.command_channel(name))
         with rpc_errors(name):
             status: node_pb2.NodeStatus = await stub.GetStatus(node_pb2.GetStatusRequest(), timeout=CALL_S_MAX)
             return status
 
     async def order(self, name: str, what: str) -> None:
         """Cordon, Uncordon, Drain or Undrain of one node."""
-        call = getattr(node_pb2_grpc.NodeStub(self.channel(name)), what)
+        call = getattr(node_pb2_grpc.NodeStub(self.command_channel(name)), what)
         with rpc_errors(name):
             await call(node_pb2.LifecycleOrder(why="the test says so"), timeout=CALL_S_MAX, metadata=as_operator())
 
@@ -310,10 +315,15 @@ class RunningCluster:
 
 
 def http_endpoint(cluster: RunningCluster) -> str:
-    """Where the router serves it, by its log."""
-    found = re.search(r"HTTP is served endpoint=(\S+)", cluster.log_text(ROUTER_NAME))
-    assert found is not None
-    return found[1]
+    """Where the router serves it."""
+    return cluster.cluster.router_others["http"]
+
+
+def metrics_text(cluster: RunningCluster) -> str:
+    """What the router tells Prometheus."""
+    status, _, body = http_call(cluster.cluster.router_others["metrics"], "GET", "/metrics")
+    assert status == 200
+    return body.decode()
 
 
 def http_call(endpoint: str, method: str, path: str, body: bytes = b"") -> tuple[int, dict[str, str], bytes]:

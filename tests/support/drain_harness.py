@@ -32,7 +32,7 @@ SLOW: Final = {"engine.mock_layer_delay_ms": 1}
 
 async def order(cluster: RunningCluster, name: str, what: str, *, incarnation: int = 0) -> node_pb2.NodeStatus:
     """Raises BatonError."""
-    stub = node_pb2_grpc.NodeStub(cluster.channel(name))
+    stub = node_pb2_grpc.NodeStub(cluster.command_channel(name))
     with rpc_errors(name):
         request = node_pb2.LifecycleOrder(incarnation=incarnation, why="a test")
         status: node_pb2.NodeStatus = await getattr(stub, what)(request, timeout=CALL_S_MAX, metadata=as_operator())

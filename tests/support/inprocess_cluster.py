@@ -143,6 +143,8 @@ class InProcessCluster:
         self.spec = spec
         self.loop = asyncio.get_running_loop()
         self.endpoints: dict[str, str] = {}
+        self.router_others: dict[str, str] = {}
+        """The router's other endpoints, by what they are for."""
         self.runtimes: dict[str, NodeRuntime] = {}
         self.prefill: dict[str, PrefillNode] = {}
         self.decode: dict[str, DecodeNode] = {}
@@ -173,10 +175,15 @@ class InProcessCluster:
         flags = self.spec.flags_of(name, service, self.endpoints.get(DIRECTORY_NAME, ""))
         config = load_with_limits(service, flags)
         ready: asyncio.Future[str] = self.loop.create_future()
+
+        def on_ready(endpoint: str, **others: str) -> None:
+            self.router_others.update(others)
+            ready.set_result(endpoint)
+
         stop = self._stops[name] = asyncio.Event()
         serve = serve_function(service)
         task = self.loop.create_task(
-            serve(config, stop=stop, on_ready=ready.set_result, progress=_no_progress), name=f"serve-{name}"
+            serve(config, stop=stop, on_ready=on_ready, progress=_no_progress), name=f"serve-{name}"
         )
         self._tasks[name] = task
         either: list[asyncio.Future[Any]] = [ready, task]
@@ -195,7 +202,7 @@ class InProcessCluster:
         config = load_with_limits(service, text)
         try:
             await serve_function(service)(
-                config, stop=asyncio.Event(), on_ready=lambda _endpoint: None, progress=_no_progress
+                config, stop=asyncio.Event(), on_ready=lambda _endpoint, **_others: None, progress=_no_progress
             )
         except BatonError as error:
             return error

@@ -121,7 +121,7 @@ def test_the_edge_asks_for_the_token(tmp_path: Path) -> None:
         return node_pb2.NodeStatus()
 
     async def scenario() -> None:
-        operator = OperatorToken(tmp_path / "operator_token")
+        operator = OperatorToken(tmp_path / "operator_token", reread_ms=0)
         token = operator.read_or_make()
         wrong = (
             (),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import grpc
 import pytest
-from batonpb import node_pb2, node_pb2_grpc
+from batonpb import decode_pb2, node_pb2, node_pb2_grpc
 
 from baton.clock import Clock
 from baton.directory_setting import open_directory
@@ -167,9 +167,9 @@ def test_a_request_larger_than_a_message_may_be() -> None:
     """Refused by the server here; a client's own limit says the same."""
 
     async def scene() -> BatonError:
-        async with serving(RpcLimits(message_bytes_max=1000), node=answer) as served:
+        async with serving(RpcLimits(message_bytes_max=1000), decode=answer) as served:
             with pytest.raises(BatonError) as caught, rpc_errors("It"):
-                await served.node.Drain(node_pb2.LifecycleOrder(why="x" * 2000), timeout=CALL_S)
+                await served.decode.Cancel(decode_pb2.CancelRequest(reason="x" * 2000), timeout=CALL_S)
             return caught.value
 
     error = asyncio.run(scene())

@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2
 from baton import rpc
 from baton.errors import BatonError, Code, Reason
 from baton.log import LogLevel, set_up_logging
-from baton.rpc import TOOL_STREAMS_ADDRESS_MAX, RpcLimits, rpc_errors, time_left_s
+from baton.rpc import HEALTH_SERVICE, UNTIMED_STREAMS, RpcLimits, rpc_errors, time_left_s
 from tests.support.logs import tear_down_logging
 from tests.support.rpc_harness import HANG_S, SERVING, Behavior, answer, run, serving
 
@@ -273,7 +273,8 @@ def test_watchers_of_one_address_take_no_more_than_their_share() -> None:
     async def scene() -> None:
         async with serving(node=answer) as served:
             watch = served.health.Watch
-            watches = [watch(health_pb2.HealthCheckRequest()) for _ in range(TOOL_STREAMS_ADDRESS_MAX)]
+            share = UNTIMED_STREAMS[f"/{HEALTH_SERVICE}/Watch"].of_address
+            watches = [watch(health_pb2.HealthCheckRequest()) for _ in range(share)]
             for each in watches:
                 assert (await each.read()).status == SERVING
             for _ in range(100):

@@ -20,7 +20,7 @@ WAIT_S_MAX = 60
 ENDLESS_MS = 60_000
 SAYS_READY = (
     "import signal; signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT]); "
-    "print('ready node-0 127.0.0.1:4242', flush=True)"
+    "print('ready node-0 127.0.0.1:4242 admin=127.0.0.1:4243', flush=True)"
 )
 SLEEPS = "import time; time.sleep(600)"
 DEAF = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); {SAYS_READY}; {SLEEPS}"
@@ -46,14 +46,14 @@ def make(tmp_path: Path, script: str, on_progress: Callable[..., None] = lambda 
 
 
 def test_a_child_tells_progress_and_readiness(tmp_path: Path) -> None:
-    """Lines of progress come first, then the endpoint; the rest of its output is of no interest."""
+    """Lines of progress come first, then the endpoints; the rest of its output is of no interest."""
 
     async def scene() -> None:
         heard: list[tuple[object, ...]] = []
         progress = """print('progress {"what": "loading", "done": 1, "total": 4}', flush=True)"""
         child = make(tmp_path, f"{progress}; print('hello'); {SAYS_READY}; {SLEEPS}", lambda *news: heard.append(news))
         assert await child.wait_ready()
-        assert child.ready.result() == "127.0.0.1:4242"
+        assert (child.ready.result(), child.others) == ("127.0.0.1:4242", {"admin": "127.0.0.1:4243"})
         assert heard == [("loading", 1, 4)]
         assert await stop_children([child], grace_ms=ENDLESS_MS) == []
         assert child.exited.result() == -signal.SIGINT
@@ -188,7 +188,7 @@ def test_a_child_starts_with_the_terminals_signals_blocked(tmp_path: Path) -> No
     async def scene() -> None:
         blocked = (
             "import signal; mask = signal.pthread_sigmask(signal.SIG_SETMASK, ()); "
-            "print('ready', signal.SIGINT in mask, flush=True)"
+            "print('ready node-0', signal.SIGINT in mask, flush=True)"
         )
         child = make(tmp_path, f"{blocked}; {SLEEPS}")
         assert await child.wait_ready()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from batonpb import common_pb2, directory_pb2, node_pb2, node_pb2_grpc
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
+from baton.operator import OperatorToken
 from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer
 from baton.wire import NodeRecord, Role
 from cli import drain
 from cli.drain import LOOKS_UNANSWERED_MAX, StatusLooks, wait_empty
+from cli.operator import Operator
 from tests.support.ports import free_ports
 
 BUSY = node_pb2.NodeStatus(
@@ -173,8 +176,11 @@ def test_a_node_that_cannot_be_watched_is_asked() -> None:
     looked(EarlierNode(), scene)
 
 
-def test_an_order_to_a_node_that_is_not_there_says_what_to_do() -> None:
+def test_an_order_to_a_node_that_is_not_there_says_what_to_do(tmp_path: Path) -> None:
     """The directory still has its record. What gRPC says of the connection is not shown."""
+    token = OperatorToken(tmp_path / "token")
+    token.read_or_make()
+    operator = Operator(operator_token_file=token.path, insecure=False)
 
     async def scene() -> None:
         channels = Channels(limits=ChannelLimits())
@@ -185,7 +191,7 @@ def test_an_order_to_a_node_that_is_not_there_says_what_to_do() -> None:
         )  # fmt: skip
         try:
             with pytest.raises(BatonError) as caught:
-                await drain._drain(channels, record, wait_s_max=30)
+                await drain._drain(channels, record, operator, wait_s_max=30)
         finally:
             await channels.close()
         assert caught.value.message.startswith(f"decode-0 does not answer at {endpoint}, where the directory has it.")

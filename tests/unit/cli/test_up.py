@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -95,9 +96,12 @@ def test_http_is_off_unless_asked_for(tmp_path: Path) -> None:
     with Foreground(*MOCK, "--http", taken, folder=tmp_path) as up:
         up.wait_for(READY)
         assert f"  curl http://{taken}/v1/models\n" in up.out
-        with urllib.request.urlopen(f"http://{taken}/metrics", timeout=RUN_S_MAX) as response:
+        metrics = re.findall(r"^  curl http://(127\.0\.0\.1:\d+)/metrics$", up.out, re.MULTILINE)[0]
+        with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=RUN_S_MAX) as response:
             assert b"baton_requests_running 0.0" in response.read()
-        used = {**endpoints(up), "http": taken}
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"http://{taken}/metrics", timeout=RUN_S_MAX)
+        used = {**endpoints(up), "http": taken, "metrics": metrics}
         assert up.stop(signal.SIGINT) == 0
         assert_nothing_left(up, used)
 
@@ -227,9 +231,10 @@ def test_a_port_in_use(tmp_path: Path) -> None:
 
 
 def test_the_port_of_another_cluster(tmp_path: Path) -> None:
-    """The directory's port is taken, as by an earlier `baton up`; then that of HTTP. The flag is this command's."""
+    """The directory's port is taken, as by an earlier `baton up`; then those of HTTP. The flag is this command's."""
     with taken_port() as endpoint:
-        for number, (flag, listen) in enumerate((("--directory-listen", "listen"), ("--http", "http_listen"))):
+        flags = {"--directory-listen": "listen", "--http": "http_listen", "--metrics": "metrics_listen"}
+        for number, (flag, listen) in enumerate(flags.items()):
             folder = tmp_path / str(number)
             folder.mkdir()
             elsewhere = [] if flag == "--directory-listen" else ["--directory-listen", "127.0.0.1:0"]

@@ -34,7 +34,7 @@ def test_a_router_process_loads_no_torch() -> None:
 
 
 def test_a_router_without_http_loads_no_http() -> None:
-    """What serves HTTP, renders templates and counts metrics is imported only where `http_listen` is set."""
+    """What serves HTTP, renders templates and counts metrics is imported only where HTTP is served."""
     http = "{'starlette', 'httptools', 'jinja2', 'prometheus_client'}"
     loaded = run("-c", f"import router.main, sys; print(sorted({http} & set(sys.modules)))")
     assert (loaded.returncode, loaded.stdout) == (0, "[]\n"), loaded.stderr

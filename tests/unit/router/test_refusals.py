@@ -21,7 +21,6 @@ from baton.tracing import REQUEST_ID_KEY
 from router import http_server
 from router.config import RouterConfig
 from router.http_server import HttpServer, OpenAiApp
-from router.metrics import RouterMetrics
 from router.node import LIMITS, RequestLog
 from router.service import InferenceService
 from tests.support.cluster_harness import wait_for
@@ -78,7 +77,7 @@ def play(scene: Callable[[Door], Awaitable[None]], *, rpcs_max: int = 64, **conf
         server.on_refused(partial(node.request_log.refused, door="grpc"))
         server.add("baton.v1.Inference", inference_pb2_grpc.add_InferenceServicer_to_server, InferenceService(node))
         port = await server.start("127.0.0.1:0")
-        app = OpenAiApp(node, RouterMetrics(list))
+        app = OpenAiApp(node)
         http = HttpServer(app.asgi(), settings, refused=partial(node.request_log.refused, door="http"))
         door.http = http.start("127.0.0.1:0")
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")

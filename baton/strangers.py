@@ -1,11 +1,11 @@
-"""Connections to a port that have not shown yet that they are expected, and which of them makes room for a new one."""
+"""Connections and calls that have not shown yet what they are for, and which of them makes room for a new one."""
 
 from __future__ import annotations
 
 
 class Strangers:
     """Who comes beyond the limit takes the place of the oldest of the source that has most of them: a flood pushes out
-    itself. A writer is a stranger until its HELLO has come, which it sends at once. Pure."""
+    itself. Whoever is what he should be stops being a stranger at once. Pure."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

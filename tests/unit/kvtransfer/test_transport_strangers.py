@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from baton.endpoint import source_of, split_endpoint
+from baton.strangers import Strangers
 from kvtransfer.transports.receiver_port import PortLimits
 from kvtransfer.transports.settings import TcpConfig
-from kvtransfer.transports.strangers import Strangers
 from kvtransfer.transports.tcp import TcpWriterLink
 from kvtransfer.transports.writer_link import LinkParts
 from tests.support.shm_harness import REGION_NBYTES, Recorder, run

@@ -1,0 +1,104 @@
+"""How many calls a gRPC server takes: in all, of one address, and of those whose request has not come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Final
+
+from baton.errors import BatonError, Reason
+from baton.strangers import Strangers
+
+REQUEST_S_MAX: Final = 30.0
+"""How long a call's request may take to come."""
+REQUEST_SOON_S: Final = 1.0
+"""Whose request takes longer is one of the slow ones."""
+SLOW_BYTES_MAX: Final = 512 * 1024 * 1024
+"""What the requests of the slow ones may hold together. Beyond it the oldest of the address with most of them ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamLimit:
+    """Of the calls of one method that have no deadline."""
+
+    of_address: int
+    in_all: int
+
+
+class CallSlots:
+    """The places of one server's calls. `source` is the address of a caller. Lives on one event loop."""
+
+    def __init__(self, *, rpcs_max: int, message_bytes_max: int, busy_retry_ms: int) -> None:
+        self._rpcs_max = rpcs_max
+        self._retry_ms = busy_retry_ms
+        self._running = 0
+        self._streams: dict[str, Counter[str]] = {}
+        """By method and source."""
+        self._numbers = count()
+        self._unread = Strangers(rpcs_max)
+        self._slow = Strangers(max(1, SLOW_BYTES_MAX // message_bytes_max))
+        self._reads: dict[int, asyncio.Timeout] = {}
+
+    @asynccontextmanager
+    async def reading(self, source: str) -> AsyncIterator[None]:
+        """For as long as a call's request is read. It has no other place yet: whoever sends no request, or sends it
+        slowly, keeps nobody else out. Raises BatonError: it takes too long, or others need the place."""
+        loop, number = asyncio.get_running_loop(), next(self._numbers)
+        try:
+            async with asyncio.timeout(REQUEST_S_MAX) as scope:
+                self._reads[number] = scope
+                self._enter(self._unread, number, source)
+                late = loop.call_later(REQUEST_SOON_S, self._enter, self._slow, number, source)
+                try:
+                    yield
+                finally:
+                    late.cancel()
+                    self._unread.leave(number)
+                    self._slow.leave(number)
+        except TimeoutError:
+            if number in self._reads:
+                raise BatonError(Reason.DEADLINE, f"The request has not come within {REQUEST_S_MAX:g} s.") from None
+            raise self._full("Too many calls wait for their requests, this one for longest") from None
+        finally:
+            self._reads.pop(number, None)
+
+    @contextmanager
+    def running(self, refused: Callable[[BatonError], None] | None) -> Iterator[None]:
+        """`refused` is told what is raised: BatonError TOO_MANY_CALLS."""
+        if self._running >= self._rpcs_max:
+            full = self._full(f"This server is answering {self._running} calls already, its limit")
+            if refused is not None:
+                refused(full)
+            raise full
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+
+    @contextmanager
+    def stream(self, method: str, limit: StreamLimit, source: str) -> Iterator[None]:
+        """Raises BatonError TOO_MANY_CALLS."""
+        streams = self._streams.setdefault(method, Counter())
+        if streams.total() >= limit.in_all or streams[source] >= limit.of_address:
+            raise self._full(f"This server keeps {limit.of_address} such streams of one address, {limit.in_all} in all")
+        streams[source] += 1
+        try:
+            yield
+        finally:
+            streams[source] -= 1
+            if not streams[source]:
+                del streams[source]
+
+    def _enter(self, crowd: Strangers, number: int, source: str) -> None:
+        leaves = crowd.enter(number, source)
+        scope = None if leaves is None else self._reads.pop(leaves, None)
+        if scope is not None:
+            scope.reschedule(asyncio.get_running_loop().time())
+
+    def _full(self, text: str) -> BatonError:
+        return BatonError(Reason.TOO_MANY_CALLS, f"{text}; try again later.", retry_after_ms=self._retry_ms)

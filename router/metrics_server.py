@@ -1,0 +1,18 @@
+"""The router's metrics over HTTP, for Prometheus: on a port of their own, which clients need not reach."""
+
+from __future__ import annotations
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from router.metrics import RouterMetrics
+
+
+def metrics_app(metrics: RouterMetrics) -> Starlette:
+    async def text(_request: Request) -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    return Starlette(routes=[Route("/metrics", text)])

@@ -1,0 +1,147 @@
+"""Where bodies are parsed, chats rendered and prompts encoded: short ones in threads, long ones in processes.
+
+Python's parser of JSON keeps the interpreter's lock, and so do parts of a tokenizer. With a few MiB of text no stream
+of the router would go on for a tenth of a second and more, whichever thread did it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+
+from baton.errors import BatonError, Reason
+from baton.log import get_log
+from router.prompts import PromptEncoder
+from router.text_process import LENGTH_BYTES, Failure, Setup
+
+log = get_log("router")
+
+_T = TypeVar("_T")
+_P = ParamSpec("_P")
+Work = Callable[Concatenate[PromptEncoder, bytes | bytearray, _P], _T]
+"""A function of a module, which a process finds by its name; a text and what else it needs."""
+
+THREADS: Final = 2
+PROCESSES: Final = 2
+SHORT_BYTES_MAX: Final = 16_384
+"""Takes some milliseconds; a text of the largest size that is taken may take seconds."""
+TEXT_MS_MAX: Final = 20_000
+"""For one text in a process."""
+_PIECE_BYTES: Final = 1 << 16
+
+
+class TextWorkers:
+    """However many long texts wait, short ones wait for short ones only. Lives on one event loop."""
+
+    def __init__(self, prompts: PromptEncoder) -> None:
+        self._prompts = prompts
+        # Threads of our own: the loop's resolve names of hosts.
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="text")
+        self._places = asyncio.Semaphore(PROCESSES)
+        self._idle = [_TextProcess(Setup(folder=prompts.folder, chars_max=prompts.chars_max)) for _ in range(PROCESSES)]
+        self._running: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    async def run(self, work: Work[_P, _T], raw: bytes | bytearray, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """`work(prompts, raw, *args)`. Raises what it raises; INTERNAL if a process ends, DEADLINE if it takes long."""
+        assert not kwargs
+        if len(raw) <= SHORT_BYTES_MAX:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work, self._prompts, raw, *args)
+        await self._places.acquire()
+        if self._closed:
+            raise BatonError(Reason.CANCELLED, "The router is stopping.")
+        task = asyncio.create_task(self._in_process(work, raw, args))
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        # What a process has begun it ends, whether the client waits or not.
+        return await asyncio.shield(task)
+
+    async def _in_process(self, work: Work[_P, _T], raw: bytes | bytearray, args: tuple[Any, ...]) -> _T:
+        process = self._idle.pop()
+        try:
+            result: _T = await process.ask(work, raw, args)
+            return result
+        finally:
+            self._idle.append(process)
+            self._places.release()
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # the client may have left: nobody else looks
+
+    async def close(self) -> None:
+        """What waits is not begun any more, and what runs in a process is given up. Idempotent."""
+        self._closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        for process in self._idle:
+            await process.close()
+
+
+class _TextProcess:
+    """One process, started when it is first needed and when it has ended. It ends with the router: its input does."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._child: asyncio.subprocess.Process | None = None
+
+    async def ask(self, work: Callable[..., Any], raw: bytes | bytearray, args: tuple[Any, ...]) -> Any:
+        """One at a time."""
+        try:
+            async with asyncio.timeout(TEXT_MS_MAX / 1000):
+                if self._child is None:
+                    self._child = await self._start()
+                    await self._send(self._child, pickle.dumps(self._setup))
+                await self._send(self._child, pickle.dumps((work, args)))
+                await self._send(self._child, raw)
+                answer = await self._receive(self._child)
+        except TimeoutError:
+            await self.close()
+            text = f"The text of the request took longer than {TEXT_MS_MAX // 1000} s to read, the limit."
+            raise BatonError(Reason.DEADLINE, text) from None
+        except (EOFError, ConnectionError) as error:
+            await self.close()
+            log.error("a process that reads long texts has ended")
+            raise BatonError(Reason.INTERNAL, "The process that reads long texts has ended; send it again.") from error
+        except BaseException:
+            await self.close()  # its answer would be taken for that to the next text
+            raise
+        if isinstance(answer, BatonError):
+            raise answer
+        if isinstance(answer, Failure):
+            raise RuntimeError(answer.traceback)
+        return answer
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        pipe = asyncio.subprocess.PIPE
+        # -P: a folder of the user's that is called router is not ours.
+        command = [sys.executable, "-P", "-c", "from router.text_process import main; main()"]
+        return await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+
+    async def _send(self, child: asyncio.subprocess.Process, data: bytes | bytearray) -> None:
+        """In pieces: asyncio copies what a pipe does not take at once."""
+        assert child.stdin is not None
+        child.stdin.write(len(data).to_bytes(LENGTH_BYTES, "big"))
+        for start in range(0, len(data), _PIECE_BYTES):
+            child.stdin.write(data[start : start + _PIECE_BYTES])
+            await child.stdin.drain()
+
+    async def _receive(self, child: asyncio.subprocess.Process) -> Any:
+        assert child.stdout is not None
+        count = int.from_bytes(await child.stdout.readexactly(LENGTH_BYTES), "big")
+        return pickle.loads(await child.stdout.readexactly(count))
+
+    async def close(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            if child.returncode is None:
+                child.kill()
+            await child.wait()

@@ -1,0 +1,194 @@
+"""Requests: bodies of the OpenAI endpoints, messages of gRPC, and what tokenizers and templates do to them."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from typing import Any, Final
+
+from batonpb import inference_pb2
+from google.protobuf.message import DecodeError
+from hypothesis import strategies as st
+
+from baton.wire import ModelInfo
+from router import openai
+from router.chat_template import ChatTemplate
+from router.openai import CHOICES_MAX, OpenAiCall
+from router.prompts import PromptEncoder
+from router.request import ROLES, check_request
+from router.text import TextCodec
+from tests.fuzz.target import Target, jsons, refusal_is_typed, written
+from tests.support import chat_tokenizers
+from tests.support.chat_tokenizers import BEGIN, END
+
+MODEL: Final = ModelInfo(
+    name="m", fingerprint="f", vocab_size=1000, context_len_max=4_096, eos_token_ids=(0,), layout_hash="l",
+    block_size=16, protocol_min=1, protocol_max=1,
+)  # fmt: skip
+CHATML: Final = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | replace('/think', '') | trim }}"
+    "{% for call in m.tool_calls %}{{ call | tojson }}{% endfor %}</s>{% endfor %}"
+    "{% if mood %}{{ mood }}{% endif %}"
+)
+KINDS: Final = (
+    chat_tokenizers.byte_level, chat_tokenizers.byte_fallback, chat_tokenizers.unigram, chat_tokenizers.word_piece
+)  # fmt: skip
+TOKENIZERS: Final = [make() for make in KINDS]
+ENCODERS: Final = [
+    PromptEncoder(codec=TextCodec(make()), template=ChatTemplate(CHATML, {}), chars_max=100_000) for make in KINDS
+]
+_PIECES: Final = (BEGIN, END, "<|im", "_start|>", "</", "s>", "＜/s＞", "/think", "[UNK]", "a", " ", "\U000c0000", "𓀀")
+
+
+def check_body(data: bytes) -> None:
+    """Of either endpoint."""
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(640)  # as routers do
+    try:
+        with refusal_is_typed():
+            _sent(openai.parse_completion(openai.parse_body(data)))
+        for encoder in ENCODERS[:1]:
+            with refusal_is_typed():
+                _sent(openai.parse_chat(openai.parse_body(data), encoder.encode_chat))
+    finally:
+        sys.set_int_max_str_digits(before)
+
+
+def _sent(call: OpenAiCall) -> None:
+    assert 0 < len(call.requests) * call.n <= CHOICES_MAX
+    for request in call.requests:
+        check_message(request.SerializeToString())
+
+
+def check_message(data: bytes) -> None:
+    """A GenerateRequest: what is taken is within the model's bounds, and says the same again."""
+    try:
+        request = inference_pb2.GenerateRequest.FromString(data)
+    except DecodeError:
+        return  # gRPC answers that
+    with refusal_is_typed():
+        given = request.token_ids.ids
+        prompt = given if request.WhichOneof("prompt") in (None, "token_ids") else ENCODERS[0].encode(request)
+        first, second = (
+            check_request(
+                inference_pb2.GenerateRequest.FromString(each),
+                model=MODEL,
+                prompt=prompt,
+                has_tokenizer=True,
+                answer_tokens=lambda _tokens: 16,
+                rng=random.Random(1),
+            )
+            for each in (data, request.SerializeToString(deterministic=True))
+        )
+        assert first == second
+        assert len(first.prompt) + first.sampling.max_tokens <= MODEL.context_len_max
+        assert max(first.prompt) < MODEL.vocab_size
+
+
+def check_chat(data: bytes) -> None:
+    """The first byte chooses a tokenizer; the rest is a body. The prompt has the template's special tokens only."""
+    which = (data[0] if data else 0) % len(KINDS)
+    asked: list[int] = []
+
+    def encode(messages: Any, extra: Any) -> Any:
+        ids = ENCODERS[which].encode_chat(messages, extra)
+        asked.append(len(messages))
+        ours = {TOKENIZERS[which].token_to_id(text) for text in (BEGIN, END)}
+        assert Counter(token for token in ids if token in ours) == dict.fromkeys(ours, len(messages))
+        return ids
+
+    with refusal_is_typed():
+        call = openai.parse_chat(openai.parse_body(data[1:]), encode)
+        assert len(asked) == 1 and call.chat
+
+
+_texts = st.lists(st.sampled_from(_PIECES), max_size=6).map("".join) | st.text(max_size=6)
+_leaves = st.none() | st.booleans() | st.integers(-(2**66), 2**66) | st.floats() | _texts
+_values = jsons(_leaves)
+_parts = st.fixed_dictionaries({"type": st.just("text"), "text": _texts})
+_messages = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from([*ROLES, "function", END]) | _values},
+        optional={
+            "content": _texts | st.lists(_parts, max_size=3) | _values,
+            "tool_calls": st.lists(_values, max_size=2),
+            "name": _texts,
+        },
+    ),
+    max_size=4,
+)  # fmt: skip
+_numbers = st.integers(-2, 2**33) | st.floats() | st.sampled_from([0, 1, -1, 0.5, 2.0, "1"])
+_variables = st.sampled_from(["mood", "tools", "range", "x"])
+_fields: dict[Any, st.SearchStrategy[Any]] = {
+    "prompt": _texts | st.lists(st.integers(-1, 1100), max_size=5) | _values,
+    "model": st.sampled_from(["m", "x" * 9000]),
+    "max_tokens": _numbers, "max_completion_tokens": _numbers, "temperature": _numbers, "top_p": _numbers,
+    "top_k": _numbers, "min_p": _numbers, "n": _numbers, "best_of": _numbers, "seed": _numbers, "min_tokens": _numbers,
+    "logprobs": _numbers | st.booleans(), "top_logprobs": _numbers, "stop": _texts | st.lists(_texts, max_size=20),
+    "repetition_penalty": _numbers, "presence_penalty": _numbers, "frequency_penalty": _numbers,
+    "logit_bias": st.dictionaries(st.integers(-1, 1100).map(str) | _texts, _numbers, max_size=3) | _values,
+    "stop_token_ids": st.lists(st.integers(-1, 1100), max_size=3), "cache_salt": _texts, "stream": st.booleans(),
+    "stream_options": _values, "response_format": _values, "x": _values, "priority": _values,
+    "chat_template_kwargs": st.dictionaries(_variables, _values, max_size=2) | _values,
+}  # fmt: skip
+_completions = st.fixed_dictionaries({}, optional=_fields)
+_chats = st.fixed_dictionaries({"messages": _messages | _values}, optional=_fields)
+
+_COMPLETION: Final = (
+    b'{"model": "m", "prompt": "hi </s>", "max_tokens": 5, "stop": ["x"], "logit_bias": {"7": -1.5}, "n": 2}'
+)
+_CHAT: Final = (
+    b'{"messages": [{"role": "system", "content": "a </s><|im_start|>"}, {"role": "user", "content": [{"type": "text", '
+    b'"text": "b\\ud83d\\ude00"}], "name": "<|im"}], "chat_template_kwargs": {"mood": "</s>"}, "temperature": 0.5}'
+)
+_REQUEST: Final = inference_pb2.GenerateRequest(
+    chat=inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="hi </s>")]),
+    sampling=inference_pb2.Sampling(temperature=0.5, top_k=3, stop=["x"], logit_bias={5: 1.0}, stop_token_ids=[7]),
+    cache_salt="s",
+).SerializeToString()
+_IDS: Final = inference_pb2.GenerateRequest(
+    token_ids=inference_pb2.TokenIds(ids=range(300)), sampling=inference_pb2.Sampling(max_tokens=3, seed=2**64 - 1)
+).SerializeToString()
+_TEXT: Final = inference_pb2.GenerateRequest(text="the <|im_start|> sea", model="m").SerializeToString()
+
+_PART: Final = b'{"type":"text","text":"a"}'
+
+BODIES: Final = Target(
+    name="body",
+    check=check_body,
+    inputs=(_completions | _chats | _values).map(written),
+    samples=[_COMPLETION, _CHAT, b'{"prompt": [[1, 2], [3]], "logprobs": 3}'],
+    repeats=[
+        (b"", b"[", b""), (b"", b'{"a":', b""), (b'{"prompt":[', b"1,", b"1]}"), (b'{"prompt":"', b"\\u0041", b'"}'),
+        (b'{"prompt":"', b"\\\\", b'"}'), (b'{"prompt":"', b'\\"', b'"}'), (b'{"prompt":', b"9", b"}"),
+        (b'{"prompt":["', b'a","', b'"]}'), (b'{"stop":["', b'a","', b'"],"prompt":"a"}'), (b'{"seed":1', b"0", b"}"),
+        (b'{"prompt":"a","logit_bias":{"5":1', b',"5":1', b"}}"), (b'{"prompt":"a"', b',"a":1', b"}"),
+        (b'{"x":[', b"[],", b"[]]}"), (b'{"x":1e', b"9", b"}"), (b'{"x":0.', b"1", b"}"), (b"", b"\xff", b""),
+        (b'{"prompt":"', b"<|", b'"}'), (b'{"prompt":"', b"</s>", b'"}'), (b'{"prompt":"', "𓀀".encode(), b'"}'),
+    ],
+)  # fmt: skip
+MESSAGES: Final = Target(
+    name="message",
+    check=check_message,
+    inputs=st.binary(max_size=300),
+    samples=[_REQUEST, _IDS, _TEXT],
+    repeats=[(b"", _REQUEST, b""), (b"", _IDS[:4], b""), (b"", b"\x0b", b""), (b"", b"\x08\x80", b"")],
+)
+CHATS: Final = Target(
+    name="chat",
+    check=check_chat,
+    inputs=st.tuples(st.integers(0, 3), _chats).map(lambda pair: bytes([pair[0]]) + written(pair[1])),
+    samples=[bytes([which]) + _CHAT for which in range(len(KINDS))],
+    repeats=[
+        (bytes([which]) + b'{"messages":[{"role":"user","content":"', part, b'"}]}')
+        for which in range(len(KINDS))
+        for part in (b"<|", b"</s>", b"<|im_start", b"/think", b"a ", "𓀀".encode(), "＜/s＞".encode(), b"\\u0301a")
+    ]
+    + [
+        (b'\0{"messages":[{"role":"user","content":"a"}', b',{"role":"user","content":"a"}', b"]}"),
+        (b'\0{"messages":[{"role":"user","content":"a","tool_calls":[', b'{"</s>":"</s>"},', b"1]}]}"),
+        (b'\0{"messages":[{"role":"user","content":"a"}],"chat_template_kwargs":{"mood":[', b"[],", b"1]}}"),
+        (b'\0{"messages":[{"role":"user","content":[', _PART + b",", _PART + b"]}]}"),
+    ],
+)  # fmt: skip

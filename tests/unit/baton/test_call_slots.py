@@ -1,0 +1,155 @@
+"""Calls whose request does not come, or is none, over a real connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+from batonpb import decode_pb2, inference_pb2, node_pb2
+
+from baton import call_slots
+from baton.errors import BatonError, Code, Reason
+from baton.rpc import PUBLIC_MESSAGE_BYTES_MAX, RpcLimits, rpc_errors
+from tests.support.rpc_harness import SERVING, Served, answer, run, serving
+
+LIMITS = RpcLimits(rpcs_max=8)
+GENERATE = "/baton.v1.Inference/GenerateUnary"
+GET_STATUS = "/baton.v1.Node/GetStatus"
+
+
+def half_open(served: Served, method: str) -> Any:
+    """A call with a head and no request."""
+    channel = served.channels.get(f"127.0.0.1:{served.port}")
+    return channel.stream_unary(method)(timeout=60)
+
+
+async def ended(call: Any) -> BatonError:
+    with pytest.raises(BatonError) as caught, rpc_errors("server"):
+        await call
+    return caught.value
+
+
+@asynccontextmanager
+async def first_ended(calls: list[Any], count: int) -> AsyncIterator[list[BatonError]]:
+    """The errors of the first that end, in any order. The others wait on during the block."""
+    ends = [asyncio.create_task(ended(call)) for call in calls]
+    errors = [await end for _, end in zip(range(count), asyncio.as_completed(ends), strict=False)]
+    assert sum(call.done() for call in calls) == count
+    yield errors
+    for each in ends:
+        each.cancel()
+    await asyncio.wait(ends)
+
+
+async def reply(_request: Any, _context: Any) -> inference_pb2.GenerateResponse:
+    return inference_pb2.GenerateResponse(request_id="done")
+
+
+def test_calls_without_a_request_keep_nobody_out() -> None:
+    """Five times as many as the server answers at a time: others are answered meanwhile, checks too. All but so many
+    are told to make room; the rest wait on."""
+
+    async def scene() -> None:
+        async with serving(LIMITS, inference=reply, node=answer) as served:
+            calls = [half_open(served, GENERATE) for _ in range(40)]
+            async with first_ended(calls, 32) as errors:
+                for error in errors:
+                    assert (error.reason, error.retry_after_ms) == (Reason.TOO_MANY_CALLS, LIMITS.busy_retry_ms)
+                for _ in range(5):
+                    done = await served.inference.GenerateUnary(inference_pb2.GenerateRequest(), timeout=20)
+                    assert done.request_id == "done"
+                    assert (await served.get_status()).requests == 7
+                    assert await served.check("") == SERVING
+
+    run(scene())
+
+
+def test_a_request_has_to_come_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_slots, "REQUEST_S_MAX", 0.05)
+
+    async def scene() -> None:
+        async with serving(LIMITS, inference=reply) as served:
+            assert (await ended(half_open(served, GENERATE))).reason is Reason.DEADLINE
+
+    run(scene())
+
+
+def test_slow_requests_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of calls that have waited for their requests long enough to be slow, so many stay as memory is set aside for."""
+    monkeypatch.setattr(call_slots, "REQUEST_SOON_S", 0.0)
+    monkeypatch.setattr(call_slots, "SLOW_BYTES_MAX", 2 * LIMITS.message_bytes_max)
+
+    async def scene() -> None:
+        async with serving(LIMITS, node=answer) as served:
+            calls = [half_open(served, GET_STATUS) for _ in range(5)]
+            async with first_ended(calls, 3) as errors:
+                assert {error.reason for error in errors} == {Reason.TOO_MANY_CALLS}
+
+    run(scene())
+
+
+@pytest.mark.parametrize("sends", [b"", b"\xff\xff", None])
+def test_what_is_no_request(sends: bytes | None, caplog: pytest.LogCaptureFixture) -> None:
+    """Bytes that are no message, or none at all: the caller's error, and no line in the log. No bytes at all are an
+    empty message."""
+
+    async def requests() -> Any:
+        if sends is not None:
+            yield sends
+
+    async def scene() -> None:
+        async with serving(LIMITS, node=answer) as served:
+            channel = served.channels.get(f"127.0.0.1:{served.port}")
+            call = channel.stream_unary(GET_STATUS)(requests(), timeout=20)
+            if sends == b"":
+                assert node_pb2.NodeStatus.FromString(await call).requests == 7
+            else:
+                error = await ended(call)
+                assert (error.reason, error.code) == (Reason.BAD_FIELD, Code.INVALID_ARGUMENT)
+
+    run(scene())
+    assert not caplog.records
+
+
+def test_a_caller_who_leaves_in_the_middle_of_its_request_leaves_no_trace(caplog: pytest.LogCaptureFixture) -> None:
+    """Forty times: nothing is logged as if it were our fault, and all places are free again."""
+
+    async def scene() -> None:
+        async with serving(LIMITS, inference=reply) as served:
+            for _ in range(10):
+                calls = [half_open(served, GENERATE) for _ in range(4)]
+                await asyncio.gather(*(call.wait_for_connection() for call in calls))
+                for call in calls:
+                    call.cancel()
+                    with suppress(asyncio.CancelledError):
+                        await call
+            assert await served.check("") == SERVING
+
+    run(scene())
+    assert not caplog.records
+
+
+def test_a_client_may_send_less_than_it_gets() -> None:
+    """4 MiB of a request are too many, on a server that clients call; a node's is taken. An answer may be larger."""
+    body = "x" * PUBLIC_MESSAGE_BYTES_MAX
+
+    async def large(_request: Any, _context: Any) -> inference_pb2.GenerateResponse:
+        return inference_pb2.GenerateResponse(request_id=body)
+
+    async def known(_request: Any, _context: Any) -> decode_pb2.CancelReply:
+        return decode_pb2.CancelReply(known=True)
+
+    async def scene() -> None:
+        async with serving(inference=large) as served:
+            got = await served.inference.GenerateUnary(inference_pb2.GenerateRequest(), timeout=20)
+            assert got.request_id == body
+            call = served.inference.GenerateUnary(inference_pb2.GenerateRequest(text=body), timeout=20)
+            assert (await ended(call)).reason is Reason.BAD_FIELD
+        async with serving(decode=known) as served:
+            got = await served.decode.Cancel(decode_pb2.CancelRequest(reason=body), timeout=20)
+            assert got.known
+
+    run(scene())

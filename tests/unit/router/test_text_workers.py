@@ -1,0 +1,111 @@
+"""Threads and processes for texts: long ones hold nobody up, and what ends a process is one request's trouble."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from baton.errors import BatonError, Reason
+from router import text_workers
+from router.prompts import PromptEncoder
+from router.text_workers import PROCESSES, SHORT_BYTES_MAX, THREADS, TextWorkers
+from tests.support import text_work
+
+SHORT, LONG = bytes(SHORT_BYTES_MAX), bytes(SHORT_BYTES_MAX + 1)
+
+
+@asynccontextmanager
+async def workers() -> AsyncIterator[TextWorkers]:
+    made = TextWorkers(PromptEncoder(chars_max=100))
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+def test_short_texts_go_past_long_ones(tmp_path: Path) -> None:
+    """More long texts than there are processes are being read, or wait. Short ones are done meanwhile, in this process;
+    long ones in others, and what waits when the router stops is not begun."""
+
+    async def scene() -> None:
+        async with workers() as made:
+            long = [
+                asyncio.create_task(made.run(text_work.wait_for, LONG, str(tmp_path / "go")))
+                for _ in range(2 * PROCESSES)
+            ]
+            short = [made.run(text_work.pid, SHORT) for _ in range(2 * THREADS)]
+            assert set(await asyncio.gather(*short)) == {os.getpid()}
+            assert not any(each.done() for each in long)
+            (tmp_path / "go").touch()
+            pids = await asyncio.gather(*long)
+            assert os.getpid() not in pids
+            assert len(set(pids)) == PROCESSES
+
+    asyncio.run(scene())
+
+
+def test_what_a_text_is_refused_with_is_the_same_from_a_process() -> None:
+    """An error for the client comes back whole, and a bug of ours with the place where it is."""
+
+    async def scene() -> None:
+        async with workers() as made:
+            for raw in (SHORT, LONG):
+                with pytest.raises(BatonError) as caught:
+                    await made.run(text_work.refuse, raw)
+                error = caught.value
+                assert (error.reason, error.message, error.field) == (Reason.BAD_FIELD, "The test says so.", "prompt")
+                assert (error.retry_after_ms, error.metadata) == (7, {"a": "b"})
+            with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+                await made.run(text_work.fail, LONG)
+
+    asyncio.run(scene())
+
+
+def test_a_process_that_ends_is_started_again() -> None:
+    """Its text is refused, the next one is read."""
+
+    async def scene() -> None:
+        async with workers() as made:
+            with pytest.raises(BatonError) as caught:
+                await made.run(text_work.end, LONG)
+            assert caught.value.reason is Reason.INTERNAL
+            assert await made.run(text_work.pid, LONG) != os.getpid()
+
+    asyncio.run(scene())
+
+
+def test_a_text_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
+    """Its process is killed, and the next text has another."""
+
+    async def scene() -> None:
+        async with workers() as made:
+            first = await asyncio.gather(*[made.run(text_work.pid, LONG) for _ in range(PROCESSES)])
+            with patch.object(text_workers, "TEXT_MS_MAX", 50), pytest.raises(BatonError) as caught:
+                await made.run(text_work.wait_for, LONG, str(tmp_path / "never"))
+            assert caught.value.reason is Reason.DEADLINE
+            then = await asyncio.gather(*[made.run(text_work.pid, LONG) for _ in range(PROCESSES)])
+            assert len({*first, *then}) == PROCESSES + 1
+
+    asyncio.run(scene())
+
+
+def test_a_client_that_leaves_takes_nothing_along(tmp_path: Path) -> None:
+    """The process ends what it has begun, and its answer is nobody's: the next text gets its own."""
+
+    async def scene() -> None:
+        async with workers() as made:
+            left = [asyncio.create_task(made.run(text_work.wait_for, LONG, str(tmp_path / "go"))) for _ in range(3)]
+            await asyncio.to_thread(text_work.seen, str(tmp_path / "go.begun"))
+            for each in left:
+                each.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+            (tmp_path / "go").touch()
+            assert await made.run(text_work.echo, LONG, "mine") == "mine"
+
+    asyncio.run(scene())
