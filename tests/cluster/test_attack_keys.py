@@ -365,7 +365,7 @@ def test_a_flood_of_wrong_keys_costs_others_nothing(front: Front) -> None:
 
 
 def test_a_router_that_anybody_reaches_warns() -> None:
-    """It listens on all addresses, of both ports, without keys: each has a line. One on the loopback has none."""
+    """HTTP listens on all addresses, and there are no keys: the log says so. gRPC on the loopback is fine."""
     with front_door(router_flags={"http_listen": "0.0.0.0:0"}) as front:
         warned = [line for line in front.log_text(ROUTER_NAME).splitlines() if "set api_keys_file" in line]
         assert len(warned) == 1 and "listen=0.0.0.0:0" in warned[0] and "http_listen" in warned[0]
