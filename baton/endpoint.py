@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from ipaddress import IPv6Address, IPv6Network, ip_address
@@ -42,7 +43,7 @@ def split_endpoint(text: str) -> tuple[str, int]:
         raise _bad(text, "an IPv6 address needs brackets, as in [::1]:7000")
     if not colon or not host or any(c.isspace() or c in "/[]" for c in host):
         raise _bad(text, "expected host:port, as in 127.0.0.1:7000")
-    if not (port_text.isascii() and port_text.isdigit()) or int(port_text) > PORT_MAX:
+    if not re.fullmatch("[0-9]{1,5}", port_text) or int(port_text) > PORT_MAX:
         raise _bad(text, f"the port must be a number from 0 to {PORT_MAX}")
     return host, int(port_text)
 

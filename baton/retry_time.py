@@ -30,6 +30,11 @@ def retry_after_ms(wait_s: float | None, *, ms_min: int, spread: float) -> int:
     return min(most, int(wait_ms * (1 + SPREAD * spread)))
 
 
+def whole_seconds_ms(spread: float) -> int:
+    """A retry time of a second or two. HTTP's Retry-After has whole seconds, and all forms are to say the same."""
+    return 1_000 if spread < 0.5 else 2_000
+
+
 def backoff_s(attempt: int, ms_min: int, ms_max: int, rng: random.Random) -> float:
     """The pause before the next try, `attempt` from 0: doubled each time, capped, with jitter since many may retry."""
     return rng.uniform(0.5, 1.0) * min(ms_max, ms_min << min(attempt, 16)) / 1e3

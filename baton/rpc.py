@@ -235,7 +235,15 @@ class RpcServer:
     def _build_probes(self) -> grpc.aio.Server:
         """Answers from the same table of services as the server itself."""
         edge = _Edge(limits=self._limits, rng=self._rng)
-        options = [("grpc.so_reuseport", 0), *CLIENT_LIVENESS.ping_options(None)]
+        options = [
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_receive_message_length", METADATA_BYTES_MAX),
+            ("grpc.max_metadata_size", METADATA_BYTES_MAX),
+            ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
+            ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS_MAX),
+            ("grpc.max_connection_idle_ms", PUBLIC_IDLE_MS_MAX),
+            *CLIENT_LIVENESS.ping_options(None),
+        ]
         server = grpc.aio.server(interceptors=[edge], maximum_concurrent_rpcs=PROBES_MAX, options=options)
         if self._health is not None:
             from grpc_health.v1 import health_pb2_grpc

@@ -208,7 +208,7 @@ class OpenAiTarget:
     def _object(self, data: bytes) -> dict[str, Any]:
         try:
             found = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):
             raise TargetError("BAD_ANSWER", f"{self.name} sent no JSON object: {data[:80]!r}")
@@ -250,7 +250,7 @@ def _problem(body: bytes) -> str:
     try:
         found = json.loads(body)
         text = str(found["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         text = body.decode(errors="replace")
     return (" ".join(text.split()) or "nothing more")[:PROBLEM_CHARS_MAX]
 

@@ -21,7 +21,10 @@ operator_options: Final = options(
         metavar="FILE", show_envvar=True,
         help="The token that orders need.  [default: ~/.local/state/baton/operator_token]",
     ),
-    click.option("--insecure", is_flag=True, help="Send the token to another machine without encryption, too."),
+    click.option(
+        "--insecure", is_flag=True, envvar="BATON_INSECURE", show_envvar=True,
+        help="Send the token to another machine without encryption, too.",
+    ),
 )  # fmt: skip
 """A command makes an `Operator` of them."""
 

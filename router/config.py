@@ -135,15 +135,23 @@ class RouterConfig(ProcessConfig):
     )
     prompt_chars_max: int = setting(2_000_000, "characters of a prompt that is sent as text", "Prompts are longer.")
     requests_max: int = setting(
-        1_024, "requests in this router at the same time", "The cluster serves more than this, or memory is short."
+        1_024,
+        "requests of this router that nodes have at the same time; others wait in line",
+        "The cluster serves more than this, or memory is short.",
+    )
+    line_requests_max: int = setting(
+        1_024,
+        "requests that wait in line in this router; one more is refused with 429",
+        "Clients should be refused sooner in a full cluster, or come in larger bursts (see rpc.rpcs_max and "
+        "http_connections_max too).",
     )
     placement_wait_ms_max: int = setting(
         5_000,
-        "how long a request may look for a node with room before it is refused",
-        "Clients should wait longer in a full cluster, or be refused sooner.",
+        "how long a request may look for a node while none is ready or reached; waiting for room does not count",
+        "Nodes are restarted or replaced, and clients should wait until they are back.",
     )
     placement_retry_ms: int = fixed(50)
-    """Pause between two looks for a node; it doubles, up to 400 ms for a resumed request."""
+    """Pause between two looks for a node, or for room; it doubles a few times."""
     client_tokens_unread_max: int = setting(
         2_048,
         "tokens kept for a client that does not read; with more it is disconnected",

@@ -35,7 +35,7 @@ SURPLUS_MS_MAX: Final = 2_000
 IDLE_MS_MAX: Final = 5_000
 """Between the end of an answer and the next call."""
 UNREAD_MS_FREE: Final = 10_000
-"""How long a client may read nothing of what waits for it; what it then reads gives it more time."""
+"""How long a client may read nothing of what waits for it. What it reads then gives it more time, up to as much."""
 UNREAD_BYTES_PER_S: Final = 8_192
 LINGER_MS_MAX: Final = 2_000
 """After the last answer: how long its end may take, and how long we read on of a call that was answered before its
@@ -43,6 +43,8 @@ end, so that the client can read the answer."""
 LINGER_BYTES_MAX: Final = 1 << 20
 CALL_MS: Final = 0.25
 """What the beginning of a call takes of the next turn of the loop, about."""
+END_MS: Final = 0.1
+"""And the end of a connection."""
 
 SURPLUS: Final = "surplus connection"
 """In a call's state: its connection, or the call of a proxy's client, was one too many when it came."""
@@ -83,7 +85,9 @@ class Served:
         """Every half second or so."""
         self.date = formatdate(usegmt=True).encode()
         for connection in tuple(self.connections):
-            connection.check(now_s)
+            if connection.is_late(now_s):
+                self.turns.do(connection.transport.abort)
+                self.turns.charge(END_MS)
 
 
 class HttpConnection(asyncio.Protocol):
@@ -108,7 +112,7 @@ class HttpConnection(asyncio.Protocol):
         self._paused = False
         self._written = 0
         self._unread: tuple[float, int] | None = None
-        """Since when bytes wait for the client to read, and how many it had read then."""
+        """While bytes wait for the client to read: when it is too late, and how many it has read."""
         self._writable = asyncio.Event()
         self._writable.set()
         self._discarded: int | None = None
@@ -141,6 +145,9 @@ class HttpConnection(asyncio.Protocol):
         self._events.clear()
         self._writable.set()
         self._parser.close()
+        vars(self.transport).pop(
+            "_read_ready_cb", None
+        )  # asyncio's: it refers to itself, so only the collector frees it
 
     def data_received(self, data: bytes) -> None:
         if self._discarded is not None:
@@ -159,18 +166,18 @@ class HttpConnection(asyncio.Protocol):
 
     # Called by the server.
 
-    def check(self, now_s: float) -> None:
-        """Close what has been slow for too long."""
+    def is_late(self, now_s: float) -> bool:
+        """Whether the client has been slow for too long."""
         left = self.transport.get_write_buffer_size()
         read, due_s = self._written - left, self._due_s
         if left:
-            since_s, read_before = self._unread = self._unread or (now_s, read)
-            due_s = since_s + UNREAD_MS_FREE / 1000 + (read - read_before) / UNREAD_BYTES_PER_S
+            due_s, before = self._unread or (math.inf, read)
+            due_s = min(now_s + UNREAD_MS_FREE / 1000, due_s + (read - before) / UNREAD_BYTES_PER_S)
+            self._unread = due_s, read
         elif self._unread is not None:
             self._unread = None
             due_s = self._due_s = max(due_s, now_s + LINGER_MS_MAX / 1000)
-        if now_s >= due_s:
-            self.transport.abort()
+        return now_s >= due_s
 
     def stop(self) -> None:
         """Take no further call."""

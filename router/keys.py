@@ -93,11 +93,11 @@ def parse_keys(raw: bytes, *, source: str) -> tuple[ApiKey, ...]:
     try:
         document = tomllib.loads(raw.decode())
         keys = _ENTRIES.validate_python(document.get("keys", ()), strict=False)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _bad_file(source, f"it is not TOML: {type(error).__name__} {_place(error)}".rstrip()) from None
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False, include_input=False)
-        problems = ["".join(f"[{at}]" for at in each["loc"]) + f" {each['msg']}" for each in found]
+        problems = ["".join(f"[{_known(at)}]" for at in each["loc"]) + f" {each['msg']}" for each in found]
         raise _bad_file(source, "keys" + "; keys".join(problems[:_PROBLEMS_SHOWN])) from None
     if set(document) - {"keys"}:
         raise _bad_file(source, "it has something else than [[keys]]")
@@ -111,6 +111,11 @@ def parse_keys(raw: bytes, *, source: str) -> tuple[ApiKey, ...]:
 
 
 _ENTRIES: Final[TypeAdapter[tuple[ApiKey, ...]]] = TypeAdapter(tuple[ApiKey, ...], config=ConfigDict(extra="forbid"))
+
+
+def _known(at: int | str) -> int | str:
+    """A place in the file; a name that is none of ours may be a key."""
+    return at if isinstance(at, int) or at in ApiKey.__annotations__ else "a name that is not known"
 
 
 def _place(error: Exception) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
-from batonpb import inference_pb2_grpc, pins_pb2_grpc
+from batonpb import pins_pb2_grpc
 
 from baton.clock import Clock
 from baton.drain import Holdings
@@ -31,7 +31,7 @@ from router.node import RouterNode
 from router.pins import PinKeeper, PinsService
 from router.prompts import PromptEncoder
 from router.request import INT_DIGITS_MAX, NEUTRAL
-from router.service import InferenceService
+from router.service import INFERENCE_SERVICE, InferenceService
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -95,11 +95,11 @@ async def serve(
         check_known=runtime.membership.check_known,
     )
     runtime.holds = lambda: Holdings(requests=node.requests)
-    runtime.load = lambda: NodeLoad(running_requests=node.requests)
+    runtime.load = lambda: NodeLoad(waiting_requests=node.waiting, running_requests=node.requests - node.waiting)
     runtime.upkeep = node.upkeep
     runtime.server.on_refused(partial(node.request_log.refused, door="grpc"))
     inference = InferenceService(node, keys.book if keys is not None else None)
-    runtime.server.add("baton.v1.Inference", inference_pb2_grpc.add_InferenceServicer_to_server, inference)
+    runtime.server.add(INFERENCE_SERVICE, InferenceService.add_to_server, inference)
     pins = await _open_pins(config, node, runtime)
     renewing = Tasks(asyncio.get_running_loop(), log, broken="pins are no longer renewed")
     renewing.spawn(pins.run())

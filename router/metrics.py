@@ -56,6 +56,10 @@ class RouterMetrics:
             "prefill_node", "decode_node", "transport",
         )  # fmt: skip
         self.queued = self._gauge("baton_requests_queued", "Requests without their first token yet.")
+        self.in_line = self._gauge("baton_requests_in_line", "Of these, requests that wait in line for room on nodes.")
+        self.line_s = self._histogram(
+            "baton_line_seconds", "How long requests that had to wait in line did so, each time.", E2E_BUCKETS_S
+        )
         self.running = self._gauge("baton_requests_running", "Requests between first and last token.")
         self.ttft_s = self._histogram(
             "baton_ttft_seconds", "From a request's arrival to its first token.", TTFT_BUCKETS_S
@@ -157,6 +161,13 @@ class _Observed(ObservedRequest):
 
     def failed(self, reason: Reason) -> None:
         self._outcome = reason.value.lower()
+
+    def waits(self) -> None:
+        self._metrics.in_line.inc()
+
+    def waited(self, waited_s: float) -> None:
+        self._metrics.in_line.dec()
+        self._metrics.line_s.observe(waited_s)
 
     def resumed(self) -> None:
         self._metrics.resumptions.inc()

@@ -22,7 +22,6 @@ from baton.ids import Attempt, Incarnation, RequestId, RequestKey
 from baton.lifecycle import Lifecycle, NodeLifecycle
 from baton.log import get_log
 from baton.repeats import RepeatLimits, RepeatLog
-from baton.retry_time import ROOM_SHARE, LeaveRate, retry_after_ms, wait_s
 from baton.rpc import Channels
 from baton.tasks import Tasks
 from baton.tracing import Traceparent, new_request_id
@@ -30,14 +29,16 @@ from baton.wire import ModelInfo, NodeRecord, Role
 from engine.model_config import SamplingDefaults
 from router.config import RouterConfig
 from router.decode_streams import DecodeStreams, DecodeSubscription, Inbox
+from router.line import Place
 from router.placement import RegionWatch, answer_tokens, tokens_max
 from router.prefill_nodes import NOT_READY_RETRY_MS, PrefillCalls, PrefillNodes
 from router.prompts import PromptEncoder
 from router.request import NEUTRAL, UINT32_MAX, ClientCall, Job, ObservedRequest, check_request
-from router.retries import GONE, RESOLVES_MAX, RESUMABLE, ResumptionPace, Retries, Verdict, pause_ms
+from router.retries import ASK_ANOTHER, GONE, RESOLVES_MAX, RESUMABLE, ResumptionPace, Retries, Verdict, pause_ms
 from router.text import AnswerText
 from router.text_jobs import encode_prompt
 from router.text_workers import TextWorkers
+from router.waiting import WaitingLine
 
 log = get_log("router")
 
@@ -163,8 +164,8 @@ class RouterNode:
             config=config, own=incarnation, channels=channels, tasks=self._tasks, clock=clock, repeats=self._repeats
         )
         self._prefill_nodes = PrefillNodes(blocks_max=config.prefix_blocks_max)
-        self._prefill_calls = PrefillCalls(self._prefill_nodes, self.streams, rng)
-        self._ended = LeaveRate()
+        self._line = WaitingLine(config, rng)
+        self._prefill_calls = PrefillCalls(self._prefill_nodes, self.streams, rng, placed=self._line.placed)
         self.texts = TextWorkers(prompts)
         self._regions = RegionWatch()
 
@@ -177,13 +178,12 @@ class RouterNode:
         """
         began_s = self._loop.time()
         job: Job | None = None
+        place: Place | None = None
         observed = self._received(began_s)
         self.requests += 1
-        admitted = self.requests <= self.config.requests_max
         try:
-            if not admitted:
-                raise self._full()
-            job = await self._check(request, call, observed)
+            place = self._line.enter(call.priority, request.ByteSize())
+            job = await self._check(request, call, observed, place)
             call.take_prompt(len(job.checked.prompt))
             started = inference_pb2.Started(request_id=call.id, prompt_tokens=len(job.checked.prompt))
             yield inference_pb2.GenerateEvent(started=started)
@@ -221,10 +221,12 @@ class RouterNode:
             if job is not None:
                 job.cut_off_with = None
             self.requests -= 1
-            if admitted:
-                self._ended.left(1, self._loop.time())
+            if place is not None:
+                self._line.leave(place)
 
-    async def _check(self, request: inference_pb2.GenerateRequest, call: ClientCall, observed: ObservedRequest) -> Job:
+    async def _check(
+        self, request: inference_pb2.GenerateRequest, call: ClientCall, observed: ObservedRequest, place: Place
+    ) -> Job:
         """Check the request, against the model of a cluster that may still be coming up. Raises BatonError."""
         self._check_known()
         give_up_s = self._loop.time() + self.config.placement_wait_ms_max / 1000
@@ -254,7 +256,8 @@ class RouterNode:
             checked=checked,
             began_s=self._loop.time(),
             observed=observed,
-            retries=Retries(config=self.config.retries, give_up_s=give_up_s),
+            place=place,
+            retries=Retries(config=self.config.retries, search_ms_max=self.config.placement_wait_ms_max),
             stats=inference_pb2.RequestStats(prompt_tokens=len(checked.prompt)),
         )
 
@@ -267,20 +270,10 @@ class RouterNode:
             return BatonError(Reason.DEADLINE, "The request's deadline has passed.")
         return None
 
-    def _full(self) -> BatonError:
-        return BatonError(
-            Reason.TOO_MANY_CALLS,
-            f"This router has {self.config.requests_max} requests already, the limit.",
-            retry_after_ms=retry_after_ms(
-                wait_s(ROOM_SHARE * self.config.requests_max, self._ended.per_s(self._loop.time())),
-                ms_min=self.config.placement_retry_ms,
-                spread=self.rng.random(),
-            ),
-        )
-
     async def _tokens(self, job: Job) -> AsyncGenerator[TokenPart, None]:
         """The answer's tokens in order, each index once, from as many attempts as it takes, one at a time."""
         looks = rounds = 0
+        await self._line.first(job)
         for number in range(1 << 30):
             job.attempts = number + 1
             key = RequestKey(request=job.id, attempt=Attempt(number))
@@ -298,6 +291,7 @@ class RouterNode:
                     now_s=self._loop.time(),
                     queued_s=inbox.queued_s,
                     lost_before=inbox.never_reached,
+                    in_answer=bool(job.output),
                 )
                 if not looks or verdict is Verdict.RESUME:
                     self.request_log.tried_again(verdict, error, job, attempt=number)
@@ -309,7 +303,12 @@ class RouterNode:
                 if inbox.subscription is not None and (inbox.out_of_reach or corrupt):
                     job.avoid_decode.add(inbox.subscription.incarnation)
                 await asyncio.sleep(self._pace.take_turn(self._loop.time()))
+            elif verdict is Verdict.WAIT:
+                looks += 1
+                if not (error_reason in ASK_ANOTHER and self._prefill_nodes.untried(job)):
+                    await self._line.again(job)
             else:
+                self._line.searches(job.place)
                 await self._pause(rounds, resumed=bool(job.output))
                 looks += 1
                 rounds += not (error_reason in GONE and self._prefill_nodes.untried(job))
@@ -410,6 +409,11 @@ class RouterNode:
 
     # What is around the requests.
 
+    @property
+    def waiting(self) -> int:
+        """Requests in line."""
+        return self._line.waiting
+
     def upkeep(self) -> None:
         """Called every second."""
         self.request_log.upkeep()
@@ -420,6 +424,7 @@ class RouterNode:
         await self.streams.close()
         await self._tasks.drain(self.config.stop_grace_ms)
         await self._tasks.cancel()
+        self._line.close()
         self.request_log.close()
         self._repeats.close()
 
@@ -435,6 +440,7 @@ class RouterNode:
             self._tasks.spawn(self._drop_stream(stream))
         self._regions.look(records)
         self._records = records
+        self._line.follow(records)
 
     async def _drop_stream(self, stream: DecodeSubscription) -> None:
         self._repeats.over(stream.name, "it is gone")

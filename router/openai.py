@@ -335,13 +335,14 @@ def error_status(error: BatonError) -> int:
 
 
 def error_headers(error: BatonError) -> dict[str, str]:
-    """When to try again, in whole seconds as the standard has it, and in milliseconds as OpenAI's clients read it; or
-    what kind of key is missing."""
+    """When to try again, in whole seconds as the standard has it, and the same in milliseconds as OpenAI's clients read
+    it; or what kind of key is missing."""
     if error.reason is Reason.INVALID_API_KEY:
         return {"www-authenticate": "Bearer"}
-    if error.retry_after_ms is None:
-        return {"retry-after": "1"} if error_status(error) == 429 else {}
-    return {"retry-after": str(math.ceil(error.retry_after_ms / 1000)), "retry-after-ms": str(error.retry_after_ms)}
+    if error.retry_after_ms is None and error_status(error) != 429:
+        return {}
+    seconds = max(1, math.ceil((error.retry_after_ms or 0) / 1000))
+    return {"retry-after": str(seconds), "retry-after-ms": str(seconds * 1000)}
 
 
 def error_json(error: BatonError, *, chat: bool = False) -> Json:

@@ -20,11 +20,18 @@ from baton.tracing import call_metadata
 from baton.wire import ModelInfo, NodeRecord
 from cachestore.prefix_cache import chain_digests, root_digest
 from router.decode_streams import DecodeStreams, Inbox, internal_error
+from router.line import Place
 from router.placement import Placement, may_hold
 from router.request import Job
 from router.retries import ASK_ANOTHER
 
 NOT_READY_RETRY_MS: Final = 1_000
+UNREACHED_MS: Final = 2_500
+"""How long a node that did not answer a call is asked only where no other is left. The directory drops a dead one in
+about this time; one that lives is asked again by then, though it has nothing new to report."""
+FULL_BEFORE_ANOTHER: Final = 4
+"""Refusals in a row, for want of room on decode nodes, before the request is sent by way of another prefill node: its
+own has what is cached of the prompt, but another one may reach more decode nodes."""
 
 
 class PrefillNodes:
@@ -38,6 +45,8 @@ class PrefillNodes:
         self._placement = Placement(blocks_max=blocks_max)
         self._drained: dict[Incarnation, int] = {}
         """Processes that refused work, each with the sequence of its record at that time."""
+        self._unreached: dict[Incarnation, float] = {}
+        """Processes that did not answer a call, each with the time until which others are preferred."""
         self._most_tokens: dict[str, int] = {}
         """By fingerprint, what the largest region ever seen holds: its node may be on its way back."""
 
@@ -49,10 +58,10 @@ class PrefillNodes:
         raise _not_ready(f"No prefill node is ready ({len(self._known)} known). Start one, or wait for one to come up.")
 
     def place(
-        self, job: Job, key: RequestKey, *, silent: Collection[Incarnation] = ()
+        self, job: Job, key: RequestKey, *, now_s: float, silent: Collection[Incarnation] = ()
     ) -> tuple[NodeRecord, Callable[[], None]]:
         """Where the next attempt goes, and what to call when that has ended. `silent` are processes that do not answer:
-        they are asked only once those that answer have all failed the request.
+        they, and those that have just failed to, are asked only once the others have all failed the request.
 
         Raises BatonError NO_PREFILL_NODE; where no region is large enough, PROMPT_TOO_LONG or, in the middle of an
         answer, NOT_RESUMABLE.
@@ -68,7 +77,8 @@ class PrefillNodes:
         if not left:
             job.avoid.clear()
             left = fit
-        answering = [r for r in left if r.incarnation not in silent]
+        self._unreached = {i: until_s for i, until_s in self._unreached.items() if now_s < until_s}
+        answering = [r for r in left if r.incarnation not in silent and r.incarnation not in self._unreached]
         record = self._placement.pick(answering or left, hashes, len(tokens))
         return record, self._placement.sent(record, key, hashes, len(tokens))
 
@@ -76,8 +86,18 @@ class PrefillNodes:
         """Whether there is one that has not failed this request since all had."""
         return bool(self.ready) and any(r.incarnation not in job.avoid for r in self._fit(job, self.model()))
 
-    def failed(self, job: Job, record: NodeRecord, error: BatonError) -> BatonError:
+    def reached(self, record: NodeRecord) -> None:
+        """The node has answered a call."""
+        self._unreached.pop(record.incarnation, None)
+
+    def failed(self, job: Job, record: NodeRecord, error: BatonError, *, now_s: float) -> BatonError:
         """The attempt at this node has failed. Returns the error to judge the request by, mostly the same one."""
+        if error.reason is Reason.PEER_UNREACHABLE and not error.metadata:  # a node says it of others, with details
+            self._unreached[record.incarnation] = now_s + UNREACHED_MS / 1000
+        job.full_in_a_row = job.full_in_a_row + 1 if error.reason is Reason.DECODE_FULL else 0
+        if job.full_in_a_row == FULL_BEFORE_ANOTHER:
+            job.full_in_a_row = 0
+            job.avoid.add(record.incarnation)
         if refused_by(error, record.incarnation):
             self._drained[record.incarnation] = record.sequence  # its own answer counts until a later record differs
         if error.reason in ASK_ANOTHER:
@@ -157,18 +177,23 @@ log = get_log("router")
 class PrefillCalls:
     """Lives on the router's loop."""
 
-    def __init__(self, nodes: PrefillNodes, streams: DecodeStreams, rng: random.Random) -> None:
-        """`streams` is where the tokens of a request come from once a decode node has granted."""
+    def __init__(
+        self, nodes: PrefillNodes, streams: DecodeStreams, rng: random.Random, *, placed: Callable[[Place], None]
+    ) -> None:
+        """`streams` is where the tokens of a request come from once a decode node has granted; `placed` is called
+        then."""
         self._nodes = nodes
         self._streams = streams
         self._rng = rng
+        self._placed = placed
+        self._loop = asyncio.get_running_loop()
         self._running: Counter[str] = Counter()
         """By endpoint, endpoints without one included."""
 
     async def run(self, job: Job, inbox: Inbox) -> None:
         """Place the attempt and make its call, which fills its inbox. Raises nothing: errors fail the inbox."""
         try:
-            record, placed = self._nodes.place(job, inbox.key, silent=self._streams.silent())
+            record, placed = self._nodes.place(job, inbox.key, now_s=self._loop.time(), silent=self._streams.silent())
             job.stats.prefill_node = record.name
             job.nodes[record.name] = None
             self._running[record.endpoint] += 1
@@ -177,7 +202,7 @@ class PrefillCalls:
             except BatonError as error:
                 if error.reason is Reason.DATA_CORRUPT:
                     job.observed.corrupt(record.name, job.stats.decode_node, error.metadata.get("transport", ""))
-                inbox.fail(self._nodes.failed(job, record, error))
+                inbox.fail(self._nodes.failed(job, record, error, now_s=self._loop.time()))
             finally:
                 self._running[record.endpoint] -= 1
                 placed()
@@ -201,7 +226,7 @@ class PrefillCalls:
 
     async def _call(self, job: Job, inbox: Inbox, record: NodeRecord) -> None:
         stub = prefill_pb2_grpc.PrefillStub(self._streams.channels.get(record.endpoint))
-        own, loop = self._streams.own, asyncio.get_running_loop()
+        own = self._streams.own
         request = prefill_pb2.PrefillRequest(
             header=common_pb2.Header(sender=own, receiver=record.incarnation),
             key=common_pb2.RequestKey(request=inbox.key.request, attempt=inbox.key.attempt),
@@ -215,11 +240,12 @@ class PrefillCalls:
         with rpc_errors(record.name):
             events = stub.Prefill(
                 request,
-                timeout=job.call.deadline_s - loop.time(),
+                timeout=job.call.deadline_s - self._loop.time(),
                 metadata=call_metadata(request_id=job.call.id, traceparent=job.call.trace.child(self._rng)),
             )
             if await begun(events):  # the node says that it has it, before it is its turn
-                inbox.queued_s = loop.time()
+                inbox.queued_s = self._loop.time()
+                self._nodes.reached(record)
             async for event in events:
                 self._take(job, inbox, event)
 
@@ -228,6 +254,7 @@ class PrefillCalls:
         kind = event.WhichOneof("event")
         if kind == "granted":
             granted, inbox.granted = event.granted, True
+            self._placed(job.place)
             stats.decode_node = granted.decode_node
             if granted.decode_node and inbox.subscription is None:
                 job.nodes[granted.decode_node] = None

@@ -12,7 +12,7 @@ from batonpb import inference_pb2
 
 from baton.errors import BatonError, Reason, bad_field
 from baton.log import get_log
-from router.request import MESSAGES_MAX, check_role
+from router.request import check_counts, check_role
 from router.special_tokens import ChatText, SpecialTokens, without_letters
 from router.text import TextCodec
 
@@ -71,6 +71,7 @@ class PromptEncoder:
 
     def encode(self, request: inference_pb2.GenerateRequest, special_tokens: bool = False) -> Sequence[int]:
         """A request's text, or its messages, checked; nothing for a text without a tokenizer. Raises BatonError."""
+        check_counts(request)
         if request.WhichOneof("prompt") == "chat":
             messages = self._checked(request.chat)
             return self.encode_chat(messages, _ASK, field="chat.messages", special_tokens=special_tokens)
@@ -160,13 +161,9 @@ class PromptEncoder:
 
     def _checked(self, chat: inference_pb2.Chat) -> list[dict[str, str]]:
         """Each message with its role and content. Raises BatonError naming the first wrong one."""
-        count = len(chat.messages)
-        if count == 0:
+        if not chat.messages:
             text = "The conversation is empty: it must have at least one message."
             raise bad_field("chat.messages", text, reason=Reason.EMPTY_PROMPT)
-        if count > MESSAGES_MAX:
-            text = f"The conversation has {count} messages; at most {MESSAGES_MAX} are taken."
-            raise bad_field("chat.messages", text, reason=Reason.PROMPT_TOO_LONG)
         self._check_chars(sum(len(message.content) for message in chat.messages), _CHAT_OF, "chat.messages")
         for i, message in enumerate(chat.messages):
             place = f"chat.messages.{i}"

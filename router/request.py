@@ -7,7 +7,6 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Final, TypeVar
 
 from batonpb import common_pb2, inference_pb2
@@ -17,6 +16,8 @@ from baton.ids import Incarnation, RequestId
 from baton.tracing import Traceparent
 from baton.wire import ModelInfo
 from engine.model_config import REPETITION_PENALTY_MAX, TEMPERATURE_MAX, SamplingDefaults
+from router.line import Place
+from router.line import Priority as Priority
 from router.retries import Retries
 
 STOP_TOKEN_IDS_MAX = 64
@@ -59,6 +60,12 @@ class ObservedRequest:
     def tokens(self, now_s: float, count: int) -> None:
         """So many tokens came at once."""
 
+    def waits(self) -> None:
+        """It has come to wait in line; `waited` follows."""
+
+    def waited(self, waited_s: float) -> None:
+        """It waits no more."""
+
     def resumed(self) -> None:
         """A node was lost with it; the rest of the answer is computed elsewhere."""
 
@@ -73,14 +80,6 @@ class ObservedRequest:
 
     def ended(self) -> None:
         """Nothing of it is left in this router."""
-
-
-class Priority(IntEnum):
-    """Who goes first where requests wait; the smaller number does."""
-
-    HIGH = 0
-    NORMAL = 1
-    LOW = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +116,8 @@ class Job:
     call: ClientCall
     checked: CheckedRequest
     began_s: float
+    place: Place
+    """In the line."""
     retries: Retries
     stats: inference_pb2.RequestStats
     finish: common_pb2.FinishReason = common_pb2.FINISH_REASON_UNSPECIFIED
@@ -128,6 +129,8 @@ class Job:
     """Prefill processes that said that their regions can never hold it, whatever their records say."""
     avoid_decode: set[Incarnation] = field(default_factory=set)
     """Decode processes that this router could not reach with this request; a prefill node may."""
+    full_in_a_row: int = 0
+    """How often prefill nodes have found all decode nodes full since the last other answer."""
     attempts: int = 0
     nodes: dict[str, None] = field(default_factory=dict)
     """Names of those that it was placed on, in order."""
@@ -165,6 +168,7 @@ def check_request(
     if request.HasField("model") and request.model != model.name:
         text = f"This cluster serves '{model.name}', not '{request.model[:NAME_CHARS_SHOWN]}'."
         raise BatonError(Reason.UNKNOWN_MODEL, text, field="model")
+    check_counts(request)
     kind = request.WhichOneof("prompt") or "prompt"
     if kind == "text" and not has_tokenizer:
         text = "This router was started without a tokenizer: send token_ids, or start it with --model."
@@ -298,10 +302,26 @@ def _number(sampling: inference_pb2.Sampling, name: str, defaults: SamplingDefau
     return _in_range(name, value, *_RANGES[name])
 
 
+_COUNTS: Final = (
+    ("stop", STOP_STRINGS_MAX, "strings"),
+    ("stop_token_ids", STOP_TOKEN_IDS_MAX, "ids"),
+    ("logit_bias", LOGIT_BIAS_TOKENS_MAX, "tokens"),
+)
+
+
+def check_counts(request: inference_pb2.GenerateRequest) -> None:
+    """Nothing is copied before it is counted. Raises BatonError naming the field."""
+    for name, most, what in _COUNTS:
+        count = len(getattr(request.sampling, name))
+        if count > most:
+            raise _out_of_range(name, f"{count} {what} long", f"at most {most} {what} long")
+    count = len(request.chat.messages)
+    if count > MESSAGES_MAX:
+        text = f"The conversation has {count} messages; at most {MESSAGES_MAX} are taken."
+        raise bad_field("chat.messages", text, reason=Reason.PROMPT_TOO_LONG)
+
+
 def _stop_token_ids(sampling: inference_pb2.Sampling, model: ModelInfo) -> list[int]:
-    count = len(sampling.stop_token_ids)  # here and below: nothing is copied before it is counted
-    if count > STOP_TOKEN_IDS_MAX:
-        raise _out_of_range("stop_token_ids", f"{count} ids long", f"at most {STOP_TOKEN_IDS_MAX} ids long")
     ids = sorted(set(sampling.stop_token_ids))
     if ids and ids[-1] >= model.vocab_size:
         raise _out_of_range("stop_token_ids", ids[-1], f"ids below the vocabulary of {model.vocab_size}")
@@ -309,9 +329,6 @@ def _stop_token_ids(sampling: inference_pb2.Sampling, model: ModelInfo) -> list[
 
 
 def _logit_bias(sampling: inference_pb2.Sampling, model: ModelInfo) -> dict[int, float]:
-    count = len(sampling.logit_bias)
-    if count > LOGIT_BIAS_TOKENS_MAX:
-        raise _out_of_range("logit_bias", f"{count} tokens long", f"at most {LOGIT_BIAS_TOKENS_MAX} tokens long")
     biases = dict(sampling.logit_bias)
     for token, bias in sorted(biases.items()):
         if token >= model.vocab_size:
@@ -324,9 +341,6 @@ def _logit_bias(sampling: inference_pb2.Sampling, model: ModelInfo) -> dict[int,
 
 
 def _stop(sampling: inference_pb2.Sampling, *, has_tokenizer: bool) -> tuple[str, ...]:
-    count = len(sampling.stop)
-    if count > STOP_STRINGS_MAX:
-        raise _out_of_range("stop", f"{count} strings long", f"at most {STOP_STRINGS_MAX} strings long")
     stops = tuple(dict.fromkeys(sampling.stop))
     for stop in stops:
         if not 0 < len(stop) <= STOP_CHARS_MAX:

@@ -25,16 +25,17 @@ RESUMED_DOUBLINGS_MAX = 2
 GONE = frozenset({Reason.NODE_DRAINING, Reason.PEER_UNREACHABLE, Reason.INCARNATION_MISMATCH})
 """The node is gone, which says nothing about the load of the others: the next one is asked without a longer pause.
 Otherwise a request's time could run out on dead nodes of a list that no directory keeps up to date."""
-_FULL = frozenset({Reason.QUEUE_FULL, Reason.TOO_MANY_CALLS})
-PLACE_AGAIN = GONE | _FULL | {
-    Reason.DECODE_FULL,
+_PREFILL_FULL = frozenset({Reason.QUEUE_FULL, Reason.TOO_MANY_CALLS})
+FULL = _PREFILL_FULL | {Reason.DECODE_FULL}
+"""The nodes are there and have no room: a request without a token waits in line, for as long as its client does."""
+PLACE_AGAIN = GONE | FULL | {
     Reason.HANDOFF_FAILED,  # before it began: its link ended while the grant was on its way
     Reason.NO_PREFILL_NODE,
     Reason.NO_DECODE_NODE,
     Reason.PAIR_FENCING,
 }  # fmt: skip
 """Nobody has taken the request yet and somebody may soon."""
-ASK_ANOTHER = GONE | _FULL | {
+ASK_ANOTHER = GONE | _PREFILL_FULL | {
     Reason.NO_DECODE_NODE,  # that it knows of; one may have come up while the directory was lost
     Reason.DATA_CORRUPT,  # by it or by the decode node: both are avoided
 }  # fmt: skip
@@ -99,6 +100,7 @@ class RetryConfig:
 class Verdict(Enum):
     """What to do with a request whose attempt has failed."""
 
+    WAIT = "nobody has room for it: it waits in line"
     PLACE_AGAIN = "nobody had taken it"
     RESUME = "it is taken up where the client's answer ends"
 
@@ -108,8 +110,10 @@ class Retries:
     """The failures of one request so far."""
 
     config: RetryConfig
-    give_up_s: float
-    """Until then it may look for a node that takes it."""
+    search_ms_max: int
+    """How long it may look for a node that is there."""
+    give_up_s: float | None = None
+    """Until then it may look. None: no look since the last answer of a node has failed."""
     deaths: int = 0
     resumptions: int = 0
 
@@ -121,16 +125,23 @@ class Retries:
         now_s: float,
         queued_s: float | None = None,
         lost_before: bool = False,
+        in_answer: bool = False,
     ) -> Verdict:
         """Count the failure of an attempt. Raises the client's error where nothing more is tried.
 
+        `in_answer`: the client has a part of the answer, so the request does not wait in line.
         `queued_s` is when a prefill node said that it has the request, None if none did: waiting for a node that is not
         reached is a part of the search. `lost_before`: this router had already lost the decode node before it granted,
         and nothing else has failed, so the attempt does not count as a death.
         """
         try:
             if not granted:
-                if error.reason in LOST_WAITING and queued_s is not None:
+                if error.reason in FULL and not in_answer:
+                    self.give_up_s = None
+                    return Verdict.WAIT
+                if self.give_up_s is None:
+                    self.give_up_s = now_s + self.search_ms_max / 1000
+                elif error.reason in LOST_WAITING and queued_s is not None:
                     self.give_up_s += now_s - queued_s
                 if error.reason in PLACE_AGAIN and now_s < self.give_up_s:
                     return Verdict.PLACE_AGAIN

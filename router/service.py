@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
-from typing import Any
+from typing import Any, Final
 
-from batonpb import inference_pb2, inference_pb2_grpc
+import grpc
+from batonpb import inference_pb2
 
 from baton.errors import BatonError
 from baton.ids import RequestId
@@ -16,18 +17,34 @@ from baton.tracing import CallMetadata, Traceparent, new_request_id, read_metada
 from router.keys import Admission, KeyBook, authorization_of
 from router.node import CutOff, RouterNode, client_guard
 from router.request import ClientCall
+from router.text_jobs import read_message
+from router.text_workers import SHORT_BYTES_MAX
+
+INFERENCE_SERVICE: Final = "baton.v1.Inference"
 
 
-class InferenceService(inference_pb2_grpc.InferenceServicer):
-    """baton.v1.Inference, for clients."""
+class InferenceService:
+    """baton.v1.Inference, for clients. It takes messages as bytes: a long one with many parts would hold the loop."""
 
     def __init__(self, node: RouterNode, keys: KeyBook | None = None) -> None:
         """None: everybody may ask."""
         self._node = node
         self._keys = keys
 
-    async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
+    def add_to_server(self, server: Any) -> None:
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Generate": grpc.unary_stream_rpc_method_handler(
+                self._generate, response_serializer=inference_pb2.GenerateEvent.SerializeToString
+            ),
+            "GenerateUnary": grpc.unary_unary_rpc_method_handler(
+                self._generate_unary, response_serializer=inference_pb2.GenerateResponse.SerializeToString
+            ),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(INFERENCE_SERVICE, handlers),))
+
+    async def _generate(self, raw: bytes, context: Any) -> None:
         with self._admitted(context) as admission:
+            request = await self._read(raw)
             async with (
                 client_guard() as cut_off,
                 aclosing(self._events(request, context, admission, cut_off)) as events,
@@ -82,11 +99,21 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             raise
         return called
 
-    async def GenerateUnary(
-        self, request: inference_pb2.GenerateRequest, context: Any
-    ) -> inference_pb2.GenerateResponse:
+    async def _read(self, raw: bytes) -> inference_pb2.GenerateRequest:
+        """Raises BatonError, which the log has too."""
+        node, context_len_max = self._node, self._node.context_len_max()
+        try:
+            if len(raw) <= SHORT_BYTES_MAX:
+                return read_message(node.prompts, raw, context_len_max)
+            return await node.texts.run(read_message, raw, context_len_max)
+        except BatonError as error:
+            node.request_log.refused(error, door="grpc")
+            raise
+
+    async def _generate_unary(self, raw: bytes, context: Any) -> inference_pb2.GenerateResponse:
         response = inference_pb2.GenerateResponse()
         with self._admitted(context) as admission:
+            request = await self._read(raw)
             async with aclosing(self._events(request, context, admission)) as events:
                 async for event in events:
                     kind = event.WhichOneof("event")

@@ -15,8 +15,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from baton.errors import BatonError, Code, Reason
 from baton.rpc import rpc_errors
 from cli.services import Service
+from tests.cluster.test_mixed_protocol import directly
 from tests.support.cluster_harness import (
     CALL_S_MAX,
+    Answer,
     RunningCluster,
     assert_conserved,
     error_of,
@@ -31,7 +33,7 @@ from tests.support.node_states import prefill_state
 
 BLOCKS = 100
 SOON = {"placement_wait_ms_max": 200}
-"""A router that soon stops looking for room."""
+"""A router that soon stops looking for nodes."""
 
 
 @pytest.fixture(scope="module")
@@ -139,13 +141,35 @@ def test_a_cluster_without_one_role(missing: str, reason: Reason, word: str) -> 
     asyncio.run(scenario())
 
 
-async def full_error(cluster: InProcessCluster) -> BatonError:
-    return await error_of(cluster.client.generate([7, 8], max_tokens=3))
+async def in_line(cluster: InProcessCluster, count: int) -> None:
+    async def wait() -> bool:
+        return cluster.router.waiting == count
+
+    await wait_for(wait, f"{count} requests to wait in line", story=cluster.story)
+
+
+async def node_error(cluster: InProcessCluster, name: str) -> BatonError:
+    """What the prefill node tells the router."""
+    return await error_of(directly(cluster, "prefill-0", common_pb2.RequestKey(request=name), [7, 8], 3, []))
+
+
+async def waits_for_room(cluster: InProcessCluster) -> asyncio.Task[Answer]:
+    """A request that waits in the router's line. Another one has waited there until its deadline, a third one until its
+    client left."""
+    waiting = asyncio.create_task(cluster.client.generate([7, 8], max_tokens=3))
+    leaving = asyncio.create_task(cluster.client.generate([9, 9], max_tokens=3))
+    await in_line(cluster, 2)
+    error = await error_of(cluster.client.generate([9, 8], max_tokens=3, timeout_s=0.3))
+    assert error.reason is Reason.DEADLINE
+    leaving.cancel()
+    await in_line(cluster, 1)
+    assert not waiting.done()
+    return waiting
 
 
 def test_all_decode_nodes_full() -> None:
-    """The only place in the decode node is taken: RESOURCE_EXHAUSTED with a retry time, once the router has stopped
-    looking; afterwards there is room again."""
+    """The only place in the decode node is taken: a request waits in line, for longer than it may look for nodes, and
+    is answered once the place is free. The node's refusal has a retry time."""
 
     async def scenario() -> None:
         spec = mock_spec(
@@ -158,26 +182,27 @@ def test_all_decode_nodes_full() -> None:
                 tokens += len(event.tokens.ids)
                 if tokens > 1:
                     break
-            error = await full_error(cluster)
+            waiting = await waits_for_room(cluster)
+            error = await node_error(cluster, "first")
             check(error, Code.RESOURCE_EXHAUSTED, Reason.DECODE_FULL, None, "decode-0", "request limit")
             assert error.retry_after_ms is not None
             assert 123 <= error.retry_after_ms < 123 * 1.5, "nothing has ended yet: nothing is known"
             ended, now_s = cluster.decode["decode-0"].reserving.requests_ended, cluster.loop.time()
             ended.left(1, now_s - 20)
             ended.left(1, now_s - 5)
-            error = await full_error(cluster)
+            error = await node_error(cluster, "second")
             assert error.retry_after_ms is not None
             assert 20_000 <= error.retry_after_ms <= 30_000, "one in 20 s, so far"
             call.cancel()
-            await assert_conserved(cluster)
-            assert (await cluster.client.generate([7, 8], max_tokens=3)).ids == mock_tokens([7, 8], 3)
+            answer = await waiting
+            assert (answer.ids, answer.stats.line_ms > SOON["placement_wait_ms_max"]) == (mock_tokens([7, 8], 3), True)
             await assert_conserved(cluster)
 
     asyncio.run(scenario())
 
 
 def test_the_prefill_queue_full() -> None:
-    """One request waits at the prefill node, whose queue has room for one."""
+    """One request waits at the prefill node, whose queue has room for one: the next waits in the router's line."""
 
     async def scenario() -> None:
         spec = mock_spec(router_flags=SOON, prefill_flags={"queue_max": 1, "busy_retry_ms": 77})
@@ -186,35 +211,41 @@ def test_the_prefill_queue_full() -> None:
             gate.close()
             first = asyncio.create_task(cluster.client.generate([MARK, 1], max_tokens=3))
             await asyncio.wait_for(gate.reached.wait(), CALL_S_MAX)
-            error = await full_error(cluster)
+            waiting = await waits_for_room(cluster)
+            error = await node_error(cluster, "first")
             check(error, Code.RESOURCE_EXHAUSTED, Reason.QUEUE_FULL, None, "1 requests are waiting")
             assert error.retry_after_ms is not None
             assert 77 <= error.retry_after_ms < 77 * 1.5, "the node has not measured itself yet"
             prefill_state(cluster.prefill["prefill-0"]).rate.last_per_s = 0.05
-            error = await full_error(cluster)
+            error = await node_error(cluster, "second")
             assert error.retry_after_ms is not None
             assert 5_000 <= error.retry_after_ms <= 7_500, "an eighth of two tokens, at 0.05 a second"
             gate.open()
             assert (await first).ids == mock_tokens([MARK, 1], 3)
+            assert (await waiting).ids == mock_tokens([7, 8], 3)
             await assert_conserved(cluster)
 
     asyncio.run(scenario())
 
 
 def test_the_router_full() -> None:
-    """One request is in the router, whose limit is one."""
+    """Nodes have one request of the router, and may have one: the next one waits. The line has room for two, so one
+    more is refused at once, with a retry time in whole seconds."""
 
     async def scenario() -> None:
-        async with inprocess(mock_spec(router_flags={"requests_max": 1})) as cluster:
+        async with inprocess(mock_spec(router_flags={"requests_max": 1, "line_requests_max": 2})) as cluster:
             gate = cluster.gates[Point.PREFILL_QUEUE]
             gate.close()
             first = asyncio.create_task(cluster.client.generate([MARK, 1], max_tokens=3))
             await asyncio.wait_for(gate.reached.wait(), CALL_S_MAX)
-            error = await full_error(cluster)
-            check(error, Code.RESOURCE_EXHAUSTED, Reason.TOO_MANY_CALLS, None, "1 requests")
-            assert error.retry_after_ms is not None
+            waiting = [asyncio.create_task(cluster.client.generate([7, n], max_tokens=3)) for n in (1, 2)]
+            await in_line(cluster, 2)
+            error = await error_of(cluster.client.generate([7, 8], max_tokens=3))
+            check(error, Code.RESOURCE_EXHAUSTED, Reason.TOO_MANY_CALLS, None, "2 requests", "line_requests_max")
+            assert error.retry_after_ms in (1_000, 2_000)
             gate.open()
-            await first
+            assert (await first).ids == mock_tokens([MARK, 1], 3)
+            assert [(await each).ids for each in waiting] == [mock_tokens([7, n], 3) for n in (1, 2)]
             await assert_conserved(cluster)
 
     asyncio.run(scenario())

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import logging
 import random
 import secrets
 import sys
@@ -32,6 +33,7 @@ def main() -> int:
     parser.add_argument("--target", choices=sorted(TARGETS), action="append", help="this one only; may be repeated")
     asked = parser.parse_args()
     number = secrets.randbits(32) if asked.seed is None else asked.seed
+    logging.getLogger().addHandler(logging.NullHandler())  # what parsers say of bad input is not ours
     until_s = time.monotonic() + 60 * asked.minutes
     failures, tried = dict.fromkeys(asked.target or TARGETS, 0), 0
     while time.monotonic() < until_s and (left := [name for name, count in failures.items() if count < FAILURES_MAX]):

@@ -158,8 +158,13 @@ KEYS: Final = Target(
     name="api_keys",
     check=check_keys,
     inputs=st.text(max_size=60).map(lambda text: _KEYS + text.encode()),
-    samples=[_KEYS, _KEYS + _KEYS.replace(b'"a"', b'"b"'), _KEYS.replace(_DIGEST.encode(), KEY.encode())],
-    repeats=[(b"", b"[[keys]]\n", b""), (b"a = ", b"[", b""), (b"a", b".a", b" = 1"), (b"a = '", b"x", b"'")],
+    samples=[
+        _KEYS + KEY.encode() + b" = 1\n",
+        _KEYS,
+        _KEYS + _KEYS.replace(b'"a"', b'"b"'),
+        _KEYS.replace(_DIGEST.encode(), KEY.encode()),
+    ],
+    repeats=[(b"", b"[[keys]]\n", b""), (b"a = ", b"[", b""), (b"a = '", b"x", b"'")],
 )
 ENDPOINTS: Final = Target(
     name="endpoint",

@@ -84,7 +84,11 @@ def _bounds(process: Process) -> str | None:
     if process.server is not None:
         found.append(("calls served", process.server.edge._running, process.server.limits.rpcs_max))
     if process.router is not None:
-        found.append(("requests", process.router.requests, process.router.config.requests_max))
+        router, line = process.router, process.router._line._book
+        found.append(("requests", line.out, router.config.requests_max))
+        found.append(
+            ("requests and line", router.requests, router.config.requests_max + router.config.line_requests_max)
+        )
     if process.prefill is not None:
         config = process.prefill.config
         found.append(("queue", len(prefill_state(process.prefill).queue), config.queue_max))

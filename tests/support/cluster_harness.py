@@ -24,6 +24,7 @@ from batonpb import common_pb2, inference_pb2, inference_pb2_grpc, node_pb2, nod
 
 from baton.errors import BatonError, Reason
 from baton.rpc import rpc_errors
+from baton.tls import Kind
 from cli.services import Service
 from cli.supervisor import ROUTER_NAME, Cluster, ClusterSpec
 from engine.build import EngineKind
@@ -260,7 +261,13 @@ class RunningCluster:
 
     def _channel(self, endpoint: str) -> grpc.aio.Channel:
         if endpoint not in self._channels:
-            self._channels[endpoint] = grpc.aio.insecure_channel(endpoint)
+            files = self.cluster.operator_files
+            if files is None or endpoint == self.cluster.router:
+                self._channels[endpoint] = grpc.aio.insecure_channel(endpoint)
+            else:
+                mine = grpc.ssl_channel_credentials(*(path.read_bytes() for path in (files.ca, files.key, files.cert)))
+                named = [("grpc.ssl_target_name_override", Kind.NODE.dns_name)]
+                self._channels[endpoint] = grpc.aio.secure_channel(endpoint, mine, options=named)
         return self._channels[endpoint]
 
     def set_down(self, name: str, down: bool = True) -> None:

@@ -110,6 +110,7 @@ class Pod:
 
     name: str
     labels: Mapping[str, str]
+    annotations: Mapping[str, str]
     spec: Mapping[str, Any]
 
     @property
@@ -143,6 +144,7 @@ class Manifests:
             Pod(
                 name=each["metadata"]["name"],
                 labels=each["spec"]["template"]["metadata"]["labels"],
+                annotations=each["spec"]["template"]["metadata"].get("annotations", {}),
                 spec=each["spec"]["template"]["spec"],
             )
             for each in self.of("Deployment")
@@ -323,9 +325,13 @@ def check_config(manifests: Manifests, folder: Path) -> Iterator[str]:
             yield f"{pod.name}: {error}"
             continue
         service = service_of(pod)
-        listens = [config.listen, config.http_listen if service is Service.ROUTER else None]
+        listens = [config.listen, config.probe_listen]
+        if service is Service.ROUTER:
+            listens += [config.http_listen, config.admin_listen, config.metrics_listen]
+            annotations = {"prometheus.io/scrape": "true", "prometheus.io/port": str(pod.ports().get("metrics"))}
+            if pod.annotations != annotations:
+                yield f"{pod.name} is scraped by {pod.annotations}, and not by {annotations}"
         listens += [config.data_listen if service is Service.DECODE else None]
-        listens += [config.probe_listen]
         ports = sorted(split_endpoint(listen)[1] for listen in listens if listen is not None)
         if ports != sorted(pod.ports().values()):
             yield f"{pod.name} listens at {ports} and declares {sorted(pod.ports().values())}"
@@ -341,6 +347,30 @@ def check_config(manifests: Manifests, folder: Path) -> Iterator[str]:
             yield from _node_config(pod, config)
 
 
+def check_operator(manifests: Manifests, folder: Path) -> Iterator[str]:
+    """Processes and commands of all pods use one Secret's token."""
+    for pod in manifests.baton_pods():
+        try:
+            config = load_process_config(pod, manifests, folder)
+        except (ViewError, BatonError):
+            continue  # `check_config` tells
+        assert pod.baton is not None
+        for path in (
+            config.operator_token_file,
+            Path(environment(pod, pod.baton, manifests)["BATON_OPERATOR_TOKEN_FILE"]),
+        ):
+            secret = None if path is None else _secrets(pod).get(str(path.parent))
+            if not re.fullmatch(r"baton-operator(-\w+)?", secret or ""):  # kustomize appends a hash
+                yield f"{pod.name}: the operator's token {path} is not in the Secret baton-operator"
+
+
+def _secrets(pod: Pod) -> dict[str, str | None]:
+    """The Secrets of its container, by where they are mounted."""
+    assert pod.baton is not None
+    volumes = {volume["name"]: volume.get("secret", {}).get("secretName") for volume in pod.spec["volumes"]}
+    return {mount["mountPath"]: volumes[mount["name"]] for mount in pod.baton["volumeMounts"]}
+
+
 def check_tls(manifests: Manifests, folder: Path) -> Iterator[str]:
     """The certificate files are in a Secret of the pod's own, or it says that it is insecure."""
     for pod in manifests.baton_pods():
@@ -348,9 +378,7 @@ def check_tls(manifests: Manifests, folder: Path) -> Iterator[str]:
             config = load_process_config(pod, manifests, folder)
         except (ViewError, BatonError):
             continue  # `check_config` tells
-        assert pod.baton is not None
-        volumes = {volume["name"]: volume.get("secret", {}).get("secretName") for volume in pod.spec["volumes"]}
-        secrets = {mount["mountPath"]: volumes[mount["name"]] for mount in pod.baton["volumeMounts"]}
+        secrets = _secrets(pod)
         if config.tls.on:
             for path in (config.tls.cert_file, config.tls.key_file, config.tls.ca_file):
                 if secrets.get(str(path.parent)) != f"{pod.name}-tls":
@@ -498,9 +526,10 @@ def check_network(manifests: Manifests, folder: Path) -> Iterator[str]:
         if missing := {port for name, port in pod.ports().items() if name != PROBES} - let_in:
             yield f"{pod.name}: no policy lets anybody to {sorted(missing)}"
         is_router = pod.baton is not None and service_of(pod) is Service.ROUTER
-        sources = [source for rule in rules for source in rule["from"]]
-        if not is_router and any(set(source) != {"podSelector"} for source in sources):
-            yield f"{pod.name} is reached by more than Baton's pods"
+        for rule in rules:
+            public = is_router and not {pod.ports().get("admin")} & {port["port"] for port in rule["ports"]}
+            if not public and any(set(source) != {"podSelector"} for source in rule["from"]):
+                yield f"{pod.name} is reached by more than Baton's pods"
 
 
 def check_images(manifests: Manifests, folder: Path) -> Iterator[str]:
@@ -518,6 +547,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     check_hooks_and_commands,
     check_grace,
     check_probes,
+    check_operator,
     check_tls,
     check_references,
     check_rights,

@@ -214,6 +214,24 @@ MUTATIONS: Final[dict[str, tuple[Spoil, str]]] = {
         lambda e: e.toml("[decode.tls]", "[mixed.tls]"),
         "listen: is 0.0.0.0:7002, and without TLS whoever reaches it controls this process",
     ),
+    "operator's token of one pod": (
+        lambda e: put(e.spec("baton-decode"), "volumes", 4, "secret", "secretName", to="baton-decode-tls"),
+        "baton-decode: the operator's token /etc/baton-operator/token is not in the Secret baton-operator",
+    ),
+    "operator's token of commands": (
+        lambda e: put(e.variable("baton-prefill", "BATON_OPERATOR_TOKEN_FILE"), "value", to="/tmp/token"),
+        "baton-prefill: the operator's token /tmp/token is not in the Secret baton-operator",
+    ),
+    "operators' port for everybody": (
+        lambda e: e.find("NetworkPolicy", "baton-router")["spec"]["ingress"][1]["from"].append(
+            {"namespaceSelector": {}}
+        ),
+        "baton-router is reached by more than Baton's pods",
+    ),
+    "port of the metrics": (
+        lambda e: e.toml("0.0.0.0:9100", "0.0.0.0:9101"),
+        "baton-router listens at [7000, 7003, 8000, 9101] and declares [7000, 7003, 8000, 9100]",
+    ),
     "claim": (
         lambda e: put(e.find("PersistentVolumeClaim", "baton-model"), "metadata", "name", to="model"),
         "baton-router uses the PersistentVolumeClaim baton-model, which is not there",

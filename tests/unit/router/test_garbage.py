@@ -52,13 +52,13 @@ def test_a_verdict(granted: bool) -> None:
     """The request has had its time, or its last death: it ends with the attempt's error, or with one about all."""
 
     async def scene(make: Make) -> None:
-        retries = Retries(config=RetryConfig(deaths_max=1), give_up_s=0.0)
+        retries = Retries(config=RetryConfig(deaths_max=1), search_ms_max=1, give_up_s=0.0)
 
         def attempt() -> None:
             try:
                 raise make()
             except BatonError as error:
-                retries.judge(error, granted=granted, now_s=1.0)
+                retries.judge(error, granted=granted, now_s=1.0, in_answer=True)
 
         with pytest.raises(BatonError) as caught:
             attempt()

@@ -40,7 +40,7 @@ class Cluster(prefill_pb2_grpc.PrefillServicer):
         yield prefill_pb2.PrefillEvent(first_token=token)
 
 
-def ask_once(cluster: Cluster, *, nodes: int) -> list[int]:
+def ask_once(cluster: Cluster, *, nodes: int, search_ms_max: int = int(WAIT_S_MAX * 1000)) -> list[int]:
     """One request to a router with so many ready nodes on its list. How often each of its pauses was doubled; a pause
     takes no time."""
     pauses: list[int] = []
@@ -58,7 +58,7 @@ def ask_once(cluster: Cluster, *, nodes: int) -> list[int]:
             for n in range(1, nodes + 1)
         ]  # fmt: skip
         channels = Channels(limits=ChannelLimits())
-        config = RouterConfig(placement_wait_ms_max=int(WAIT_S_MAX * 1000))
+        config = RouterConfig(placement_wait_ms_max=search_ms_max)
         router = lone_router(records, config=config, channels=channels, rng=rng)
 
         async def pause(rounds: int, *, resumed: bool) -> None:
@@ -104,9 +104,27 @@ def test_the_pause_grows_from_round_to_round() -> None:
     assert sorted(cluster.asked[:4]) == sorted(cluster.asked[4:]) == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("reason", [Reason.QUEUE_FULL, Reason.TOO_MANY_CALLS, Reason.NO_DECODE_NODE])
-def test_the_pause_grows_where_the_others_may_have_the_same_trouble(reason: Reason) -> None:
-    """Full, or without a decode node: each is asked once before any is asked again, more and more slowly."""
-    cluster = Cluster(lambda _, calls: reason if calls < 5 else None)
+def test_the_pause_grows_where_the_others_may_have_the_same_trouble() -> None:
+    """None knows a decode node: each is asked once before any is asked again, more and more slowly."""
+    cluster = Cluster(lambda _, calls: Reason.NO_DECODE_NODE if calls < 5 else None)
     assert ask_once(cluster, nodes=4) == [0, 1, 2, 3]
     assert sorted(cluster.asked[:4]) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("reason", [Reason.QUEUE_FULL, Reason.TOO_MANY_CALLS])
+def test_a_full_node_says_nothing_of_the_others(reason: Reason) -> None:
+    """Each is asked once, without a pause. Then all are full, and the request waits in line until one has room, for
+    longer than it may look for nodes."""
+    cluster = Cluster(lambda _, calls: reason if calls < 7 else None)
+    assert ask_once(cluster, nodes=4, search_ms_max=1) == []
+    assert sorted(cluster.asked[:4]) == [1, 2, 3, 4]
+    assert len(cluster.asked) == 7
+
+
+def test_waiting_for_room_is_no_search_for_a_node() -> None:
+    """The only living node is full for longer than a request may look for nodes, and the other one is dead. The request
+    waits, and is not told that nobody was reached."""
+    reasons = {1: Reason.PEER_UNREACHABLE, 2: Reason.DECODE_FULL}
+    cluster = Cluster(lambda node, calls: reasons[node] if node == 1 or calls < 12 else None)
+    assert ask_once(cluster, nodes=2, search_ms_max=100) == [0] * cluster.asked.count(1)
+    assert cluster.asked[-1] == 2

@@ -2,74 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 
 import pytest
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
-from baton.endpoint import split_endpoint
 from router import http_server
-from router.config import RouterConfig
-from router.http_server import HttpServer
+from tests.support.http_door import REQUEST, Door, answer, run
 
-HANG_S = 30.0
 HEAD_MS_MAX = 1_000
 """What has begun to be said in time must have that time on a busy machine too."""
-REQUEST = b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"
-Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-Connect = Callable[[], Awaitable[Stream]]
-
-
-async def app(scope: Scope, receive: Receive, send: Send) -> None:
-    await Response((await Request(scope, receive).body()) or b"ok")(scope, receive, send)
-
-
-@asynccontextmanager
-async def served(**limits: int) -> AsyncIterator[Connect]:
-    server = HttpServer(app, RouterConfig(**limits))  # type: ignore[arg-type]
-    host, port = split_endpoint(server.start("127.0.0.1:0"))
-    writers: list[asyncio.StreamWriter] = []
-
-    async def connect() -> Stream:
-        reader, writer = await asyncio.open_connection(host, port)
-        writers.append(writer)
-        return reader, writer
-
-    try:
-        yield connect
-    finally:
-        for writer in writers:
-            writer.close()
-            await writer.wait_closed()
-        await server.stop()
-
-
-def run(scene: Callable[[Connect], Awaitable[None]], **limits: int) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(HANG_S), served(**limits) as connect:
-            await scene(connect)
-
-    asyncio.run(limited())
-
-
-async def answer(stream: Stream, request: bytes = REQUEST) -> tuple[bytes, bytes]:
-    reader, writer = stream
-    writer.write(request)
-    head = await reader.readuntil(b"\r\n\r\n")
-    (length,) = (int(line.split()[1]) for line in head.split(b"\r\n") if line.startswith(b"content-length"))
-    return head, await reader.readexactly(length)
 
 
 def test_one_connection_too_many_is_told_so_in_json() -> None:
     """Four may be open, half of them from one address. Its third gets an OpenAI error with a time to come back, and is
     closed; the two go on."""
 
-    async def scene(connect: Connect) -> None:
+    async def scene(connect: Door) -> None:
         first, second = await connect(), await connect()
         assert (await answer(first))[1] == b"ok"
         assert (await answer(second))[1] == b"ok"
@@ -87,7 +36,7 @@ def test_one_connection_too_many_is_told_so_in_json() -> None:
 def test_a_connection_that_asks_nothing_is_closed() -> None:
     """One client says nothing at all, one half a head, one half of its second head: all three are closed by us."""
 
-    async def scene(connect: Connect) -> None:
+    async def scene(connect: Door) -> None:
         silent, half, second = await connect(), await connect(), await connect()
         half[1].write(REQUEST[:-2])
         assert (await answer(second))[1] == b"ok"
@@ -101,7 +50,7 @@ def test_a_connection_that_asks_nothing_is_closed() -> None:
 def test_a_body_may_come_after_the_time_of_the_head() -> None:
     """The head is there at once, so its time limit is over with it, however long the body then takes."""
 
-    async def scene(connect: Connect) -> None:
+    async def scene(connect: Door) -> None:
         stream, silent = await connect(), await connect()
         stream[1].write(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\n\r\n")
         assert await silent[0].read() == b""  # which began to wait after the other
@@ -114,7 +63,7 @@ def test_connections_far_beyond_the_limit_are_closed_without_a_word(monkeypatch:
     """One is answered, one more is refused politely, and the flood behind them costs no answer."""
     monkeypatch.setattr(http_server, "SURPLUS_CONNECTIONS_MAX", 1)
 
-    async def scene(connect: Connect) -> None:
+    async def scene(connect: Door) -> None:
         first, second = await connect(), await connect()
         assert (await answer(first))[1] == b"ok"
         assert (await answer(second))[0].startswith(b"HTTP/1.1 429 ")
@@ -132,7 +81,7 @@ def test_connections_far_beyond_the_limit_are_closed_without_a_word(monkeypatch:
 def test_a_head_without_an_end_is_refused() -> None:
     """Headers follow headers: what a head may be is known, and nobody reads on."""
 
-    async def scene(connect: Connect) -> None:
+    async def scene(connect: Door) -> None:
         reader, writer = await connect()
         writer.write(REQUEST[:-2] + b"a: b\r\n" * 10_000)
         assert (await reader.read()).startswith(b"HTTP/1.1 400 ")

@@ -75,7 +75,10 @@ def test_a_new_key_is_in_the_file_as_its_hash() -> None:
         (f"[[keys]]\nname = 'a'\nsha256 = '{HASH[:-1]}'\n", "64 hexadecimal digits"),
         (f"[[keys]]\nname = 'a'\nsha256 = '{HASH}'\nconcurrency = 0\n", "concurrency must be positive"),
         (f"[[keys]]\nname = 'a'\nsha256 = '{HASH}'\npriority = 'urgent'\n", "keys[0][priority]"),
-        (f"[[keys]]\nname = 'a'\nsha256 = '{HASH}'\nkey = 'baton-secret'\n", "keys[0][key] Unexpected keyword"),
+        (
+            f"[[keys]]\nname = 'a'\nsha256 = '{HASH}'\nkey = 'baton-secret'\n",
+            "keys[0][a name that is not known] Unexpected keyword",
+        ),
         (f"[[keys]]\nname = 'a'\nsha256 = '{HASH}'\n" * 2, "2 of its entries have the same name, a"),
         (f"[[keys]]\nname = 'a'\nsha256 = '{HASH}'\n[[keys]]\nname = 'b'\nsha256 = '{HASH}'\n", "same sha256"),
         (f"more = 1\n[[keys]]\nname = 'a'\nsha256 = '{HASH}'\n", "something else"),

@@ -139,10 +139,10 @@ def test_special_tokens_are_added_as_each_endpoint_does() -> None:
 
 
 def test_errors_have_a_status_and_a_time() -> None:
-    """429 always says when to come back; what is over for good does not."""
+    """429 always says when to come back, in both forms the same; what is over for good does not."""
     full = BatonError(Reason.QUEUE_FULL, "Full.", retry_after_ms=1_200)
-    assert (error_status(full), error_headers(full)) == (429, {"retry-after": "2", "retry-after-ms": "1200"})
-    assert error_headers(BatonError(Reason.DECODE_FULL, "Full.")) == {"retry-after": "1"}
+    assert (error_status(full), error_headers(full)) == (429, {"retry-after": "2", "retry-after-ms": "2000"})
+    assert error_headers(BatonError(Reason.DECODE_FULL, "Full.")) == {"retry-after": "1", "retry-after-ms": "1000"}
     wrong = BatonError(Reason.PROMPT_TOO_LONG, "Long.", field="token_ids")
     assert error_json(wrong)["error"]["param"] == "prompt"
     assert error_json(wrong, chat=True)["error"]["param"] == "messages"

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from router import http_server
 from router.config import RouterConfig
 from router.http_server import HttpServer, OpenAiApp
 from router.node import LIMITS, RequestLog
-from router.service import InferenceService
+from router.service import INFERENCE_SERVICE, InferenceService
 from tests.support.cluster_harness import wait_for
 from tests.support.router_records import lone_router
 
@@ -75,7 +76,7 @@ def play(scene: Callable[[Door], Awaitable[None]], *, rpcs_max: int = 64, **conf
         door.requests = lambda: node.requests
         server = RpcServer(limits=limits, rng=rng)
         server.on_refused(partial(node.request_log.refused, door="grpc"))
-        server.add("baton.v1.Inference", inference_pb2_grpc.add_InferenceServicer_to_server, InferenceService(node))
+        server.add(INFERENCE_SERVICE, InferenceService.add_to_server, InferenceService(node))
         port = await server.start("127.0.0.1:0")
         app = OpenAiApp(node)
         http = HttpServer(app.asgi(), settings, refused=partial(node.request_log.refused, door="http"))
@@ -224,6 +225,35 @@ def test_bodies_take_no_more_than_their_share(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(http_server, "BODY_OWN_BYTES", 100)
     play(scene, http_bodies_bytes_max=1_000)
+
+
+def test_a_body_must_come_at_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One client sends a byte now and then, for ever: it is refused. Another one has sent so much that it may wait."""
+
+    async def drip(writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while True:
+                writer.write(b" ")
+                await writer.drain()
+                await asyncio.sleep(0.05)
+
+    async def scene(door: Door) -> None:
+        slow, fast = [await asyncio.open_connection(*split_endpoint(door.http)) for _ in range(2)]
+        for _, writer in (slow, fast):
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 900\r\n\r\n")
+        fast[1].write(b" " * 899)
+        dripping = asyncio.create_task(drip(slow[1]))
+        assert (await slow[0].readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 504 ")
+        fast[1].write(b"1")
+        assert (await fast[0].readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
+        dripping.cancel()
+        for _, writer in (slow, fast):
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+
+    monkeypatch.setattr(http_server, "BODY_BYTES_PER_S", 10)
+    play(scene, http_body_ms_free=500)
 
 
 def test_a_flood_of_it_takes_few_lines(caplog: pytest.LogCaptureFixture) -> None:

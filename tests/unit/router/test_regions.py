@@ -13,6 +13,7 @@ from baton.errors import REGION_BLOCKS_KEY, BatonError, Code, Reason
 from baton.ids import Attempt, Incarnation, NodeName, RequestId, RequestKey
 from baton.lifecycle import Lifecycle
 from baton.wire import BlockLoad, NodeLoad, NodeRecord, Role
+from router.line import Place, Priority
 from router.placement import ANSWER_TOKENS_MIN, RegionWatch, answer_tokens, outgrown, tokens_max
 from router.prefill_nodes import PrefillNodes
 from router.request import CheckedRequest, Job
@@ -50,7 +51,8 @@ def request(prompt: int, *, output: int = 0) -> Job:
             prompt=tuple(range(prompt)), sampling=common_pb2.SamplingSpec(), stop=(), include_stop=False
         ),
         began_s=0.0,
-        retries=Retries(config=RetryConfig(), give_up_s=10.0),
+        place=Place(priority=Priority.NORMAL, rank=(0.0, 1), size_bytes=1),
+        retries=Retries(config=RetryConfig(), search_ms_max=10_000),
         stats=inference_pb2.RequestStats(),
     )
     job.output += range(output)
@@ -58,7 +60,7 @@ def request(prompt: int, *, output: int = 0) -> Job:
 
 
 def placed(nodes: PrefillNodes, job: Job) -> str:
-    record, _ = nodes.place(job, RequestKey(request=job.id, attempt=Attempt(0)))
+    record, _ = nodes.place(job, RequestKey(request=job.id, attempt=Attempt(0)), now_s=0.0)
     return record.name
 
 
@@ -89,7 +91,7 @@ def test_a_node_that_has_failed_the_request_is_asked_again_before_one_that_canno
     job = request(5 * SIZE)
     large = node(2, 5)
     gone = BatonError(Reason.PEER_UNREACHABLE, "It does not answer.")
-    assert nodes.failed(job, large, gone) is gone
+    assert nodes.failed(job, large, gone, now_s=0.0) is gone
     assert not nodes.untried(job)
     assert placed(nodes, job) == "node-2"
 
@@ -151,14 +153,14 @@ def test_the_nodes_own_word_counts_more_than_its_record() -> None:
     pinned = BatonError(
         Reason.PROMPT_TOO_LONG, "This node's region has 4.", field="prompt", metadata={REGION_BLOCKS_KEY: "4"}
     )
-    again = nodes.failed(job, records[0], pinned)
+    again = nodes.failed(job, records[0], pinned, now_s=0.0)
     assert again.reason is Reason.NO_PREFILL_NODE
     job.retries.judge(again, granted=False, now_s=0.0)
     assert placed(nodes, job) == "node-2"
-    assert nodes.failed(job, records[1], pinned) is pinned
+    assert nodes.failed(job, records[1], pinned, now_s=0.0) is pinned
     assert "less what pins and padding keep" in refused(nodes, job).message
     job.output.append(1)
-    reported = nodes.failed(job, records[1], pinned)
+    reported = nodes.failed(job, records[1], pinned, now_s=0.0)
     assert (reported.reason, "This node's region has 4." in reported.message) == (Reason.NOT_RESUMABLE, True)
 
 
@@ -168,10 +170,10 @@ def test_a_refusal_of_the_decode_nodes_is_passed_on() -> None:
     records = (node(1, 5), node(2, 5))
     nodes, job = among(*records), request(SIZE)
     never = BatonError(Reason.PROMPT_TOO_LONG, "Prompt and answer need 9 blocks, the region has 5.")
-    assert nodes.failed(job, records[0], never) is never
+    assert nodes.failed(job, records[0], never, now_s=0.0) is never
     assert not job.too_small
     job.output.append(1)
-    assert nodes.failed(job, records[0], never).reason is Reason.NO_DECODE_NODE
+    assert nodes.failed(job, records[0], never, now_s=0.0).reason is Reason.NO_DECODE_NODE
 
 
 def test_a_large_node_that_was_here_is_waited_for() -> None:

@@ -18,6 +18,7 @@ from baton.lifecycle import Lifecycle
 from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer
 from baton.wire import NodeRecord, Role
 from router.config import RouterConfig
+from router.line import Priority
 from router.metrics import RouterMetrics
 from router.node import LIMITS, RequestLog
 from tests.support.router_records import MODEL, client_call, lone_router
@@ -47,7 +48,7 @@ def asked(
     node: Prefill | None = None,
     deadline_s: float = WAIT_S_MAX,
     change: Callable[[inference_pb2.GenerateRequest], None] = lambda _: None,
-    running: int = 0,
+    waiting: int = 0,
     metrics: RouterMetrics | None = None,
     **config: int,
 ) -> BaseException:
@@ -66,7 +67,8 @@ def asked(
         limits = RouterConfig(**{"placement_wait_ms_max": 100, "placement_retry_ms": 10, **config})  # type: ignore[arg-type]
         received = metrics.received if metrics is not None else None
         router = lone_router([record], config=limits, channels=channels, rng=rng, received=received)
-        router.requests = running
+        for _ in range(waiting):
+            router._line.enter(Priority.NORMAL, 1)
         request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1]))
         change(request)
         until_s = loop.time() + deadline_s
@@ -95,18 +97,18 @@ def ends(caplog: pytest.LogCaptureFixture) -> list[tuple[str, dict[str, Any]]]:
 def test_a_request_that_no_node_takes(caplog: pytest.LogCaptureFixture) -> None:
     """The client has the error; the log has its id, the reason, how often and where it was tried, and how long."""
     with caplog.at_level(logging.INFO):
-        full = BatonError(Reason.QUEUE_FULL, "It is full.", retry_after_ms=10)
-        node = Prefill(full)
-        error = asked(full, node=node)
-    assert isinstance(error, BatonError) and error.reason is Reason.QUEUE_FULL
+        nobody = BatonError(Reason.NO_DECODE_NODE, "It knows none.", retry_after_ms=10)
+        node = Prefill(nobody)
+        error = asked(nobody, node=node)
+    assert isinstance(error, BatonError) and error.reason is Reason.NO_DECODE_NODE
     ((level, fields),) = ends(caplog)
     assert level == "WARNING"
     assert fields.pop("took_ms") >= 50
     assert fields.pop("attempts") == node.calls > 0
     assert len(fields.pop("key")) > 10
     assert fields == {
-        "reason": "QUEUE_FULL", "request": "mine", "resumptions": 0, "tokens": 0, "nodes": "prefill-0",
-        "why": "It is full.",
+        "reason": "NO_DECODE_NODE", "request": "mine", "resumptions": 0, "tokens": 0, "nodes": "prefill-0",
+        "why": "It knows none.",
     }  # fmt: skip
 
 
@@ -148,11 +150,13 @@ def test_an_error_of_the_cluster_is_a_warning(reason: Reason, caplog: pytest.Log
     assert (level, fields["reason"], fields["why"]) == ("WARNING", reason.value, "It cannot be.")
 
 
-def test_a_router_that_is_full_says_so_in_its_log(caplog: pytest.LogCaptureFixture) -> None:
-    """Refused at the door: no attempt was made."""
+def test_a_router_whose_line_is_full_says_so_in_its_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Refused at the door: no attempt was made. The client may come again in whole seconds: HTTP's Retry-After knows no
+    others."""
     with caplog.at_level(logging.INFO):
-        error = asked(None, running=1, requests_max=1)
+        error = asked(None, waiting=2, line_requests_max=2)
     assert isinstance(error, BatonError)
+    assert error.retry_after_ms in (1_000, 2_000)
     ((level, fields),) = ends(caplog)
     assert (level, fields["reason"], fields["request"]) == ("WARNING", "TOO_MANY_CALLS", "mine")
     assert "attempts" not in fields

@@ -16,6 +16,7 @@ from baton.retry_time import RESUMED_PAUSE_MS_MAX, RESUMED_WAIT_MS_MIN
 from router.decode_streams import Inbox
 from router.retries import (
     DEATHS,
+    FULL,
     LOST_WAITING,
     PLACE_AGAIN,
     RESUMABLE,
@@ -41,6 +42,10 @@ CLIENTS_OWN = frozenset(
 )
 
 
+SEARCHED = PLACE_AGAIN - FULL
+"""No node that is there has answered."""
+
+
 def by_name(reasons: Iterable[Reason]) -> list[Reason]:
     return sorted(reasons, key=lambda reason: reason.value)
 
@@ -54,10 +59,11 @@ def pace_of(**config: Any) -> ResumptionPace:
 
 
 def retries(**config: Any) -> Retries:
-    return Retries(config=RetryConfig(**config), give_up_s=10.0)
+    """Of a request whose first look for a node has failed at 0 s."""
+    return Retries(config=RetryConfig(**config), search_ms_max=10_000, give_up_s=10.0)
 
 
-@pytest.mark.parametrize("reason", by_name(PLACE_AGAIN))
+@pytest.mark.parametrize("reason", by_name(SEARCHED))
 def test_nobody_had_taken_it(reason: Reason) -> None:
     """It is placed again while there is time, however often, and no death is counted."""
     job = retries()
@@ -69,7 +75,7 @@ def test_nobody_had_taken_it(reason: Reason) -> None:
     assert refused.value.reason is reason
 
 
-@pytest.mark.parametrize("reason", by_name(PLACE_AGAIN))
+@pytest.mark.parametrize("reason", by_name(SEARCHED))
 def test_the_wait_in_the_queue_of_a_lost_node_was_no_search(reason: Reason) -> None:
     """A request may look for a node until 10 s, has looked for 4 and waited for 20: it may look for 6 more where its
     node was lost, and no more where a node says that there is no room."""
@@ -86,7 +92,7 @@ def test_the_wait_in_the_queue_of_a_lost_node_was_no_search(reason: Reason) -> N
     assert job.give_up_s == (30.0 if reason in LOST_WAITING else 10.0)
 
 
-@pytest.mark.parametrize("reason", by_name(PLACE_AGAIN))
+@pytest.mark.parametrize("reason", by_name(SEARCHED))
 def test_the_wait_for_a_node_that_was_never_reached_is_search(reason: Reason) -> None:
     """No node has said that it has the request, however long that took: its time to look runs out all the same."""
     job = retries()
@@ -101,13 +107,33 @@ def test_a_node_that_has_restarted_had_nothing_in_its_queue() -> None:
     assert Reason.INCARNATION_MISMATCH not in LOST_WAITING
 
 
-@pytest.mark.parametrize("reason", [Reason.QUEUE_FULL, Reason.TOO_MANY_CALLS, Reason.DECODE_FULL])
-def test_the_wait_at_a_node_without_room_counts(reason: Reason) -> None:
-    """The node is there and has no room: a request that has waited there for longer than it may look is told so."""
-    job = retries()
-    with pytest.raises(BatonError) as refused:
-        job.judge(failed(reason), granted=False, now_s=24.0, queued_s=4.0)
-    assert (refused.value.reason, job.give_up_s) == (reason, 10.0)
+@pytest.mark.parametrize("reason", by_name(FULL))
+def test_waiting_for_room_takes_nothing_from_the_search(reason: Reason) -> None:
+    """All nodes are full for an hour. Then one dies with the request in its queue: it has all of its time to look for
+    another one. And the other way round: where it has looked for nearly all of its time, it may wait for room."""
+    job = Retries(config=RetryConfig(), search_ms_max=10_000)
+    for now_s in range(0, 3600, 60):
+        assert job.judge(failed(reason), granted=False, now_s=float(now_s)) is Verdict.WAIT
+    gone = failed(Reason.PEER_UNREACHABLE)
+    assert job.judge(gone, granted=False, now_s=3600.0) is Verdict.PLACE_AGAIN
+    assert job.judge(gone, granted=False, now_s=3609.9) is Verdict.PLACE_AGAIN
+    assert job.judge(failed(reason), granted=False, now_s=3700.0) is Verdict.WAIT
+    assert job.judge(gone, granted=False, now_s=3800.0) is Verdict.PLACE_AGAIN
+    assert job.judge(gone, granted=False, now_s=3809.9) is Verdict.PLACE_AGAIN
+    with pytest.raises(BatonError) as lost:
+        job.judge(gone, granted=False, now_s=3810.0)
+    assert lost.value.reason is Reason.PEER_UNREACHABLE
+
+
+@pytest.mark.parametrize("reason", by_name(FULL))
+def test_an_answer_that_has_begun_does_not_wait_in_line(reason: Reason) -> None:
+    """It goes before all others, for a time: until then it is placed again and again."""
+    job = retries(resume_wait_ms_max=5_000)
+    assert job.judge(failed(Reason.PEER_UNREACHABLE), granted=True, now_s=100.0) is Verdict.RESUME
+    assert job.judge(failed(reason), granted=False, now_s=104.9, in_answer=True) is Verdict.PLACE_AGAIN
+    with pytest.raises(BatonError) as full:
+        job.judge(failed(reason), granted=False, now_s=105.0, in_answer=True)
+    assert full.value.reason is reason
 
 
 @pytest.mark.parametrize("granted", [False, True])

@@ -1,0 +1,33 @@
+"""The event loop of our processes: few sockets have their say in one turn of it.
+
+asyncio takes all that are ready, and a thousand connections that come, send or end at once would keep everything else
+waiting for as long as all of them take. The kernel gives out those first that have waited longest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import selectors
+from typing import Final
+
+SOCKETS_MAX: Final = 32
+"""In one turn."""
+
+
+class _Epoll:
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self.fileno, self.close = self._epoll.fileno, self._epoll.close
+        self.register, self.modify, self.unregister = self._epoll.register, self._epoll.modify, self._epoll.unregister
+
+    def poll(self, timeout_s: float, count_max: int) -> list[tuple[int, int]]:
+        return self._epoll.poll(timeout_s, min(count_max, SOCKETS_MAX))
+
+
+class _Selector(selectors.EpollSelector):
+    _selector_cls = _Epoll
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    return asyncio.SelectorEventLoop(_Selector())

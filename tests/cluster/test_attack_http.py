@@ -1,0 +1,121 @@
+"""Attacks on the HTTP port of a real router: each costs the attacker more than others, whose answers go on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+import pytest
+
+from baton.endpoint import split_endpoint
+from tests.support.attack import HOLD_MS_MAX, Front, attacker_connection, bystanders, front_door, http_attack, post
+from tests.support.attacks import AttackerProcess
+from tests.support.cluster_harness import wait_for
+from tests.support.loop_holds import Holds
+
+LIVE: Final = b"GET /live HTTP/1.1\r\nhost: a\r\n\r\n"
+CONNECTIONS_MAX: Final = 400
+CPU_S_MAX: Final = 1.0
+"""Of the router for 256 KiB in chunks of a byte, and what others ask of it meanwhile. Reading them all takes three."""
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[Front]:
+    with front_door(router_flags={"http_connections_max": CONNECTIONS_MAX}) as front:
+        yield front
+
+
+@asynccontextmanager
+async def attacker(front: Front) -> AsyncIterator[AttackerProcess]:
+    process = await AttackerProcess.start(front.target)
+    try:
+        yield process
+    finally:
+        await process.close()
+
+
+async def played(front: Front, name: str) -> tuple[list[str], Holds]:
+    """The answers to one attack, beside which nobody notices anything."""
+    async with attacker(front) as process:
+        async with bystanders(front) as others:
+            answers = await process.play(name)
+        others.check()
+    assert others.longest_hold_ms() < HOLD_MS_MAX, others.holds
+    return answers, others.holds
+
+
+def test_a_body_in_chunks_of_a_byte(front: Front) -> None:
+    """Four of 256 KiB: refused after a few thousand chunks, which take no time."""
+
+    async def scenario() -> None:
+        answers, holds = await played(front, "one byte chunks")
+        assert [each[:4] for each in answers] in (["400 "], ["0 "], ["0 ", "400 "])
+        assert holds.cpu_s < CPU_S_MAX
+
+    front.run(scenario())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "slow heads",
+        "surplus connections",
+        "one byte pieces",
+        "many headers",
+        "pipelined calls",
+        "bad paths",
+        "endless lines",
+        "slow readers",
+        "unread answers",
+    ],
+)
+def test_nobody_notices(front: Front, name: str) -> None:
+    """Whatever an attacker sends, keeps open, or leaves unread."""
+    front.run(played(front, name))
+
+
+@pytest.mark.slow
+def test_an_attacker_cannot_take_all_connections(front: Front) -> None:
+    """It opens twice as many as there are and says half a head on each. It gets half of them, other addresses are
+    served at once, and when the time for heads is over all of its connections are closed."""
+
+    async def open_one() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        stream = await attacker_connection(front.http)
+        stream[1].write(LIVE[:-2])
+        return stream
+
+    async def scenario() -> None:
+        async with bystanders(front, streams=8) as others:
+            taken = await asyncio.gather(*(open_one() for _ in range(2 * CONNECTIONS_MAX)))
+            reader, writer = await asyncio.open_connection(*split_endpoint(front.http))
+            writer.write(LIVE)
+            assert (await reader.readline()) == b"HTTP/1.1 200 OK\r\n"
+            writer.close()
+            await asyncio.gather(*(each[0].read() for each in taken), return_exceptions=True)
+        others.check()
+        assert others.longest_hold_ms() < HOLD_MS_MAX, others.holds
+        for _, writer in taken:
+            writer.transport.abort()
+
+    front.run(scenario())
+
+
+def test_garbage_is_logged_once(front: Front) -> None:
+    """Hundreds of connections bring no HTTP: each is told so, and the log has a line or two."""
+
+    async def scenario() -> None:
+        before = front.story().count("request refused")
+        for _ in range(10):
+            answers = await asyncio.gather(*(http_attack(front, b"\x16\x03\x01\r\n\r\n") for _ in range(30)))
+            assert {status for status, _ in answers} == {400}
+        assert front.story().count("request refused") - before <= 5
+
+        async def served() -> bool:
+            return (await http_attack(front, post("/v1/completions", b"{}")))[0] == 400
+
+        await wait_for(served, "an answer as ever", story=front.story)
+
+    front.run(scenario())
