@@ -189,9 +189,8 @@ class HttpConnection(asyncio.Protocol):
     async def write(self, data: bytes) -> None:
         """Once there is room for it."""
         await self._writable.wait()
-        if not self.transport.is_closing():
-            self._written += len(data)
-            self.transport.write(data)
+        if self._discarded is None and not self.transport.is_closing():
+            self._write(data)
 
     def ended(self, call: HttpCall, *, keep_alive: bool) -> None:
         """Its answer is written."""
@@ -213,6 +212,10 @@ class HttpConnection(asyncio.Protocol):
         if self._paused and not self._deferred and not self._events and not self.transport.is_closing():
             self._paused = False
             self.transport.resume_reading()
+
+    def _write(self, data: bytes) -> None:
+        self._written += len(data)
+        self.transport.write(data)
 
     def _owner(self) -> Address | None:
         trusted = self._peer is None or is_trusted(self._peer, self.served.trusted_proxies)
@@ -264,7 +267,7 @@ class HttpConnection(asyncio.Protocol):
                 return
         body = json.dumps(openai.error_json(error)).encode()
         head = b"%scontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-        self.transport.write(head % (_STATUS[openai.error_status(error)], len(body)) + body)
+        self._write(head % (_STATUS[openai.error_status(error)], len(body)) + body)
         self._close(read=False)
 
     def _close(self, *, read: bool = True) -> None:
