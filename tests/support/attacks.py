@@ -434,7 +434,6 @@ async def long_metadata(target: Target) -> None:
 
 
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_HEADERS: Final = bytes.fromhex("83864114") + b"/baton.v1.Inference/Generate"[:20]
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
