@@ -120,8 +120,6 @@ class HttpConnection(asyncio.Protocol):
         self._discarded: int | None = None
         """Bytes that came after the last answer; None before it."""
 
-    # Called by the loop.
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
@@ -166,8 +164,6 @@ class HttpConnection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._writable.set()
 
-    # Called by the server.
-
     def is_late(self, now_s: float) -> bool:
         """Whether the client has been slow for too long."""
         left = self.transport.get_write_buffer_size()
@@ -185,8 +181,6 @@ class HttpConnection(asyncio.Protocol):
         """Take no further call."""
         if self._call is None and self._discarded is None:
             self._close()
-
-    # Called by the call.
 
     async def write(self, data: bytes) -> None:
         """Once there is room for it."""
