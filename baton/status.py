@@ -49,6 +49,14 @@ _WORDS: Final = (
     ("FD Shutdown", "does not answer: no connection came about in time"),
     ("handshaker shutdown", "does not answer: no connection came about in time"),
     ("connection attempt timed out", "does not answer: no connection came about in time"),
+    ("WRONG_VERSION_NUMBER", "speaks no TLS there: it was started without tls.cert_file, or it is another port"),
+    ("is not in peer certificate", "has a certificate, but not that of a node"),
+    ("Ssl handshake failed", "has a certificate of another CA than tls.ca_file, or one that has ended"),
+    (
+        ": Socket closed",
+        "has closed the connection at once: where it uses mTLS, it takes certificates of its CA only (tls.cert_file, "
+        "--tls-cert-file)",
+    ),
     ("failed to connect", "does not answer: no connection came about"),
     ("Socket closed", "has closed the connection in the middle of the call"),
     ("Connection reset", "has closed the connection in the middle of the call"),

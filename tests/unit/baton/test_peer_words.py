@@ -60,6 +60,28 @@ def failed(details: str, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) ->
             "decode-0 is no process of Baton's: a server or a proxy for HTTP answers.",
         ),
         ("Socket closed", "decode-0 has closed the connection in the middle of the call."),
+        (
+            "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:36319: Socket closed",
+            "decode-0 has closed the connection at once: where it uses mTLS, it takes certificates of its CA only "
+            "(tls.cert_file, --tls-cert-file).",
+        ),
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:43617: Ssl handshake failed "
+            "(TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:100000f7:SSL routines:OPENSSL_internal:WRONG_VERSION_NUMBER: "
+            "Invalid certificate verification context",
+            "decode-0 speaks no TLS there: it was started without tls.cert_file, or it is another port.",
+        ),
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:36319: Ssl handshake failed "
+            "(TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1000007d:SSL routines:OPENSSL_internal:"
+            "CERTIFICATE_VERIFY_FAILED: unable to get local issuer certificate",
+            "decode-0 has a certificate of another CA than tls.ca_file, or one that has ended.",
+        ),
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:33415: Peer name "
+            "node.baton.internal is not in peer certificate",
+            "decode-0 has a certificate, but not that of a node.",
+        ),
         ("recvmsg:Connection reset by peer", "decode-0 has closed the connection in the middle of the call."),
         ("keepalive watchdog timeout", "decode-0 no longer answers: it is stopped, or cut off."),
         ("ping timeout", "decode-0 no longer answers: it is stopped, or cut off."),
