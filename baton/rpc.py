@@ -168,10 +168,11 @@ class RpcServer:
         """
         assert self._server is None, "started twice"
         await check_can_bind(listen)
+        if probe_listen is not None:
+            await check_can_bind(probe_listen, setting="probe_listen")
         server = self._build()
         bound = _bind(server, listen, "listen", self._tls)
         if probe_listen is not None:
-            await check_can_bind(probe_listen, setting="probe_listen")
             self._probes = self._build_probes()
             _bind(self._probes, probe_listen, "probe_listen", None)
             await self._probes.start()
