@@ -15,10 +15,9 @@ from baton.strangers import Strangers
 
 REQUEST_S_MAX: Final = 30.0
 """How long a call's request may take to come."""
-REQUEST_SOON_S: Final = 1.0
-"""Whose request takes longer is one of the slow ones."""
-SLOW_BYTES_MAX: Final = 512 * 1024 * 1024
-"""What the requests of the slow ones may hold together. Beyond it the oldest of the address with most of them ends."""
+UNREAD_MAX: Final = 128
+"""Calls at the same time whose request is still to come: each may hold as much memory as the largest. Of a thousand
+good calls at once only a few are among them, as gRPC hands over a few in each turn of the loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,38 +31,34 @@ class StreamLimit:
 class CallSlots:
     """The places of one server's calls. `source` is the address of a caller. Lives on one event loop."""
 
-    def __init__(self, *, rpcs_max: int, message_bytes_max: int, busy_retry_ms: int) -> None:
+    def __init__(self, *, rpcs_max: int, busy_retry_ms: int) -> None:
         self._rpcs_max = rpcs_max
         self._retry_ms = busy_retry_ms
         self._running = 0
         self._streams: dict[str, Counter[str]] = {}
         """By method and source."""
         self._numbers = count()
-        self._unread = Strangers(rpcs_max)
-        self._slow = Strangers(max(1, SLOW_BYTES_MAX // message_bytes_max))
+        self._unread = Strangers(UNREAD_MAX)
         self._reads: dict[int, asyncio.Timeout] = {}
 
     @asynccontextmanager
     async def reading(self, source: str) -> AsyncIterator[None]:
         """For as long as a call's request is read. It has no other place yet: whoever sends no request, or sends it
         slowly, keeps nobody else out. Raises BatonError: it takes too long, or others need the place."""
-        loop, number = asyncio.get_running_loop(), next(self._numbers)
+        number = next(self._numbers)
         try:
             async with asyncio.timeout(REQUEST_S_MAX) as scope:
                 self._reads[number] = scope
-                self._enter(self._unread, number, source)
-                late = loop.call_later(REQUEST_SOON_S, self._enter, self._slow, number, source)
-                try:
-                    yield
-                finally:
-                    late.cancel()
-                    self._unread.leave(number)
-                    self._slow.leave(number)
+                leaves = self._unread.enter(number, source)
+                if leaves is not None:
+                    self._reads.pop(leaves).reschedule(asyncio.get_running_loop().time())
+                yield
         except TimeoutError:
             if number in self._reads:
                 raise BatonError(Reason.DEADLINE, f"The request has not come within {REQUEST_S_MAX:g} s.") from None
             raise self._full("Too many calls wait for their requests, this one for longest") from None
         finally:
+            self._unread.leave(number)
             self._reads.pop(number, None)
 
     @contextmanager
@@ -93,12 +88,6 @@ class CallSlots:
             streams[source] -= 1
             if not streams[source]:
                 del streams[source]
-
-    def _enter(self, crowd: Strangers, number: int, source: str) -> None:
-        leaves = crowd.enter(number, source)
-        scope = None if leaves is None else self._reads.pop(leaves, None)
-        if scope is not None:
-            scope.reschedule(asyncio.get_running_loop().time())
 
     def _full(self, text: str) -> BatonError:
         return BatonError(Reason.TOO_MANY_CALLS, f"{text}; try again later.", retry_after_ms=self._retry_ms)

@@ -40,7 +40,8 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # th
     ) -> health_pb2.HealthCheckResponse:
         status = self._status(request.service)
         if status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"No service '{request.service}' here.")
+            context.set_code(grpc.StatusCode.NOT_FOUND)
+            context.set_details("No service of this name here.")
         return health_pb2.HealthCheckResponse(status=status)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: HealthContext) -> None:

@@ -101,7 +101,6 @@ _OTHERS: Final[Mapping[str, float]] = {
     "liveness.barren_max=failed_streams_max": 6,
     "rpc.RPCS_UNTIMED_MAX": 1024,
     "rpc.busy_retry_ms": 200,
-    "rpc.PING_INTERVAL_MS_MIN": 50,
     "rpc.client_ping_ms=heartbeat_ms of CLIENT_LIVENESS": 10_000,
     "rpc.client_answer_ms_max=answer_ms_max of CLIENT_LIVENESS": 5_000,
     "rpc.handler_end_ms_max": 5_000,

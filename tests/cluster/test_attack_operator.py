@@ -12,10 +12,11 @@ from typing import Any, Final
 import grpc
 import pytest
 from batonpb import inference_pb2, node_pb2, node_pb2_grpc, pins_pb2, pins_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.errors import BatonError, Reason
 from baton.operator import Metadata, OperatorToken
-from baton.rpc import rpc_errors
+from baton.rpc import HEALTH_SERVICE, REFLECTION_SERVICE, rpc_errors
 from cli.nodes import state_name
 from cli.supervisor import ROUTER_NAME
 from tests.support.attack import (
@@ -30,7 +31,7 @@ from tests.support.cluster_harness import CALL_S_MAX, error_of, http_call, metri
 from tests.support.operator import as_operator
 
 ORDERS: Final = ("Drain", "Cordon", "Uncordon", "Undrain")
-ROUNDS: Final = 25
+ROUNDS: Final = 15
 DECODE: Final = "decode-0"
 
 
@@ -72,6 +73,13 @@ async def refusals(channel: grpc.aio.Channel, metadata: Metadata) -> set[Reason]
     return {(await refused(order)).reason for order in orders(channel, metadata)}
 
 
+async def services(channel: grpc.aio.Channel) -> set[str]:
+    """What a port says that it serves."""
+    asked = reflection_pb2.ServerReflectionRequest(list_services="")
+    call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([asked]), timeout=CALL_S_MAX)
+    return {each.name for each in (await call.read()).list_services_response.service}
+
+
 async def nothing_happened(front: Front) -> None:
     """Router and nodes take requests, and never did anything else; nobody has a pin."""
     for name, status in (await front.statuses()).items():
@@ -92,6 +100,7 @@ def test_nobody_gives_orders_at_the_public_port(front: Front, token_file: Path) 
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await status
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            assert await services(channel) == {"baton.v1.Inference", HEALTH_SERVICE, REFLECTION_SERVICE}
         others.check()
         assert others.longest_hold_ms() < HOLD_MS_MAX, others.holds
         await nothing_happened(front)

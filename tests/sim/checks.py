@@ -82,7 +82,7 @@ def _bounds(process: Process) -> str | None:
     """Named limits are kept."""
     found: list[tuple[str, int, int]] = []
     if process.server is not None:
-        found.append(("calls served", process.server.edge._running, process.server.limits.rpcs_max))
+        found.append(("calls served", process.server.edge._slots._running, process.server.limits.rpcs_max))
     if process.router is not None:
         router, line = process.router, process.router._line._book
         found.append(("requests", line.out, router.config.requests_max))

@@ -13,6 +13,7 @@ from batonpb import decode_pb2, inference_pb2, node_pb2
 from baton import call_slots
 from baton.errors import BatonError, Code, Reason
 from baton.rpc import PUBLIC_MESSAGE_BYTES_MAX, RpcLimits, rpc_errors
+from tests.support import raw_http2 as http2
 from tests.support.rpc_harness import SERVING, Served, answer, run, serving
 
 LIMITS = RpcLimits(rpcs_max=8)
@@ -48,9 +49,10 @@ async def reply(_request: Any, _context: Any) -> inference_pb2.GenerateResponse:
     return inference_pb2.GenerateResponse(request_id="done")
 
 
-def test_calls_without_a_request_keep_nobody_out() -> None:
-    """Five times as many as the server answers at a time: others are answered meanwhile, checks too. All but so many
-    are told to make room; the rest wait on."""
+def test_calls_without_a_request_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Far more than there are places for: others are answered meanwhile, checks too. All but so many are told to make
+    room; the rest wait on."""
+    monkeypatch.setattr(call_slots, "UNREAD_MAX", 8)
 
     async def scene() -> None:
         async with serving(LIMITS, inference=reply, node=answer) as served:
@@ -77,16 +79,35 @@ def test_a_request_has_to_come_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     run(scene())
 
 
-def test_slow_requests_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of calls that have waited for their requests long enough to be slow, so many stay as memory is set aside for."""
-    monkeypatch.setattr(call_slots, "REQUEST_SOON_S", 0.0)
-    monkeypatch.setattr(call_slots, "SLOW_BYTES_MAX", 2 * LIMITS.message_bytes_max)
+def test_metadata_of_any_size_is_not_kept() -> None:
+    """Of a client that does not keep to the limit it is told, which gRPC leaves to us: its call ends, and its
+    connection lives on."""
+    calls: list[Any] = []
+
+    async def note(request: Any, context: Any) -> node_pb2.NodeStatus:
+        calls.append(request)
+        return await answer(request, context)
 
     async def scene() -> None:
-        async with serving(LIMITS, node=answer) as served:
-            calls = [half_open(served, GET_STATUS) for _ in range(5)]
-            async with first_ended(calls, 3) as errors:
-                assert {error.reason for error in errors} == {Reason.TOO_MANY_CALLS}
+        async with serving(LIMITS, node=note) as served:
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            large = http2.call_head(GET_STATUS, *((b"x-a", b"a" * 8_000) for _ in range(2)))
+            good = http2.call_head(GET_STATUS, (b"grpc-timeout", b"20S"))
+            writer.write(http2.GREETING)
+            for stream, head in ((1, large[:16_000]), (3, good)):
+                end = http2.END_HEADERS if head is good else 0
+                writer.write(http2.frame(http2.HEADERS, end, stream, head))
+                if not end:
+                    writer.write(http2.frame(http2.CONTINUATION, http2.END_HEADERS, stream, large[16_000:]))
+                writer.write(http2.frame(http2.DATA, http2.END_STREAM, stream, http2.message(b"")))
+            over: list[int] = []
+            while len(over) < 2:
+                head = await reader.readexactly(9)
+                await reader.readexactly(int.from_bytes(head[:3], "big"))
+                if head[3] == http2.HEADERS and head[4] & http2.END_STREAM:
+                    over.append(int.from_bytes(head[5:], "big"))
+            writer.close()
+            assert (sorted(over), len(calls)) == ([1, 3], 1)
 
     run(scene())
 
@@ -127,6 +148,20 @@ def test_a_caller_who_leaves_in_the_middle_of_its_request_leaves_no_trace(caplog
                     with suppress(asyncio.CancelledError):
                         await call
             assert await served.check("") == SERVING
+
+    run(scene())
+    assert not caplog.records
+
+
+def test_a_stopping_server_waits_for_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    async def scene() -> None:
+        async with serving(LIMITS, inference=reply) as served:
+            calls = [half_open(served, GENERATE) for _ in range(4)]
+            await asyncio.gather(*(call.wait_for_connection() for call in calls))
+            assert await served.check("") == SERVING
+            await served.server.stop(0)
+            for call in calls:
+                await ended(call)
 
     run(scene())
     assert not caplog.records

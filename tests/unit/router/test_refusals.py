@@ -252,7 +252,7 @@ def test_a_body_must_come_at_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
             with suppress(ConnectionError):
                 await writer.wait_closed()
 
-    monkeypatch.setattr(http_server, "BODY_BYTES_PER_S", 10)
+    monkeypatch.setattr(http_server, "BODY_BYTES_PER_S", 100)
     play(scene, http_body_ms_free=500)
 
 
