@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from batonpb import inference_pb2
 from google.protobuf.message import DecodeError
@@ -145,7 +145,7 @@ _samplings = st.fixed_dictionaries(
         "stop_token_ids": st.lists(_whole, max_size=70), "logit_bias": st.dictionaries(_whole, st.floats(), max_size=3),
         "ignore_eos": st.booleans(), "include_stop": st.booleans(),
     },
-).map(lambda fields: inference_pb2.Sampling(**fields))  # fmt: skip
+).map(lambda fields: inference_pb2.Sampling(**cast(Any, fields)))  # fmt: skip
 _chat_messages = st.builds(inference_pb2.ChatMessage, role=st.sampled_from([*ROLES, "", "x" * 5000]), content=_texts)
 _requests = st.fixed_dictionaries(
     {"sampling": _samplings},
@@ -192,7 +192,7 @@ BODIES: Final = Target(
 MESSAGES: Final = Target(
     name="message",
     check=check_message,
-    inputs=_requests.map(lambda fields: inference_pb2.GenerateRequest(**fields).SerializeToString()),
+    inputs=_requests.map(lambda fields: inference_pb2.GenerateRequest(**cast(Any, fields)).SerializeToString()),
     samples=[_REQUEST, _IDS, _TEXT],
     repeats=[(b"", _REQUEST, b""), (b"", _IDS[:4], b""), (b"", b"\x0b", b""), (b"", b"\x08\x80", b"")],
 )
