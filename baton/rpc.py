@@ -364,6 +364,8 @@ class _Edge(grpc.aio.ServerInterceptor):
             log.exception("handler ended as cancelled", method=method, incident=failure.metadata["incident"])
         except NotImplementedError:  # raised by the generated base class for what this node does not serve
             failure = BatonError(Reason.UNIMPLEMENTED, f"{method} is not served by a node of this role.")
+        except DecodeError:
+            failure = BatonError(Reason.BAD_FIELD, "The request is not a message of the type that this call takes.")
         except Exception as error:
             if isinstance(error, TimeoutError) and scope is not None and scope.expired():
                 failure = BatonError(Reason.DEADLINE, "The server's time limit for this call has passed.")
@@ -419,17 +421,14 @@ def _calls_max(limits: RpcLimits) -> int:
 
 
 async def _request(context: _Context, read: Callable[[bytes], Any] | None) -> Any:
-    """The one request of a call, as `read` makes it of its bytes. Raises BatonError BAD_FIELD."""
+    """The one request of a call, as `read` makes it of its bytes. Raises BatonError BAD_FIELD, or DecodeError."""
     try:
         raw = await context.read()
     except grpc.aio.BaseError as error:  # the server has stopped: there is nobody to send anything to
         raise grpc.aio.AbortError from error
     if raw is grpc.aio.EOF:
         raise BatonError(Reason.BAD_FIELD, "The call has no request.")
-    try:
-        return raw if read is None else read(raw)
-    except DecodeError as error:
-        raise BatonError(Reason.BAD_FIELD, "The request is not a message of the type that this call takes.") from error
+    return raw if read is None else read(raw)
 
 
 def _source(context: _Context) -> str:
