@@ -171,10 +171,11 @@ class RpcServer:
         """
         assert self._server is None, "started twice"
         await check_can_bind(listen)
+        if probe_listen is not None:
+            await check_can_bind(probe_listen, setting="probe_listen")
         server = self._build()
         bound = _bind(server, listen, "listen", self._tls)
         if probe_listen is not None:
-            await check_can_bind(probe_listen, setting="probe_listen")
             self._probes = self._build_probes()
             _bind(self._probes, probe_listen, "probe_listen", None)
             await self._probes.start()
@@ -367,6 +368,8 @@ class _Edge(grpc.aio.ServerInterceptor):
             log.exception("handler ended as cancelled", method=method, incident=failure.metadata["incident"])
         except NotImplementedError:  # raised by the generated base class for what this node does not serve
             failure = BatonError(Reason.UNIMPLEMENTED, f"{method} is not served by a node of this role.")
+        except DecodeError:
+            failure = BatonError(Reason.BAD_FIELD, "The request is not a message of the type that this call takes.")
         except Exception as error:
             if isinstance(error, TimeoutError) and scope is not None and scope.expired():
                 failure = BatonError(Reason.DEADLINE, "The server's time limit for this call has passed.")
@@ -403,7 +406,7 @@ class _Edge(grpc.aio.ServerInterceptor):
         return longest_s if left_s > longest_s else None
 
     async def _request(self, context: _Context, read: Callable[[bytes], Any] | None) -> Any:
-        """The one request of a call, as `read` makes it of its bytes. Raises BatonError BAD_FIELD."""
+        """The one request of a call, as `read` makes it of its bytes. Raises BatonError BAD_FIELD, or DecodeError."""
         try:
             raw = await context.read()
         except grpc.aio.BaseError as error:  # the server has stopped: there is nobody to send anything to
@@ -414,11 +417,7 @@ class _Edge(grpc.aio.ServerInterceptor):
             if len(raw) > LARGE_REQUEST_BYTES:
                 await one_in_turn.enter_async_context(self._large)
                 await asyncio.sleep(0)
-            try:
-                return raw if read is None else read(raw)
-            except DecodeError as error:
-                text = "The request is not a message of the type that this call takes."
-                raise BatonError(Reason.BAD_FIELD, text) from error
+            return raw if read is None else read(raw)
 
     def _slot(self, method: str, source: str) -> AbstractContextManager[None]:
         """Raises BatonError TOO_MANY_CALLS."""

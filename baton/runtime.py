@@ -187,8 +187,9 @@ class NodeRuntime:
                 field="advertise",
             )
         await check_can_bind(listen)
-        if self._admin_listen is not None:
-            await check_can_bind(self._admin_listen, setting="admin_listen")
+        for key, place in (("admin_listen", self._admin_listen), ("probe_listen", self.config.probe_listen)):
+            if place is not None:
+                await check_can_bind(place, setting=key)
         await asyncio.to_thread(self.operator.read_or_make)
 
     async def open(self) -> str:

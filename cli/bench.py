@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from itertools import repeat
 from pathlib import Path
 from typing import Any, Final
@@ -36,7 +36,7 @@ from cli.bench_plan import (
     trace_requests,
 )
 from cli.bench_stats import Progress, Slo, check_plot, draw, report_data, report_text
-from cli.client import answer_timeout_option, api_key_option, open_channels, router_option
+from cli.client import answer_timeout_option, api_key_option, open_channels, read_api_key, router_option
 from cli.invocation import EXIT_ERROR, EXIT_INTERRUPTED
 from cli.output import JSON, output_option, print_json
 from cli.parameters import TOKEN_ID_MAX, Number, options
@@ -73,7 +73,7 @@ class BenchOptions(LoadConfig):
     """One field for each option, as click gives it. Raises UsageError where options exclude each other."""
 
     router: str
-    api_key: str | None = field(repr=False)
+    api_key_file: Path | None
     url: str | None
     openai_model: str | None
     model: Path | None
@@ -135,8 +135,8 @@ class BenchOptions(LoadConfig):
         return f"{self.rate:g} requests/s ({self.arrivals}), {lengths}"
 
     def data(self) -> dict[str, object]:
-        """All of it but the key, as JSON has it."""
-        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "api_key"}
+        """All of it as JSON has it."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: str(value) if isinstance(value, Path | Lengths) else value for name, value in values.items()}
 
 
@@ -326,7 +326,7 @@ def unwritable(path: Path) -> str | None:
 
 
 def _target(options: BenchOptions, router: str, channels: Channels) -> Target:
-    timeout_s, temperature, api_key = options.timeout_s, options.temperature, options.api_key
+    timeout_s, temperature, api_key = options.timeout_s, options.temperature, read_api_key(options.api_key_file)
     if options.url is None:
         return RouterTarget(router, channels=channels, timeout_s=timeout_s, temperature=temperature, api_key=api_key)
     try:

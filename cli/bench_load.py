@@ -232,7 +232,7 @@ def _why(error: Exception) -> str:
         return "it has closed the connection"
     if isinstance(error, TimeoutError):
         return "no connection came about in time"
-    return str(getattr(error, "strerror", None) or error)
+    return str(getattr(error, "strerror", None) or error)[:PROBLEM_CHARS_MAX]
 
 
 def _message(chunk: dict[str, Any], received: int) -> Message | None:

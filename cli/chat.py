@@ -9,6 +9,7 @@ import signal
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -27,6 +28,7 @@ from cli.client import (
     is_unreached,
     logprobs_text,
     no_router,
+    read_api_key,
     router_option,
     stats_text,
 )
@@ -133,7 +135,7 @@ class Conversation:
 @output_option
 def chat(
     router: str,
-    api_key: str | None,
+    api_key_file: Path | None,
     system: str,
     model: str | None,
     timeout_s: float,
@@ -156,7 +158,7 @@ def chat(
     for text, what in ((router, "--router"), (system, "--system"), (model or "", "--model")):
         check_utf8(text, what)
     template = inference_pb2.GenerateRequest(sampling=sampling_message(sampling), model=model)
-    lines = Lines()
+    lines, api_key = Lines(), read_api_key(api_key_file)
     # One loop for all turns, at rest while a line is read: the terminal and Ctrl-C then are the line editor's alone.
     with asyncio.Runner() as runner:
         channels = Channels(limits=ChannelLimits())

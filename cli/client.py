@@ -31,7 +31,7 @@ router_option: Final = click.option(
 API_KEY_VARIABLE: Final = "BATON_API_KEY"
 
 
-def _read_api_key(_context: click.Context, _parameter: click.Parameter, path: Path | None) -> str | None:
+def read_api_key(path: Path | None) -> str | None:
     """The key in the file, or in the environment. Raises UsageError."""
     try:
         key = (os.environ.get(API_KEY_VARIABLE, "") if path is None else path.read_text(encoding="utf-8")).strip()
@@ -43,7 +43,7 @@ def _read_api_key(_context: click.Context, _parameter: click.Parameter, path: Pa
 
 
 api_key_option: Final = click.option(
-    "--api-key-file", "api_key", type=click.Path(path_type=Path), callback=_read_api_key, metavar="FILE",
+    "--api-key-file", type=click.Path(path_type=Path), metavar="FILE",
     help=f"File with the API key to send.  [default: the key in {API_KEY_VARIABLE}, or none]",
 )  # fmt: skip
 answer_timeout_option: Final = timeout_option(300.0, "How long a whole answer may take.")

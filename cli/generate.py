@@ -7,6 +7,7 @@ import io
 import secrets
 import sys
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any, TextIO
 
 import click
@@ -25,6 +26,7 @@ from cli.client import (
     logprobs_text,
     no_router,
     open_channels,
+    read_api_key,
     router_option,
     stats_text,
 )
@@ -57,7 +59,7 @@ from router.openai import CHOICES_MAX
 def generate(
     prompt: str | None,
     router: str,
-    api_key: str | None,
+    api_key_file: Path | None,
     token_ids: tuple[int, ...] | None,
     answers: int,
     model: str | None,
@@ -98,7 +100,7 @@ def generate(
         answers=answers,
         stats=stats and not as_json,
     )
-    done = asyncio.run(_run(request, printer, router, timeout_s, api_key=api_key, unary=no_stream))
+    done = asyncio.run(_run(request, printer, router, timeout_s, api_key=read_api_key(api_key_file), unary=no_stream))
     if done is None:
         click.echo("Cancelled.", err=True)
         return EXIT_INTERRUPTED

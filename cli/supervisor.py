@@ -84,6 +84,9 @@ _DIRECTORY_TO_COME: Final = "127.0.0.1:7070"
 """Stands for a directory that is not started yet."""
 _STOP_ORDER: Final = (Service.ROUTER, Service.PREFILL, Service.MIXED, Service.DECODE, Service.DIRECTORY)
 _THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_OTHER_LISTENS: Final = {
+    "http_listen": "over HTTP", "metrics_listen": "with metrics", "admin_listen": "for operators",
+}  # fmt: skip
 _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 
 
@@ -243,10 +246,10 @@ class ClusterSpec:
                 flags = self.flags_of(name, service, self.directory or _DIRECTORY_TO_COME)
                 config = load_config(service, toml_path=self.config, env={**os.environ, **self.env}, flags=flags)
                 places[name] = config.listen
-                for what in ("http", "metrics", "admin"):
-                    place = getattr(config, f"{what}_listen", None)
+                for key, what in _OTHER_LISTENS.items():
+                    place = getattr(config, key, None)
                     if place is not None:
-                        places[f"{name} ({what})"] = place
+                        places[f"{name} {what}"] = place
             except ConfigError as error:
                 problems += error.problems
         problems += listen_problems(places)

@@ -34,6 +34,8 @@ SURPLUS_MS_MAX: Final = 2_000
 """How long a connection that is one too many may take for the head of its call."""
 IDLE_MS_MAX: Final = 5_000
 """Between the end of an answer and the next call."""
+PROXY_IDLE_MS_MAX: Final = 75_000
+"""The same, for a trusted proxy: it may send a call just when we close, so it must be the one to close first."""
 UNREAD_MS_FREE: Final = 10_000
 """How long a client may read nothing of what waits for it. What it reads then gives it more time, up to as much."""
 UNREAD_BYTES_PER_S: Final = 8_192
@@ -118,8 +120,6 @@ class HttpConnection(asyncio.Protocol):
         self._discarded: int | None = None
         """Bytes that came after the last answer; None before it."""
 
-    # Called by the loop.
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
@@ -164,8 +164,6 @@ class HttpConnection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._writable.set()
 
-    # Called by the server.
-
     def is_late(self, now_s: float) -> bool:
         """Whether the client has been slow for too long."""
         left = self.transport.get_write_buffer_size()
@@ -184,14 +182,11 @@ class HttpConnection(asyncio.Protocol):
         if self._call is None and self._discarded is None:
             self._close()
 
-    # Called by the call.
-
     async def write(self, data: bytes) -> None:
         """Once there is room for it."""
         await self._writable.wait()
-        if not self.transport.is_closing():
-            self._written += len(data)
-            self.transport.write(data)
+        if self._discarded is None and not self.transport.is_closing():
+            self._write(data)
 
     def ended(self, call: HttpCall, *, keep_alive: bool) -> None:
         """Its answer is written."""
@@ -202,7 +197,8 @@ class HttpConnection(asyncio.Protocol):
             self._close(read=call.read)
             return
         self._head_begun = False
-        self._due_s = self._loop.time() + IDLE_MS_MAX / 1000
+        idle_ms_max = PROXY_IDLE_MS_MAX if self._owner() is None else IDLE_MS_MAX
+        self._due_s = self._loop.time() + idle_ms_max / 1000
         if self._events:
             self.served.turns.do(self._work)
         else:
@@ -213,6 +209,10 @@ class HttpConnection(asyncio.Protocol):
         if self._paused and not self._deferred and not self._events and not self.transport.is_closing():
             self._paused = False
             self.transport.resume_reading()
+
+    def _write(self, data: bytes) -> None:
+        self._written += len(data)
+        self.transport.write(data)
 
     def _owner(self) -> Address | None:
         trusted = self._peer is None or is_trusted(self._peer, self.served.trusted_proxies)
@@ -264,7 +264,7 @@ class HttpConnection(asyncio.Protocol):
                 return
         body = json.dumps(openai.error_json(error)).encode()
         head = b"%scontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-        self.transport.write(head % (_STATUS[openai.error_status(error)], len(body)) + body)
+        self._write(head % (_STATUS[openai.error_status(error)], len(body)) + body)
         self._close(read=False)
 
     def _close(self, *, read: bool = True) -> None:

@@ -61,7 +61,7 @@ Event = Head | bytes | End | BatonError
 
 
 class RequestParser:
-    """Reads one connection. `close` when it is over."""
+    """Reads one connection. `close` when it is over. llhttp calls what begins with `on_`."""
 
     def __init__(self) -> None:
         self._parser = httptools.HttpRequestParser(self)
@@ -151,8 +151,6 @@ class RequestParser:
         """From a callback: the parser reads no further."""
         self._problem = problem
         raise ValueError
-
-    # From here on: called by the parser.
 
     def on_message_begin(self) -> None:
         self._calls += 1

@@ -378,8 +378,8 @@ class HttpServer:
             await self._served.closed.wait()
 
     def _keep_up(self) -> None:
-        self._served.upkeep(self._loop.time())
         self._upkeep = self._loop.call_later(UPKEEP_MS / 1000, self._keep_up)
+        self._served.upkeep(self._loop.time())
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not scope["state"][SURPLUS] or scope["path"] in _FOR_PROBES:

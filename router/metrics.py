@@ -120,7 +120,7 @@ class RouterMetrics:
         return _Observed(self, now_s)
 
     def text(self) -> bytes:
-        """All of it, in Prometheus' text format."""
+        """All of it, in Prometheus' text format. On any thread: what it reads is replaced, not changed."""
         return generate_latest(self.registry)
 
 

@@ -99,7 +99,7 @@ class RequestLog(RepeatLog):
             why=error.message,
         )
 
-    def failed(self, error: BatonError, *, request_id: RequestId, job: Job | None, began_s: float) -> None:
+    def failed(self, error: BatonError, *, call: ClientCall, job: Job | None, began_s: float) -> None:
         """The client has this error. `job` is None for a request that was refused before anything was done for it."""
         fields: dict[str, Any] = {"took_ms": round((self._now_s() - began_s) * 1000)}
         if job is not None:
@@ -110,7 +110,9 @@ class RequestLog(RepeatLog):
                 tokens=len(job.output),
                 nodes=",".join(job.nodes) or "none",
             )
-        self._ended("request failed", error, request_id, fields)
+        if call.key_name is not None:
+            fields["api_key"] = call.key_name
+        self._ended("request failed", error, call.id, fields)
 
     def refused(self, error: BatonError, *, door: str, request_id: RequestId | None = None) -> None:
         """The client has this error in place of a request: none has begun. `door` is where it came to."""
@@ -205,14 +207,14 @@ class RouterNode:
             yield finished
         except BatonError as error:
             observed.failed(error.reason)
-            self.request_log.failed(error, request_id=call.id, job=job, began_s=began_s)
+            self.request_log.failed(error, call=call, job=job, began_s=began_s)
             raise
         except (asyncio.CancelledError, GeneratorExit):
             # The client has left, which is nobody's error, or it was cut off, or its deadline has passed. The caller
             # reports the last two to the client.
             if (outside := self._outside_error(job, call)) is not None:
                 observed.failed(outside.reason)
-                self.request_log.failed(outside, request_id=call.id, job=job, began_s=began_s)
+                self.request_log.failed(outside, call=call, job=job, began_s=began_s)
             raise
         finally:
             observed.ended()

@@ -15,7 +15,7 @@ from typing import Any, Final
 import grpc.aio
 import openai
 import pytest
-from batonpb import inference_pb2_grpc
+from batonpb import inference_pb2, inference_pb2_grpc
 
 from baton.errors import BatonError, Code, Reason
 from baton.rpc import rpc_errors
@@ -63,13 +63,14 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
     made.add("two", concurrency=2, cache_salt="two")
     made.add("slow", requests_per_minute=2)
     made.add("few", tokens_per_minute=40)
+    made.add("special", special_tokens=True)
     made.write()
     return made
 
 
 @pytest.fixture(scope="module")
 def front(keys: Keys) -> Iterator[Front]:
-    with front_door(router_flags={"api_keys_file": keys.path}, api_key=keys.of["others"]) as front:
+    with front_door(router_flags={"api_keys_file": keys.path}, api_key=keys.of["others"], tokenizer=True) as front:
         yield front
 
 
@@ -265,6 +266,62 @@ def test_a_changed_file_counts_within_seconds_and_a_broken_one_does_not(front: F
     front.run(scenario())
 
 
+def test_nobody_shares_the_cache_of_a_key_with_a_salt(front: Front, keys: Keys) -> None:
+    """A prompt is cached for who has asked before, and for nobody else: not for a key without a salt that names the
+    other's, nor for the same key under a salt of the request's own."""
+    prompt = list(range(5, 205))
+
+    async def cached(key: str, salt: str | None = None) -> int:
+        fields: dict[str, Any] = {} if salt is None else {"cache_salt": salt}
+        raw = json.dumps({"prompt": prompt, "max_tokens": 2, **fields}).encode()
+        status, answer = await http_attack(front, post("/v1/completions", raw, headers=bearer(keys.of[key])))
+        assert status == 200, answer
+        found: int = json.loads(answer)["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return found
+
+    async def scenario() -> None:
+        assert await cached("two") == 0
+        assert await cached("two") > 0
+        assert await cached("others") == 0
+        assert await cached("others", "two") == 0
+        assert await cached("two", "two") == 0
+        assert await cached("others") > 0
+        assert await cached("two", "two") > 0
+
+    front.run(scenario())
+
+
+def test_only_some_keys_may_spell_special_tokens(front: Front, keys: Keys) -> None:
+    """The same message of special tokens, over both doors: for one key each is a token, for another it is letters."""
+    message = {"role": "user", "content": "<|begin|>" * 20}
+
+    async def over_http(key: str) -> int:
+        raw = json.dumps({"messages": [message], "max_tokens": 1}).encode()
+        status, answer = await http_attack(front, post("/v1/chat/completions", raw, headers=bearer(keys.of[key])))
+        assert status == 200, answer
+        found: int = json.loads(answer)["usage"]["prompt_tokens"]
+        return found
+
+    async def over_grpc(key: str) -> int:
+        async with attacker_channel(front) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            request = inference_pb2.GenerateRequest(
+                chat=inference_pb2.Chat(messages=[inference_pb2.ChatMessage(**message)]),
+                sampling=inference_pb2.Sampling(max_tokens=1),
+            )
+            metadata = tuple(bearer(keys.of[key]).items())
+            answer = await stub.GenerateUnary(request, timeout=CALL_S_MAX, metadata=metadata)
+            found: int = answer.stats.prompt_tokens
+            return found
+
+    async def scenario() -> None:
+        letters, tokens = await over_http("others"), await over_http("special")
+        assert letters > tokens + 20
+        assert (letters, tokens) == (await over_grpc("others"), await over_grpc("special"))
+
+    front.run(scenario())
+
+
 def test_commands_send_a_key(front: Front, keys: Keys, tmp_path: Path) -> None:
     """From a file, or from the environment; without one the error says what is missing. A report has no key in it."""
     file, router = tmp_path / "own.key", front.target.grpc
@@ -305,6 +362,13 @@ def test_a_flood_of_wrong_keys_costs_others_nothing(front: Front) -> None:
         assert others.longest_hold_ms() < HOLD_MS_MAX, str(others.holds)
 
     front.run(scenario())
+
+
+def test_a_router_that_anybody_reaches_warns() -> None:
+    """HTTP listens on all addresses, and there are no keys: the log says so. gRPC on the loopback is fine."""
+    with front_door(router_flags={"http_listen": "0.0.0.0:0"}) as front:
+        warned = [line for line in front.log_text(ROUTER_NAME).splitlines() if "set api_keys_file" in line]
+        assert len(warned) == 1 and "listen=0.0.0.0:0" in warned[0] and "http_listen" in warned[0]
 
 
 def test_a_broken_file_stops_the_start(tmp_path: Path) -> None:

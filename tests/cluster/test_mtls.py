@@ -7,9 +7,9 @@ import asyncio
 import random
 import shutil
 import signal
+import ssl
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack
-from dataclasses import replace
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,11 +32,13 @@ from batonpb import (
     transfer_pb2_grpc,
 )
 
+from baton.endpoint import split_endpoint
 from baton.errors import BatonError, Reason
 from baton.rpc import rpc_errors
 from baton.tls import Kind
 from cli.ca import CertificateFiles, certificate_files, issue, make_ca
 from cli.supervisor import CERTIFICATES, DIRECTORY_NAME, OPERATOR, ROUTER_NAME
+from tests.support.attack import ATTACKER, HOLD_MS_MAX, Front, attacker_connection, bystanders, front_door
 from tests.support.cluster_harness import (
     CALL_S_MAX,
     Answer,
@@ -53,13 +55,14 @@ STREAMS: Final = 8
 TOKENS: Final = 60
 BEYOND_ALL: Final = 2**63
 """As `lowest_live`: nothing of this writer lives any more."""
+HANDSHAKES: Final = 200
+WHOLE_HANDSHAKES: Final = 50
 NODE: Final = ("grpc.ssl_target_name_override", Kind.NODE.dns_name)
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[RunningCluster]:
-    spec = mock_spec(prefill=2, decode=1, decode_flags={"engine.mock_layer_delay_ms": 4})
-    with running(replace(spec, tls=True)) as started:
+def front() -> Iterator[Front]:
+    with front_door(prefill=2, tls=True) as started:
         yield started
 
 
@@ -164,11 +167,11 @@ async def refused(forgery: Forgery, channel: grpc.aio.Channel, what: str) -> Rea
     raise AssertionError(f"{what} was taken")
 
 
-def test_forged_calls_of_strangers_and_of_other_nodes_do_nothing(cluster: RunningCluster, tmp_path: Path) -> None:
+def test_forged_calls_of_strangers_and_of_other_nodes_do_nothing(front: Front, tmp_path: Path) -> None:
     """While answers are written: a plain client, one without a certificate, one of another CA, an operator, and
     prefill-1 in the name of prefill-0 and the router. A node's order is not taken either. No answer notices, no block
     is lost."""
-    folder = cluster.cluster.log_dir / CERTIFICATES
+    folder = front.cluster.log_dir / CERTIFICATES
     make_ca(tmp_path / "theirs")
     foreign = issue(tmp_path / "theirs", kind=Kind.NODE, name="prefill-0")
     operator, other = (certificate_files(folder, name) for name in (OPERATOR, "prefill-1"))
@@ -179,7 +182,7 @@ def test_forged_calls_of_strangers_and_of_other_nodes_do_nothing(cluster: Runnin
         (operator, {Reason.PERMISSION_DENIED}),
         (other, {Reason.PERMISSION_DENIED}),
     )
-    places = {name: cluster.cluster.endpoints[name] for name in ("decode-0", DIRECTORY_NAME)}
+    decode, directory = (front.cluster.endpoints[name] for name in ("decode-0", DIRECTORY_NAME))
 
     async def attack(place: str, forged: dict[str, Forgery]) -> None:
         async with AsyncExitStack() as opened:
@@ -190,36 +193,75 @@ def test_forged_calls_of_strangers_and_of_other_nodes_do_nothing(cluster: Runnin
                 channels.append((await opened.enter_async_context(channel), wanted))
             for channel, wanted in channels:
                 assert {await refused(forgery, channel, what) for what, forgery in forged.items()} == wanted
-            if place == places["decode-0"]:
+            if place == decode:
                 assert await refused(drain, channels[-1][0], "Drain") is Reason.UNAUTHENTICATED
 
     async def scene() -> None:
         writer, router, receiver = [
-            (await cluster.status(name)).record for name in ("prefill-0", ROUTER_NAME, "decode-0")
+            (await front.status(name)).record for name in ("prefill-0", ROUTER_NAME, "decode-0")
         ]
-        streams = Streams(cluster)
-        await streams.start()
-        await attack(places["decode-0"], forgeries(writer.incarnation, router.incarnation, receiver.incarnation))
-        await attack(places[DIRECTORY_NAME], directory_forgeries(writer))
-        await streams.end()
-        assert (await cluster.status("prefill-0")).record.endpoint == writer.endpoint
+        async with bystanders(front) as others:
+            await attack(decode, forgeries(writer.incarnation, router.incarnation, receiver.incarnation))
+            await attack(directory, directory_forgeries(writer))
+        others.check()
+        assert others.longest_hold_ms() < HOLD_MS_MAX
+        await assert_conserved(front)
+        assert (await front.status("prefill-0")).record.endpoint == writer.endpoint
 
-    cluster.run(scene())
+    front.run(scene())
 
 
-def test_a_forged_prefill_is_refused(cluster: RunningCluster) -> None:
+def test_handshakes_that_lead_to_nothing_keep_nobody_out(front: Front, tmp_path: Path) -> None:
+    """Hundreds at each port of the cluster's own: without a word, half of one, another protocol, whole ones with the
+    certificate of another CA. Meanwhile prompts are handed over, and tokens come."""
+    make_ca(tmp_path / "theirs")
+    foreign = issue(tmp_path / "theirs", kind=Kind.NODE, name="prefill-0")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.load_cert_chain(foreign.cert, foreign.key)
+    words = (b"", b"\x16\x03\x01\x02\x00\x01\x00", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", bytes(range(256)) * 16)
+
+    async def attack(place: str) -> None:
+        held = [await attacker_connection(place) for _ in range(HANDSHAKES)]
+        for i, (_, writer) in enumerate(held):
+            writer.write(words[i % len(words)])
+        for _ in range(WHOLE_HANDSHAKES):
+            host, port = split_endpoint(place)
+            with suppress(OSError):  # an SSLError is one
+                reader, writer = await asyncio.open_connection(host, port, ssl=context, local_addr=(ATTACKER, 0))
+                held.append((reader, writer))
+                await reader.read()
+        for _, writer in held:
+            writer.close()
+        for _, writer in held:
+            with suppress(OSError):
+                await writer.wait_closed()
+
+    async def scene() -> None:
+        places = {*front.cluster.endpoints.values(), *front.cluster.command_endpoints.values()} - {front.cluster.router}
+        async with bystanders(front) as others:
+            for place in sorted(places):
+                await attack(place)
+        others.check()
+        assert others.longest_hold_ms() < HOLD_MS_MAX
+        await assert_conserved(front)
+
+    front.run(scene())
+
+
+def test_a_forged_prefill_is_refused(front: Front) -> None:
     """Whoever reaches a prefill node is no router."""
 
     async def scene() -> None:
-        own = (await cluster.status("prefill-0")).record.incarnation
+        own = (await front.status("prefill-0")).record.incarnation
         request = prefill_pb2.PrefillRequest(header=common_pb2.Header(sender=7, receiver=own))
-        async with grpc.aio.insecure_channel(cluster.cluster.endpoints["prefill-0"]) as channel:
+        async with grpc.aio.insecure_channel(front.cluster.endpoints["prefill-0"]) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 async for _ in prefill_pb2_grpc.PrefillStub(channel).Prefill(request, timeout=CALL_S_MAX):
                     pass
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
-    cluster.run(scene())
+    front.run(scene())
 
 
 @pytest.mark.slow
@@ -227,8 +269,8 @@ def test_all_certificates_change_to_another_ca_under_load(tmp_path: Path) -> Non
     """Both CAs are trusted first, then come the new certificates, then the old CA goes. Answers that are being written
     have all their tokens. Then a node that is started anew takes over from one that is killed, by new connections."""
     make_ca(tmp_path / "new")
-    spec = mock_spec(prefill=2, decode=1, decode_flags={"engine.mock_layer_delay_ms": 10})
-    with running(replace(spec, tls=True)) as cluster:
+    spec = mock_spec(prefill=2, decode=1, decode_flags={"engine.mock_layer_delay_ms": 10}, tls=True)
+    with running(spec) as cluster:
         folder = cluster.cluster.log_dir / CERTIFICATES
         names = cluster.cluster.names
 

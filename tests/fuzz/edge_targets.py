@@ -6,7 +6,8 @@ import asyncio
 import hashlib
 import random
 from contextlib import aclosing
-from typing import Final
+from types import SimpleNamespace
+from typing import Any, Final, cast
 
 from batonpb import common_pb2, directory_pb2
 from google.protobuf.message import DecodeError
@@ -15,12 +16,14 @@ from hypothesis import strategies as st
 from baton import directory_redis
 from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import BatonError, Reason
+from baton.rpc import RpcLimits, time_left_s
 from baton.tracing import Traceparent, call_metadata, forward_metadata, new_request_id, read_metadata
 from baton.wire import record_from_proto, record_to_proto
 from cli.bench_load import OpenAiTarget, TargetError
 from router.keys import KEYS_MAX, KeyBook, parse_keys
 from tests.fuzz.target import Target, refusal_is_typed
 
+LIMITS: Final = RpcLimits()
 KEY: Final = "baton-" + "k" * 43
 _DIGEST: Final = hashlib.sha256(KEY.encode()).hexdigest()
 _KEYS: Final = (
@@ -44,11 +47,21 @@ def check_metadata(data: bytes) -> None:
         again = read_metadata(call_metadata(request_id=called.request_id or new_request_id(rng), traceparent=trace))
         assert again.traceparent == trace
         assert read_metadata(forwarded).request_id == called.request_id
+    if (left := _number(dict(pairs).get("deadline", ""))) is not None:
+        in_time = time_left_s(cast(Any, SimpleNamespace(time_remaining=lambda: left)), LIMITS)
+        assert not in_time > LIMITS.public_deadline_ms_max / 1000
     book = KeyBook(parse_keys(_KEYS, source="f"), blind=b"blind", now_s=0.0)
     for _, sent in pairs:
         with refusal_is_typed():
             assert book.find(sent).key.name == "a"
             assert KEY.encode() in (sent if isinstance(sent, bytes) else sent.encode())
+
+
+def _number(value: str | bytes) -> float | None:
+    try:
+        return float(value)
+    except ValueError:
+        return None
 
 
 def check_keys(data: bytes) -> None:
@@ -113,8 +126,10 @@ def check_answer(data: bytes) -> None:
 _ids = st.text("0123456789abcdefx._:-é", max_size=70)
 _lines = st.lists(
     st.tuples(
-        st.sampled_from(["x-request-id", "traceparent", "authorization", "X-Request-Id", "baton-priority", "a-bin"]),
-        _ids | st.sampled_from([f"Bearer {KEY}", "bearer  x", "00-" + "a" * 32 + "-" + "b" * 16 + "-01"]),
+        st.sampled_from(["x-request-id", "traceparent", "authorization", "X-Request-Id", "deadline", "a-bin"]),
+        _ids
+        | st.floats().map(str)
+        | st.sampled_from([f"Bearer {KEY}", "bearer  x", "00-" + "a" * 32 + "-" + "b" * 16 + "-01"]),
     ),
     max_size=5,
 )

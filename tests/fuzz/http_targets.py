@@ -6,6 +6,7 @@ from ipaddress import ip_address, ip_network
 from itertools import pairwise
 from typing import Final
 
+import h11
 from hypothesis import strategies as st
 
 from baton.errors import BatonError, Reason
@@ -27,6 +28,8 @@ def check_http(data: bytes) -> None:
             assert sum(len(name) + len(value) for name, value in event.headers) <= HEAD_BYTES_MAX
             assert event.path.startswith("/") and event.version in ("1.0", "1.1")
             assert not any(b"\n" in value or b"\0" in value for _, value in event.headers)
+    for ours, others in zip(_calls_of(whole), _as_h11_reads(data), strict=False):
+        assert ours == others
     for before, after in pairwise(whole):
         assert (before is End.END) == isinstance(after, Head) or after == "refused", (before, after)
 
@@ -57,6 +60,39 @@ def check_forwarded(data: bytes) -> None:
     named = client_address(proxy, values, PROXIES)
     assert client_address(proxy, [str(named)], PROXIES) == named
     assert client_address(proxy, [*values, "192.0.2.1"], PROXIES) == stranger
+
+
+def _calls_of(events: list[Event | str]) -> list[tuple[bytes, bytes]]:
+    """Method and body of each whole call."""
+    calls, head, body = [], None, b""
+    for event in events:
+        if isinstance(event, Head):
+            head, body = event, b""
+        elif isinstance(event, bytes):
+            body = event
+        elif event is End.END and head is not None:
+            calls.append((head.method.encode(), body))
+    return calls
+
+
+def _as_h11_reads(data: bytes) -> list[tuple[bytes, bytes]]:
+    """The same of another parser, up to what it does not take: if both take a call, it must be the same one."""
+    connection, calls, body = h11.Connection(h11.SERVER, max_incomplete_event_size=1 << 20), [], b""
+    try:
+        connection.receive_data(data)
+        while (event := connection.next_event()) not in (h11.NEED_DATA, h11.PAUSED, h11.ConnectionClosed()):
+            if isinstance(event, h11.Request):
+                request, body = event, b""
+            elif isinstance(event, h11.Data):
+                body += event.data
+            elif isinstance(event, h11.EndOfMessage):
+                calls.append((request.method, body))
+                connection.send(h11.Response(status_code=200, headers=[("content-length", "0")]))
+                connection.send(h11.EndOfMessage())
+                connection.start_next_cycle()
+    except h11.ProtocolError:
+        pass
+    return calls
 
 
 _headers = st.sampled_from(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from batonpb import inference_pb2
 from google.protobuf.message import DecodeError
@@ -135,6 +135,27 @@ _fields: dict[Any, st.SearchStrategy[Any]] = {
 _completions = st.fixed_dictionaries({}, optional=_fields)
 _chats = st.fixed_dictionaries({"messages": _messages | _values}, optional=_fields)
 
+_whole = st.integers(0, 2**32 - 1) | st.integers(0, 70)
+_samplings = st.fixed_dictionaries(
+    {},
+    optional={
+        **dict.fromkeys(openai._FLOATS, st.floats() | st.floats(0, 2)),
+        **dict.fromkeys(("max_tokens", "top_k", "logprobs", "min_tokens", "choice"), _whole),
+        "seed": st.integers(0, 2**64 - 1), "stop": st.lists(st.text(max_size=4) | st.just("a" * 300), max_size=18),
+        "stop_token_ids": st.lists(_whole, max_size=70), "logit_bias": st.dictionaries(_whole, st.floats(), max_size=3),
+        "ignore_eos": st.booleans(), "include_stop": st.booleans(),
+    },
+).map(lambda fields: inference_pb2.Sampling(**cast(Any, fields)))  # fmt: skip
+_chat_messages = st.builds(inference_pb2.ChatMessage, role=st.sampled_from([*ROLES, "", "x" * 5000]), content=_texts)
+_requests = st.fixed_dictionaries(
+    {"sampling": _samplings},
+    optional={
+        "text": _texts, "token_ids": st.builds(inference_pb2.TokenIds, ids=st.lists(st.integers(0, 1100), max_size=9)),
+        "chat": st.lists(_chat_messages, max_size=4).map(lambda messages: inference_pb2.Chat(messages=messages)),
+        "model": st.sampled_from(["m", "", "x" * 9000]), "cache_salt": _texts | st.just("s" * 300),
+    },
+)  # fmt: skip
+
 _COMPLETION: Final = (
     b'{"model": "m", "prompt": "hi </s>", "max_tokens": 5, "stop": ["x"], "logit_bias": {"7": -1.5}, "n": 2}'
 )
@@ -171,7 +192,7 @@ BODIES: Final = Target(
 MESSAGES: Final = Target(
     name="message",
     check=check_message,
-    inputs=st.binary(max_size=300),
+    inputs=_requests.map(lambda fields: inference_pb2.GenerateRequest(**cast(Any, fields)).SerializeToString()),
     samples=[_REQUEST, _IDS, _TEXT],
     repeats=[(b"", _REQUEST, b""), (b"", _IDS[:4], b""), (b"", b"\x0b", b""), (b"", b"\x08\x80", b"")],
 )

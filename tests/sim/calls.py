@@ -272,6 +272,7 @@ class ServedCall:
         "_over",
         "_requests",
         "_server",
+        "_status",
         "_task",
         "_timer",
         "_under_way",
@@ -286,6 +287,7 @@ class ServedCall:
         self._call = call
         self._method = call.method if call is not None else method
         self._server = server
+        self._status: Status = (grpc.StatusCode.OK, "", None)
         self._lost_after = lost_after
         self._requests: deque[bytes | None] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -343,13 +345,16 @@ class ServedCall:
 
     async def _serve(self, handler: Any, data: bytes | None) -> None:
         try:
-            request: Any = self._read_requests(handler) if data is None else handler.request_deserializer(data)
+            if data is not None:
+                self._requests += (data, None)
+            requests = self._read_requests(handler)  # of a unary call the wrapped handler reads the bytes itself
             if handler.response_streaming:
-                function = handler.stream_stream if handler.request_streaming else handler.unary_stream
-                await function(request, self)
+                await handler.stream_stream(requests, self)
             else:
-                self._send(handler.response_serializer(await handler.unary_unary(request, self)))
-            self._send_status((grpc.StatusCode.OK, "", None))
+                response = await handler.stream_unary(requests, self)
+                if self._status[0] is grpc.StatusCode.OK:
+                    self._send(handler.response_serializer(response))
+            self._send_status(self._status)
         except grpc.aio.AbortError:
             return  # the status is on its way
         finally:
@@ -359,16 +364,7 @@ class ServedCall:
                 self._timer.cancel()
 
     async def _read_requests(self, handler: Any) -> AsyncIterator[Any]:
-        while True:
-            while not self._requests:
-                waiter = self._waiter = self.process.loop.create_future()
-                try:
-                    await waiter
-                finally:
-                    self._waiter = None
-            data = self._requests.popleft()
-            if data is None:
-                return
+        while (data := await self.read()) is not grpc.aio.EOF:
             yield handler.request_deserializer(data)
 
     def _send(self, data: bytes) -> None:
@@ -399,6 +395,22 @@ class ServedCall:
     def invocation_metadata(self) -> Any:
         return self._metadata
 
+    def peer(self) -> str:
+        """Each process is a machine of its own to the limits of addresses, all clients are one."""
+        hosts = list(self.process.cluster.kinds)
+        name = self.client.name if self.client is not None else ""
+        return f"ipv4:10.0.0.{hosts.index(name) + 1 if name in hosts else 0}:1"
+
+    async def read(self) -> Any:
+        while not self._requests:
+            waiter = self._waiter = self.process.loop.create_future()
+            try:
+                await waiter
+            finally:
+                self._waiter = None
+        data = self._requests.popleft()
+        return grpc.aio.EOF if data is None else data
+
     async def send_initial_metadata(self, _metadata: Any) -> None:
         call = self._call
         if call is not None:
@@ -421,11 +433,15 @@ class ServedCall:
         self._send_status((code, details, trailers))
         raise grpc.aio.AbortError
 
-    def set_code(self, _code: Any) -> None:
-        """Generated base classes say so before they raise NotImplementedError."""
+    def set_code(self, code: Any) -> None:
+        """With the next two: what the call ends with once its handler returns."""
+        self._status = (code, *self._status[1:])
 
-    def set_details(self, _details: str) -> None:
-        """See `set_code`."""
+    def set_details(self, details: str) -> None:
+        self._status = (self._status[0], details, self._status[2])
+
+    def set_trailing_metadata(self, metadata: Any) -> None:
+        self._status = (*self._status[:2], metadata)
 
 
 def _set(future: asyncio.Future[None]) -> None:

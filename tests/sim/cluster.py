@@ -212,7 +212,9 @@ class SimCluster:
         common: dict[str, Any] = {"stop": process.stopping, "on_ready": on_ready, "progress": _no_progress}
         if process.kind is Kind.DIRECTORY:
             await cli.directory.serve(
-                cli.directory.DirectoryProcessConfig(listen=DIRECTORY_ENDPOINT), **common, limits=profile.directory
+                cli.directory.DirectoryProcessConfig(listen=DIRECTORY_ENDPOINT, insecure=True),
+                **common,
+                limits=profile.directory,
             )
         elif process.kind is Kind.ROUTER:
             await router.main.serve(router_config(name, endpoint, profile), **common)

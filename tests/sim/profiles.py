@@ -152,6 +152,7 @@ def router_config(name: str, endpoint: str, profile: Profile) -> RouterConfig:
     return RouterConfig(
         name=name,
         listen=endpoint,
+        insecure=True,
         directory=DIRECTORY_ENDPOINT,
         membership=profile.membership,
         liveness=profile.liveness,
@@ -176,6 +177,7 @@ def prefill_config(name: str, endpoint: str, profile: Profile) -> PrefillConfig:
     return PrefillConfig(
         name=name,
         listen=endpoint,
+        insecure=True,
         directory=DIRECTORY_ENDPOINT,
         membership=profile.membership,
         liveness=profile.liveness,
@@ -189,6 +191,7 @@ def decode_config(name: str, endpoint: str, profile: Profile) -> DecodeConfig:
     return DecodeConfig(
         name=name,
         listen=endpoint,
+        insecure=True,
         directory=DIRECTORY_ENDPOINT,
         membership=profile.membership,
         liveness=profile.liveness,

@@ -120,13 +120,13 @@ class SimServer:
         self.process.network.servers[listen] = self
         return int(listen.rpartition(":")[2])
 
-    def add_generic_rpc_handlers(self, _handlers: Any) -> None:
-        """Generated code calls this and the next one."""
+    def add_generic_rpc_handlers(self, services: Any) -> None:
+        for service in services:
+            for method, handler in service._method_handlers.items():
+                self.handlers[method] = self.edge._wrap(method, handler)
 
-    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
-        for name, handler in handlers.items():
-            method = f"/{service}/{name}"
-            self.handlers[method] = self.edge._wrap(method, handler)
+    def add_registered_method_handlers(self, _service: str, _handlers: dict[str, Any]) -> None:
+        """Generated code calls this too."""
 
     def handler(self, method: str) -> Any:
         """None once the server takes no more calls."""

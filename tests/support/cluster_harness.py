@@ -166,6 +166,7 @@ def mock_spec(
     mixed_flags: Mapping[str, object] | None = None,
     router_flags: Mapping[str, object] | None = None,
     node_flags: Mapping[str, Mapping[str, object]] | None = None,
+    tls: bool = False,
 ) -> ClusterSpec:
     """A mock cluster whose freed blocks are poisoned. `both` goes to prefill, decode and mixed nodes."""
     engine = {"engine.poison_freed": True, **(both or {})}
@@ -182,6 +183,7 @@ def mock_spec(
             Service.ROUTER: dict(router_flags or {}),
         },
         node_flags=node_flags or {},
+        tls=tls,
         start_ms_max=60_000,
     )
 

@@ -171,8 +171,9 @@ def test_one_large_request_is_parsed_in_a_turn_of_the_loop() -> None:
 
     async def scene() -> None:
         edge = _Edge(limits=LIMITS, rng=random.Random(1))
+        large: Any = Large()
         turning = asyncio.create_task(turn())
-        await asyncio.gather(*(edge._request(Large(), lambda raw: turns.append(next(count))) for _ in range(8)))
+        await asyncio.gather(*(edge._request(large, lambda raw: turns.append(next(count))) for _ in range(8)))
         turning.cancel()
         assert len(turns) == 8
         assert all(later - earlier > 1 for earlier, later in itertools.pairwise(turns))

@@ -32,6 +32,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import rpc, tls
 from baton.errors import BatonError, InvalidField, Reason
+from baton.liveness import nobody_listens
 from baton.log import LogLevel, set_up_logging
 from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer, rpc_errors
 from baton.tls import CertifiedCallers, Kind, Tls, TlsConfig
@@ -307,6 +308,20 @@ def test_the_table_of_incarnations_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(BatonError):
         callers.check(message(1), other)
     callers.check(message(2), other)
+
+
+def test_the_port_for_probes_is_in_use() -> None:
+    """The error names its setting, and nothing listens."""
+
+    async def scene(it: Scene) -> None:
+        server = RpcServer(limits=RpcLimits(), rng=random.Random(1))
+        port = await _free_port()
+        with pytest.raises(BatonError) as caught:
+            await server.start(f"127.0.0.1:{port}", probe_listen=it.probes)
+        assert (caught.value.reason, caught.value.field) == (Reason.PORT_IN_USE, "probe_listen")
+        assert await nobody_listens(f"127.0.0.1:{port}", timeout_s=HANG_S)
+
+    with_scene(scene)
 
 
 class Files:

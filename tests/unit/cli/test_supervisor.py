@@ -95,6 +95,7 @@ def test_the_password_of_a_directory_is_on_no_command_line(tmp_path: Path) -> No
     url = "redis://user:secret@127.0.0.1:6379/0"
     cluster = Cluster(ClusterSpec(engine_kind=EngineKind.MOCK, directory=url, log_dir=tmp_path))
     cluster.spec.check()
+    cluster._make_log_dir()
     for name, service in cluster.spec.processes():
         assert [word for word in cluster._command(name, service, url) if "secret" in word] == []
         assert cluster._env(service)[f"BATON_{service.name}_DIRECTORY"] == url
@@ -104,7 +105,7 @@ def test_one_process_cannot_start() -> None:
     """A node of a broken setting: its own words, and all others are stopped again."""
 
     async def scene() -> None:
-        flags = {Service.DECODE: {"listen": "nowhere.invalid:0"}}
+        flags = {Service.DECODE: {"listen": "nowhere.invalid:0", "insecure": True}}
         cluster = Cluster(ClusterSpec(engine_kind=EngineKind.MOCK, blocks=32, flags=flags))
         with pytest.raises(ClusterError, match=r"^decode-0 could not start: Cannot listen on nowhere\.invalid:0: "):
             await cluster.start()

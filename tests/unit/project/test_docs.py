@@ -53,8 +53,8 @@ NO_KEYS: Final = frozenset({
     "exposed_ms", "committed_ms",  # figures of benchmarks
     "retry_after_ms",  # of an error as data
 })  # fmt: skip
-NO_VARIABLES: Final = frozenset({"BATON_ROUTER_PORT", "BATON_OPERATOR_TOKEN_FILE"})
-"""An example of one that is refused, and one that commands take."""
+NO_VARIABLES: Final = frozenset({"BATON_ROUTER_PORT", "BATON_OPERATOR_TOKEN_FILE", "BATON_API_KEY"})
+"""An example of one that is refused, and those that only commands take."""
 NO_REASONS: Final = frozenset({"CUDA_VISIBLE_DEVICES", "MSG_DONTWAIT", "OMP_NUM_THREADS", "XDG_STATE_HOME"})
 
 

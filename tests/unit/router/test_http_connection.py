@@ -167,14 +167,16 @@ def test_a_client_that_does_not_end_its_call() -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_idle_connections_end() -> None:
-    """One has had an answer and asks nothing more."""
+    """One has had an answer and asks nothing more. That of a proxy stays: the proxy is to close it."""
 
     async def scene(door: Door) -> None:
-        one = await door()
-        assert (await answer(one))[1] == b"ok"
+        one, proxy = await door(), await door(source="127.0.0.2")
+        for each in (proxy, one):
+            assert (await answer(each))[1] == b"ok"
         assert await one[0].read() == b""
+        assert (await answer(proxy))[1] == b"ok"
 
-    run(scene)
+    run(scene, trusted_proxies=("127.0.0.2",))
 
 
 @pytest.mark.usefixtures("quick")

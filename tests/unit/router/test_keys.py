@@ -25,6 +25,7 @@ from router.keys import (
     parse_keys,
 )
 from router.request import Priority, own_cache_salt
+from tests.support.router_records import client_call
 
 BLIND = b"blind"
 HASH = "0" * 64
@@ -81,7 +82,7 @@ def test_a_new_key_is_in_the_file_as_its_hash() -> None:
         (f"[[keys]]\nname = 'a'\nsha256 = '{HASH}'\n" * 2, "2 of its entries have the same name, a"),
         (f"[[keys]]\nname = 'a'\nsha256 = '{HASH}'\n[[keys]]\nname = 'b'\nsha256 = '{HASH}'\n", "same sha256"),
         (f"more = 1\n[[keys]]\nname = 'a'\nsha256 = '{HASH}'\n", "something else"),
-        ("".join(f"[[keys]]\nname = 'a{i}'\nsha256 = '{i:064x}'\n" for i in range(KEYS_MAX + 1)), "1 to 4096"),
+        ("".join(f"[[keys]]\nname = 'a{i}'\nsha256 = '{i:064x}'\n" for i in range(KEYS_MAX + 1)), "1 to 2048"),
         ("#" * (4 << 20) + "#", "longer than"),
     ],
 )
@@ -286,6 +287,21 @@ def test_a_reload_changes_limits_and_hashes_and_keeps_counters() -> None:
     book.replace([], 0.0)
     call.end()
     assert use.running == 0
+
+
+def test_a_call_carries_what_its_key_may() -> None:
+    """Name, priority, salt and special tokens; its prompt counts once, its answers each."""
+    use = KeyUse(made("a", priority="high", cache_salt="s", special_tokens=True)[1], 0.0)
+    admission = use.admit(0.0, spread=0.0)
+    first, second = (admission.sign(client_call(9.0), lambda: 0.0, repeats_prompt=repeats) for repeats in (False, True))
+    for call in (first, second):
+        assert (call.id, call.key_name, call.priority) == ("r", "a", Priority.HIGH)
+        assert (call.key_salt, call.special_tokens) == ("s", True)
+        call.take_prompt(5)
+        call.take_output(2)
+    assert (use.prompt_tokens, use.output_tokens) == (5, 4)
+    plain = KeyUse(made("b")[1], 0.0).admit(0.0, spread=0.0).sign(client_call(9.0), lambda: 0.0)
+    assert (plain.key_salt, plain.special_tokens, plain.priority) == ("", False, Priority.NORMAL)
 
 
 # Whose cache.

@@ -13,7 +13,7 @@ import pytest
 from batonpb import inference_pb2, prefill_pb2, prefill_pb2_grpc
 
 from baton.errors import BatonError, Reason, bad_field
-from baton.ids import Incarnation, NodeName, RequestId
+from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
 from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer
 from baton.wire import NodeRecord, Role
@@ -135,7 +135,7 @@ def test_a_clients_own_error_is_no_warning(reason: Reason, caplog: pytest.LogCap
     log = RequestLog(lambda: 0.0)
     error = BatonError(reason, "It cannot be.", field="chat.messages")
     with caplog.at_level(logging.INFO):
-        log.failed(error, request_id=RequestId("mine"), job=None, began_s=0.0)
+        log.failed(error, call=client_call(0.0, name="mine"), job=None, began_s=0.0)
     ((level, fields),) = ends(caplog)
     assert (level, fields["reason"], fields["field"]) == ("INFO", reason.value, "chat.messages")
 
@@ -145,7 +145,7 @@ def test_an_error_of_the_cluster_is_a_warning(reason: Reason, caplog: pytest.Log
     """Of the same code as some that are the caller's mistake, too."""
     log = RequestLog(lambda: 0.0)
     with caplog.at_level(logging.INFO):
-        log.failed(BatonError(reason, "It cannot be."), request_id=RequestId("mine"), job=None, began_s=0.0)
+        log.failed(BatonError(reason, "It cannot be."), call=client_call(0.0, name="mine"), job=None, began_s=0.0)
     ((level, fields),) = ends(caplog)
     assert (level, fields["reason"], fields["why"]) == ("WARNING", reason.value, "It cannot be.")
 
@@ -186,8 +186,8 @@ def test_thousands_a_second_take_few_lines(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.INFO):
         for _ in range(60):
             for _ in range(5_000):
-                log.failed(full, request_id=RequestId("many"), job=None, began_s=now_s)
-            log.failed(corrupt, request_id=RequestId("one"), job=None, began_s=now_s)
+                log.failed(full, call=client_call(0.0, name="many"), job=None, began_s=now_s)
+            log.failed(corrupt, call=client_call(0.0, name="one"), job=None, began_s=now_s)
             now_s += 1.0
             log.upkeep()
         log.close()
@@ -204,7 +204,7 @@ def test_clients_that_are_wrong_a_thousand_times_are_bounded_too(caplog: pytest.
     log = RequestLog(lambda: 0.0)
     with caplog.at_level(logging.INFO):
         for _ in range(1_000):
-            log.failed(bad_field("text", f"{SECRET} is wrong."), request_id=RequestId("r"), job=None, began_s=0.0)
+            log.failed(bad_field("text", f"{SECRET} is wrong."), call=client_call(0.0), job=None, began_s=0.0)
         log.close()
     assert len(caplog.records) == LIMITS.full_max + 1
     assert str(SECRET) not in caplog.text
