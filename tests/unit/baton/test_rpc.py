@@ -309,6 +309,27 @@ def test_a_message_over_the_limit_is_refused() -> None:
     run(scene())
 
 
+@pytest.mark.parametrize("method", ["Subscribe", "Cancel"])
+def test_what_is_no_message_is_the_callers_mistake(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    """In a stream of requests as in a single one: BAD_FIELD, and no line in the log, which anybody could fill."""
+
+    async def read(request: Any, _context: object) -> AsyncIterator[object]:
+        async for message in request:
+            yield message
+
+    async def scene() -> None:
+        async with serving(decode=read if method == "Subscribe" else answer) as served:
+            channel, path = served.channels.get(f"127.0.0.1:{served.port}"), f"/baton.v1.Decode/{method}"
+            stream = channel.stream_stream(path)(iter([b"\xff"]), timeout=HANG_S) if method == "Subscribe" else None
+            reply = channel.unary_unary(path)(b"\xff", timeout=HANG_S) if stream is None else stream.read()
+            with pytest.raises(BatonError) as caught, rpc_errors("decode-0"):
+                await reply
+            assert caught.value.reason is Reason.BAD_FIELD
+
+    run(scene())
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 def test_enums_agree_with_the_wire() -> None:
     """The own enums have the names and numbers of the generated ones."""
     from baton.lifecycle import Lifecycle

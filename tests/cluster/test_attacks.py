@@ -1,0 +1,77 @@
+"""Each attack against a real router that answers twenty others meanwhile: each of them gets exactly its tokens, and the
+router's event loop is never kept from turning for 20 ms."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.attack import HOLD_MS_MAX, Front, bystanders, front_door
+from tests.support.attacks import ATTACKS, AttackerProcess
+
+QUICK = (
+    "body: lists",
+    "body: few_numbers",
+    "body: escapes",
+    "body: special_messages",
+    "message: empty chat",
+    "message: ids",
+    "one byte chunks",
+    "many headers",
+    "pipelined calls",
+    "internal methods",
+    "cancelled calls",
+)
+IN_GRPC = ("frames: continuations", "frames: open calls", "frames: rapid resets", "frames: pings")
+"""Floods of HTTP/2 frames that gRPC takes in on its own thread, and calls that it makes of them: no bound of ours is on
+that. Others wait, for seconds at worst, and get all of their tokens."""
+TOGETHER = (
+    ("body: few_lists", "one byte chunks", "health watches", "cancelled calls"),
+    ("body: surrogates", "message: stops", "surplus connections", "slow readers"),
+    ("body: words", "refused calls", "slow heads", "surplus grpc connections"),
+)
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[Front]:
+    with front_door(tokenizer=True) as front:
+        yield front
+
+
+@pytest.fixture(scope="module")
+def attackers(front: Front) -> Iterator[list[AttackerProcess]]:
+    """As many as play together at most. They have started by the first attack."""
+    made = [front.run(AttackerProcess.start(front.target)) for _ in range(4)]
+    yield made
+    for each in made:
+        front.run(each.close())
+
+
+def play(front: Front, attackers: list[AttackerProcess], *names: str) -> None:
+    async def scenario() -> None:
+        async with bystanders(front) as others:
+            await asyncio.gather(*(each.play(name) for each, name in zip(attackers, names, strict=False)))
+        others.check()
+        if not set(names) & set(IN_GRPC):
+            assert others.longest_hold_ms() < HOLD_MS_MAX, others.holds
+
+    front.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ATTACKS]
+)
+def test_others_are_answered_during(front: Front, attackers: list[AttackerProcess], name: str) -> None:
+    """One attack."""
+    play(front, attackers, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", TOGETHER, ids=" + ".join)
+def test_others_are_answered_during_several(
+    front: Front, attackers: list[AttackerProcess], names: tuple[str, ...]
+) -> None:
+    """Four attacks at once, each by a process of its own."""
+    play(front, attackers, *names)
