@@ -14,7 +14,7 @@ import random
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, AsyncExitStack, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import unquote
@@ -46,8 +46,11 @@ HEALTH_SERVICE: Final = "grpc.health.v1.Health"
 REFLECTION_SERVICE: Final = "grpc.reflection.v1alpha.ServerReflection"
 RPCS_UNTIMED_MAX: Final = 1024
 """Calls of one connection beyond `rpcs_max`, for health checks and long-lived streams."""
-PUBLIC_MESSAGE_BYTES_MAX: Final = 4 * 1024 * 1024
-"""Of one request of a client: a million tokens. Answers with log-probabilities may be larger."""
+PUBLIC_MESSAGE_BYTES_MAX: Final = 3 * 1024 * 1024
+"""Of one request of a client: a million tokens of any vocabulary. Parsing more, if each token has one byte, would hold
+the loop for over 20 ms. Answers with log-probabilities may be larger."""
+LARGE_REQUEST_BYTES: Final = 128 * 1024
+"""Of requests beyond this one is parsed in each turn of the loop. It takes a millisecond and more, under the lock."""
 METADATA_BYTES_MAX: Final = 16 * 1024
 """Of one call, as HTTP/2 counts. gRPC takes more of a client that has not acknowledged its limit."""
 HANDSHAKE_MS_MAX: Final = 10_000
@@ -84,7 +87,7 @@ class RpcLimits:
 
     message_bytes_max: int = setting(
         16 * 1024 * 1024,
-        "bytes of one gRPC message; a client's request may have 4 MiB at most",
+        "bytes of one gRPC message; a client's request may have 3 MiB at most",
         "Requests between nodes, or answers, are larger: long prompts, or many log-probabilities.",
     )
     rpcs_max: int = setting(
@@ -276,6 +279,7 @@ class _Edge(grpc.aio.ServerInterceptor):
         self._rng = rng
         self._callers = callers
         self._slots = CallSlots(rpcs_max=limits.rpcs_max, busy_retry_ms=limits.busy_retry_ms)
+        self._large = asyncio.Lock()
         self._tasks: dict[asyncio.Task[Any], str] = {}
         self.refused: Callable[[BatonError], None] = lambda _error: None
         self.check_caller: Callable[[Iterable[tuple[str, str | bytes]]], object] = lambda _metadata: None
@@ -324,7 +328,7 @@ class _Edge(grpc.aio.ServerInterceptor):
                 request = messages
                 if not handler.request_streaming:
                     async with self._slots.reading(source):
-                        request = await _request(context, read)
+                        request = await self._request(context, read)
                 with self._slot(method, source):
                     return await behavior(request, context)
 
@@ -373,6 +377,7 @@ class _Edge(grpc.aio.ServerInterceptor):
                 failure = self._internal()
                 log.exception("handler failed", method=method, incident=failure.metadata["incident"])
         _set_status(context, to_status(failure))
+        del failure  # its traceback keeps this frame
         return None
 
     def _is_operator(self, context: _Context) -> bool:
@@ -400,6 +405,20 @@ class _Edge(grpc.aio.ServerInterceptor):
         longest_s = self._limits.public_deadline_ms_max / 1e3 + INTERNAL_MARGIN_S
         return longest_s if left_s > longest_s else None
 
+    async def _request(self, context: _Context, read: Callable[[bytes], Any] | None) -> Any:
+        """The one request of a call, as `read` makes it of its bytes. Raises BatonError BAD_FIELD, or DecodeError."""
+        try:
+            raw = await context.read()
+        except grpc.aio.BaseError as error:  # the server has stopped: there is nobody to send anything to
+            raise grpc.aio.AbortError from error
+        if raw is grpc.aio.EOF:
+            raise BatonError(Reason.BAD_FIELD, "The call has no request.")
+        async with AsyncExitStack() as one_in_turn:
+            if len(raw) > LARGE_REQUEST_BYTES:
+                await one_in_turn.enter_async_context(self._large)
+                await asyncio.sleep(0)
+            return raw if read is None else read(raw)
+
     def _slot(self, method: str, source: str) -> AbstractContextManager[None]:
         """Raises BatonError TOO_MANY_CALLS."""
         stream = UNTIMED_STREAMS.get(method)
@@ -418,17 +437,6 @@ def _calls_max(limits: RpcLimits) -> int:
     """What gRPC is to refuse by itself: nothing that would not be refused here too. `RPCS_UNTIMED_MAX` is for health
     checks, and for calls whose request has not come."""
     return limits.rpcs_max + RPCS_UNTIMED_MAX + sum(limit.in_all for limit in UNTIMED_STREAMS.values())
-
-
-async def _request(context: _Context, read: Callable[[bytes], Any] | None) -> Any:
-    """The one request of a call, as `read` makes it of its bytes. Raises BatonError BAD_FIELD, or DecodeError."""
-    try:
-        raw = await context.read()
-    except grpc.aio.BaseError as error:  # the server has stopped: there is nobody to send anything to
-        raise grpc.aio.AbortError from error
-    if raw is grpc.aio.EOF:
-        raise BatonError(Reason.BAD_FIELD, "The call has no request.")
-    return raw if read is None else read(raw)
 
 
 def _source(context: _Context) -> str:

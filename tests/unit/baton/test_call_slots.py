@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -12,7 +14,7 @@ from batonpb import decode_pb2, inference_pb2, node_pb2
 
 from baton import call_slots
 from baton.errors import BatonError, Code, Reason
-from baton.rpc import PUBLIC_MESSAGE_BYTES_MAX, RpcLimits, rpc_errors
+from baton.rpc import LARGE_REQUEST_BYTES, PUBLIC_MESSAGE_BYTES_MAX, RpcLimits, _Edge, rpc_errors
 from tests.support import raw_http2 as http2
 from tests.support.rpc_harness import SERVING, Served, answer, run, serving
 
@@ -153,6 +155,32 @@ def test_a_caller_who_leaves_in_the_middle_of_its_request_leaves_no_trace(caplog
     assert not caplog.records
 
 
+def test_one_large_request_is_parsed_in_a_turn_of_the_loop() -> None:
+    """Eight come at once. Between any two of them the loop turns, so that others have their turn."""
+    turns: list[int] = []
+    count = itertools.count()
+
+    async def turn() -> None:
+        while True:
+            next(count)
+            await asyncio.sleep(0)
+
+    class Large:
+        async def read(self) -> bytes:
+            return bytes(LARGE_REQUEST_BYTES + 1)
+
+    async def scene() -> None:
+        edge = _Edge(limits=LIMITS, rng=random.Random(1))
+        large: Any = Large()
+        turning = asyncio.create_task(turn())
+        await asyncio.gather(*(edge._request(large, lambda raw: turns.append(next(count))) for _ in range(8)))
+        turning.cancel()
+        assert len(turns) == 8
+        assert all(later - earlier > 1 for earlier, later in itertools.pairwise(turns))
+
+    run(scene())
+
+
 def test_a_stopping_server_waits_for_no_request(caplog: pytest.LogCaptureFixture) -> None:
     async def scene() -> None:
         async with serving(LIMITS, inference=reply) as served:
@@ -168,7 +196,7 @@ def test_a_stopping_server_waits_for_no_request(caplog: pytest.LogCaptureFixture
 
 
 def test_a_client_may_send_less_than_it_gets() -> None:
-    """4 MiB of a request are too many, on a server that clients call; a node's is taken. An answer may be larger."""
+    """Over 3 MiB of a request are too many where clients call; a node's is taken. An answer may be larger."""
     body = "x" * PUBLIC_MESSAGE_BYTES_MAX
 
     async def large(_request: Any, _context: Any) -> inference_pb2.GenerateResponse:
