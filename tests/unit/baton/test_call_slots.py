@@ -178,7 +178,8 @@ def test_one_address_leaves_places_to_others(trusted: bool) -> None:
             assert (await served.get_status()).requests == 7
             if not trusted:
                 error = await ended(ask(inference_pb2.GenerateRequest(), timeout=20))
-                assert (error.reason, error.retry_after_ms) == (Reason.TOO_MANY_CALLS, LIMITS.busy_retry_ms)
+                assert error.reason is Reason.TOO_MANY_CALLS
+                assert error.retry_after_ms in (1_000, 2_000)
             gate.set()
             await asyncio.gather(*calls)
 
