@@ -35,6 +35,9 @@ class CallSlots:
         self._rpcs_max = rpcs_max
         self._retry_ms = busy_retry_ms
         self._running = 0
+        self._public: Counter[str] = Counter()
+        """By source."""
+        self._public_max = rpcs_max - rpcs_max // 4
         self._streams: dict[str, Counter[str]] = {}
         """By method and source."""
         self._numbers = count()
@@ -62,7 +65,7 @@ class CallSlots:
             self._reads.pop(number, None)
 
     @contextmanager
-    def running(self, refused: Callable[[BatonError], None] | None) -> Iterator[None]:
+    def running(self, refused: Callable[[BatonError], None] | None = None) -> Iterator[None]:
         """`refused` is told what is raised: BatonError TOO_MANY_CALLS."""
         if self._running >= self._rpcs_max:
             full = self._full(f"This server is answering {self._running} calls already, its limit")
@@ -76,18 +79,38 @@ class CallSlots:
             self._running -= 1
 
     @contextmanager
+    def public(self, source: str | None, refused: Callable[[BatonError], None]) -> Iterator[None]:
+        """As `running`, of clients: one address leaves a quarter of the places to others. None: of a proxy of ours."""
+        if source is not None and self._public[source] >= self._public_max:
+            full = self._full(f"This server answers {self._public_max} calls of one address at a time")
+            refused(full)
+            raise full
+        with self.running(refused):
+            if source is None:
+                yield
+                return
+            with _counted(self._public, source):
+                yield
+
+    @contextmanager
     def stream(self, method: str, limit: StreamLimit, source: str) -> Iterator[None]:
         """Raises BatonError TOO_MANY_CALLS."""
         streams = self._streams.setdefault(method, Counter())
         if streams.total() >= limit.in_all or streams[source] >= limit.of_address:
             raise self._full(f"This server keeps {limit.of_address} such streams of one address, {limit.in_all} in all")
-        streams[source] += 1
-        try:
+        with _counted(streams, source):
             yield
-        finally:
-            streams[source] -= 1
-            if not streams[source]:
-                del streams[source]
 
     def _full(self, text: str) -> BatonError:
         return BatonError(Reason.TOO_MANY_CALLS, f"{text}; try again later.", retry_after_ms=self._retry_ms)
+
+
+@contextmanager
+def _counted(counts: Counter[str], source: str) -> Iterator[None]:
+    counts[source] += 1
+    try:
+        yield
+    finally:
+        counts[source] -= 1
+        if not counts[source]:
+            del counts[source]

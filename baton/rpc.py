@@ -13,9 +13,10 @@ import inspect
 import random
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from ipaddress import IPv4Network, IPv6Network, ip_address
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import unquote
 
@@ -154,6 +155,10 @@ class RpcServer:
         """`check(metadata)` raises BatonError for a public call that may not be made. Its message is not read then."""
         self._edge.check_caller = check
 
+    def trust_proxies(self, networks: Sequence[IPv4Network | IPv6Network]) -> None:
+        """Clients may have all places of the server where they come from one of these."""
+        self._edge.proxies = networks
+
     def on_refused(self, refused: Callable[[BatonError], None]) -> None:
         """`refused` is called with the error of each public call that is refused before its handler runs."""
         self._edge.refused = refused
@@ -280,6 +285,7 @@ class _Edge(grpc.aio.ServerInterceptor):
         self._callers = callers
         self._slots = CallSlots(rpcs_max=limits.rpcs_max, busy_retry_ms=limits.busy_retry_ms)
         self._large = asyncio.Lock()
+        self.proxies: Sequence[IPv4Network | IPv6Network] = ()
         self._tasks: dict[asyncio.Task[Any], str] = {}
         self.refused: Callable[[BatonError], None] = lambda _error: None
         self.check_caller: Callable[[Iterable[tuple[str, str | bytes]]], object] = lambda _metadata: None
@@ -324,12 +330,12 @@ class _Edge(grpc.aio.ServerInterceptor):
 
         async def run(messages: Any, context: _Context) -> Any:
             async def body() -> Any:
-                source = _source(context)
+                host = _host(context)
                 request = messages
                 if not handler.request_streaming:
-                    async with self._slots.reading(source):
+                    async with self._slots.reading(source_of(host)):
                         request = await self._request(context, read)
-                with self._slot(method, source):
+                with self._slot(method, host):
                     return await behavior(request, context)
 
             return await self._run(method, context, body)
@@ -419,14 +425,17 @@ class _Edge(grpc.aio.ServerInterceptor):
                 await asyncio.sleep(0)
             return raw if read is None else read(raw)
 
-    def _slot(self, method: str, source: str) -> AbstractContextManager[None]:
+    def _slot(self, method: str, host: str) -> AbstractContextManager[None]:
         """Raises BatonError TOO_MANY_CALLS."""
         stream = UNTIMED_STREAMS.get(method)
         if stream is not None:
-            return self._slots.stream(method, stream, source)
+            return self._slots.stream(method, stream, source_of(host))
         if method in UNTIMED_METHODS:
             return nullcontext()
-        return self._slots.running(self.refused if _is_public(method) else None)
+        if not _is_public(method):
+            return self._slots.running()
+        trusted = bool(self.proxies) and any(ip_address(host) in network for network in self.proxies)
+        return self._slots.public(None if trusted else source_of(host), self.refused)
 
 
 def _received_bytes_max(limits: RpcLimits, *, public: bool) -> int:
@@ -439,10 +448,10 @@ def _calls_max(limits: RpcLimits) -> int:
     return limits.rpcs_max + RPCS_UNTIMED_MAX + sum(limit.in_all for limit in UNTIMED_STREAMS.values())
 
 
-def _source(context: _Context) -> str:
-    """What counts as one caller in limits."""
-    family, _, address = context.peer().partition(":")
-    return source_of(unquote(address).rpartition(":")[0].strip("[]")) if family.startswith("ip") else family
+def _host(context: _Context) -> str:
+    """The caller's address, without its port and its zone."""
+    _, _, address = context.peer().partition(":")
+    return unquote(address).rpartition(":")[0].strip("[]").partition("%")[0]
 
 
 def _refusal(status: grpc.Status) -> _Handler:

@@ -21,7 +21,7 @@ from pathlib import Path
 from tests.support.attack import Bystanders, Front, bystanders, front_door
 from tests.support.attacks import ATTACKS, AttackerProcess
 
-PHASE_S = 4.0
+PHASE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

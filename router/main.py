@@ -97,6 +97,7 @@ async def serve(
     runtime.holds = lambda: Holdings(requests=node.requests)
     runtime.load = lambda: NodeLoad(waiting_requests=node.waiting, running_requests=node.requests - node.waiting)
     runtime.upkeep = node.upkeep
+    runtime.server.trust_proxies(config.trusted_networks())
     runtime.server.on_refused(partial(node.request_log.refused, door="grpc"))
     inference = InferenceService(node, keys.book if keys is not None else None)
     runtime.server.add(INFERENCE_SERVICE, InferenceService.add_to_server, inference)

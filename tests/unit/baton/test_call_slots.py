@@ -7,6 +7,7 @@ import itertools
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from ipaddress import ip_network
 from typing import Any
 
 import pytest
@@ -179,6 +180,35 @@ def test_a_caller_who_leaves_in_the_middle_of_its_request_leaves_no_trace(caplog
 
     run(scene())
     assert not caplog.records
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_one_address_leaves_places_to_others(trusted: bool) -> None:
+    """Eight places: six for the clients of one address, unless it is a proxy's. Nodes may have the rest."""
+
+    async def scene() -> None:
+        gate, running = asyncio.Event(), asyncio.Semaphore(0)
+
+        async def wait(_request: Any, _context: Any) -> inference_pb2.GenerateResponse:
+            running.release()
+            await gate.wait()
+            return inference_pb2.GenerateResponse()
+
+        async with serving(LIMITS, inference=wait, node=answer) as served:
+            if trusted:
+                served.server.trust_proxies([ip_network("127.0.0.0/8")])
+            ask = served.inference.GenerateUnary
+            calls = [ask(inference_pb2.GenerateRequest(), timeout=20) for _ in range(7 if trusted else 6)]
+            for _ in calls:
+                await running.acquire()
+            assert (await served.get_status()).requests == 7
+            if not trusted:
+                error = await ended(ask(inference_pb2.GenerateRequest(), timeout=20))
+                assert (error.reason, error.retry_after_ms) == (Reason.TOO_MANY_CALLS, LIMITS.busy_retry_ms)
+            gate.set()
+            await asyncio.gather(*calls)
+
+    run(scene())
 
 
 def test_one_large_request_is_parsed_in_a_turn_of_the_loop() -> None:
