@@ -53,8 +53,8 @@ class CallSlots:
             async with asyncio.timeout(REQUEST_S_MAX) as scope:
                 self._reads[number] = scope
                 leaves = self._unread.enter(number, source)
-                if leaves is not None:
-                    self._reads.pop(leaves).reschedule(asyncio.get_running_loop().time())
+                if leaves is not None and not (oldest := self._reads.pop(leaves)).expired():
+                    oldest.reschedule(asyncio.get_running_loop().time())
                 yield
         except TimeoutError:
             if number in self._reads:

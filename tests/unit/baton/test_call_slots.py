@@ -82,6 +82,29 @@ def test_a_request_has_to_come_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     run(scene())
 
 
+def test_a_call_makes_room_just_as_its_time_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has been told to end, and has not ended yet. The call that comes then gets its place."""
+    monkeypatch.setattr(call_slots, "UNREAD_MAX", 1)
+
+    async def scene() -> None:
+        slots = call_slots.CallSlots(rpcs_max=8, busy_retry_ms=200)
+
+        async def wait() -> None:
+            async with slots.reading("a"):
+                await asyncio.Event().wait()
+
+        monkeypatch.setattr(call_slots, "REQUEST_S_MAX", 0.0)
+        late = asyncio.create_task(wait())
+        while not slots._reads or not slots._reads[0].expired():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        monkeypatch.setattr(call_slots, "REQUEST_S_MAX", 30.0)
+        async with slots.reading("b"):
+            with pytest.raises(BatonError):
+                await late
+
+    run(scene())
+
+
 def test_metadata_of_any_size_is_not_kept() -> None:
     """Of a client that does not keep to the limit it is told, which gRPC leaves to us: its call ends, and its
     connection lives on."""
