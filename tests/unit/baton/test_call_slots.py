@@ -72,35 +72,38 @@ def test_calls_without_a_request_keep_nobody_out(monkeypatch: pytest.MonkeyPatch
     run(scene())
 
 
+def test_a_call_comes_in_the_turn_in_which_the_time_of_others_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have been told, and have not left yet. It takes the place of one of them."""
+    monkeypatch.setattr(call_slots, "UNREAD_MAX", 2)
+
+    async def scene() -> None:
+        slots, loop = call_slots.CallSlots(rpcs_max=8, busy_retry_ms=1), asyncio.get_running_loop()
+
+        async def read() -> None:
+            async with slots.reading("10.0.0.1"):
+                await asyncio.Event().wait()
+
+        late = [asyncio.create_task(read()) for _ in range(2)]
+        await asyncio.sleep(0)
+        for scope in slots._reads.values():
+            scope.reschedule(loop.time())
+        new = asyncio.create_task(read())
+        await asyncio.wait(late)
+        assert all(isinstance(each.exception(), BatonError) for each in late)
+        assert not new.done()
+        new.cancel()
+        await asyncio.wait([new])
+        assert not slots._reads
+
+    run(scene())
+
+
 def test_a_request_has_to_come_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_slots, "REQUEST_S_MAX", 0.05)
 
     async def scene() -> None:
         async with serving(LIMITS, inference=reply) as served:
             assert (await ended(half_open(served, GENERATE))).reason is Reason.DEADLINE
-
-    run(scene())
-
-
-def test_a_call_makes_room_just_as_its_time_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has been told to end, and has not ended yet. The call that comes then gets its place."""
-    monkeypatch.setattr(call_slots, "UNREAD_MAX", 1)
-
-    async def scene() -> None:
-        slots = call_slots.CallSlots(rpcs_max=8, busy_retry_ms=200)
-
-        async def wait() -> None:
-            async with slots.reading("a"):
-                await asyncio.Event().wait()
-
-        monkeypatch.setattr(call_slots, "REQUEST_S_MAX", 0.0)
-        late = asyncio.create_task(wait())
-        while not slots._reads or not slots._reads[0].expired():  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        monkeypatch.setattr(call_slots, "REQUEST_S_MAX", 30.0)
-        async with slots.reading("b"):
-            with pytest.raises(BatonError):
-                await late
 
     run(scene())
 
@@ -201,7 +204,8 @@ def test_one_address_leaves_places_to_others(trusted: bool) -> None:
             assert (await served.get_status()).requests == 7
             if not trusted:
                 error = await ended(ask(inference_pb2.GenerateRequest(), timeout=20))
-                assert (error.reason, error.retry_after_ms) == (Reason.TOO_MANY_CALLS, LIMITS.busy_retry_ms)
+                assert error.reason is Reason.TOO_MANY_CALLS
+                assert error.retry_after_ms in (1_000, 2_000)
             gate.set()
             await asyncio.gather(*calls)
 
