@@ -77,7 +77,8 @@ def test_a_call_comes_in_the_turn_in_which_the_time_of_others_is_over(monkeypatc
     monkeypatch.setattr(call_slots, "UNREAD_MAX", 2)
 
     async def scene() -> None:
-        slots, loop = call_slots.CallSlots(rpcs_max=8, busy_retry_ms=1), asyncio.get_running_loop()
+        slots = call_slots.CallSlots(rpcs_max=8, busy_retry_ms=1, rng=random.Random(0))
+        loop = asyncio.get_running_loop()
 
         async def read() -> None:
             async with slots.reading("10.0.0.1"):
