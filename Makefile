@@ -92,8 +92,8 @@ MINUTES ?= 15
 fuzz: $(READY)  ## send what nobody has seen to every parser that strangers reach: MINUTES=n; failures become seeds
 	@$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
 
-MINUTES ?= 10
 .PHONY: soak
+soak: MINUTES = 10
 soak: $(READY)  ## throw garbage at every port of a cluster beside twenty streams: MINUTES=10 SEED=n
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES) --seed $(SEED)
 

@@ -13,9 +13,10 @@ import inspect
 import random
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from ipaddress import IPv4Network, IPv6Network, ip_address
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import unquote
 
@@ -46,8 +47,13 @@ HEALTH_SERVICE: Final = "grpc.health.v1.Health"
 REFLECTION_SERVICE: Final = "grpc.reflection.v1alpha.ServerReflection"
 RPCS_UNTIMED_MAX: Final = 1024
 """Calls of one connection beyond `rpcs_max`, for health checks and long-lived streams."""
-PUBLIC_MESSAGE_BYTES_MAX: Final = 4 * 1024 * 1024
-"""Of one request of a client: a million tokens. Answers with log-probabilities may be larger."""
+CONNECTION_STREAMS_MAX: Final = 2_048
+"""Calls of one connection in any case: a client's library keeps more of them back until others end."""
+PUBLIC_MESSAGE_BYTES_MAX: Final = 3 * 1024 * 1024
+"""Of one request of a client: a million tokens of any vocabulary. Parsing more, if each token has one byte, would hold
+the loop for over 20 ms. Answers with log-probabilities may be larger."""
+LARGE_REQUEST_BYTES: Final = 128 * 1024
+"""Of requests beyond this one is parsed in each turn of the loop. It takes a millisecond and more, under the lock."""
 METADATA_BYTES_MAX: Final = 16 * 1024
 """Of one call, as HTTP/2 counts. gRPC takes more of a client that has not acknowledged its limit."""
 HANDSHAKE_MS_MAX: Final = 10_000
@@ -84,7 +90,7 @@ class RpcLimits:
 
     message_bytes_max: int = setting(
         16 * 1024 * 1024,
-        "bytes of one gRPC message; a client's request may have 4 MiB at most",
+        "bytes of one gRPC message; a client's request may have 3 MiB at most",
         "Requests between nodes, or answers, are larger: long prompts, or many log-probabilities.",
     )
     rpcs_max: int = setting(
@@ -101,7 +107,7 @@ class RpcLimits:
         3_600_000, "longest deadline of a client's call", "Answers take more than an hour, or none should take as long."
     )
     busy_retry_ms: int = fixed(200)
-    """When to try again, returned when there are too many calls."""
+    """When to try again, returned to nodes when there are too many calls."""
     handler_end_ms_max: int = fixed(5_000)
     """How long a stopping server waits for the handlers of calls that it has cancelled."""
 
@@ -150,6 +156,10 @@ class RpcServer:
     def check_callers_by(self, check: Callable[[Iterable[tuple[str, str | bytes]]], object]) -> None:
         """`check(metadata)` raises BatonError for a public call that may not be made. Its message is not read then."""
         self._edge.check_caller = check
+
+    def trust_proxies(self, networks: Sequence[IPv4Network | IPv6Network]) -> None:
+        """Clients may have all places of the server where they come from one of these."""
+        self._edge.proxies = networks
 
     def on_refused(self, refused: Callable[[BatonError], None]) -> None:
         """`refused` is called with the error of each public call that is refused before its handler runs."""
@@ -209,7 +219,7 @@ class RpcServer:
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", _received_bytes_max(limits, public=public)),
             ("grpc.max_send_message_length", limits.message_bytes_max),
-            ("grpc.max_concurrent_streams", limits.rpcs_max + RPCS_UNTIMED_MAX),
+            ("grpc.max_concurrent_streams", min(limits.rpcs_max + RPCS_UNTIMED_MAX, CONNECTION_STREAMS_MAX)),
             ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS_MAX),
             ("grpc.http2.settings_timeout", HANDSHAKE_MS_MAX),
             # gRPC keeps 3 KB for each ping after the one over which it closes a connection: better it answers all.
@@ -275,7 +285,9 @@ class _Edge(grpc.aio.ServerInterceptor):
         self._limits = limits
         self._rng = rng
         self._callers = callers
-        self._slots = CallSlots(rpcs_max=limits.rpcs_max, busy_retry_ms=limits.busy_retry_ms)
+        self._slots = CallSlots(rpcs_max=limits.rpcs_max, busy_retry_ms=limits.busy_retry_ms, rng=rng)
+        self._large = asyncio.Lock()
+        self.proxies: Sequence[IPv4Network | IPv6Network] = ()
         self._tasks: dict[asyncio.Task[Any], str] = {}
         self.refused: Callable[[BatonError], None] = lambda _error: None
         self.check_caller: Callable[[Iterable[tuple[str, str | bytes]]], object] = lambda _metadata: None
@@ -320,12 +332,12 @@ class _Edge(grpc.aio.ServerInterceptor):
 
         async def run(messages: Any, context: _Context) -> Any:
             async def body() -> Any:
-                source = _source(context)
+                host = _host(context)
                 request = messages
                 if not handler.request_streaming:
-                    async with self._slots.reading(source):
-                        request = await _request(context, read)
-                with self._slot(method, source):
+                    async with self._slots.reading(source_of(host)):
+                        request = await self._request(context, read)
+                with self._slot(method, host):
                     return await behavior(request, context)
 
             return await self._run(method, context, body)
@@ -373,6 +385,7 @@ class _Edge(grpc.aio.ServerInterceptor):
                 failure = self._internal()
                 log.exception("handler failed", method=method, incident=failure.metadata["incident"])
         _set_status(context, to_status(failure))
+        del failure  # its traceback keeps this frame
         return None
 
     def _is_operator(self, context: _Context) -> bool:
@@ -400,14 +413,31 @@ class _Edge(grpc.aio.ServerInterceptor):
         longest_s = self._limits.public_deadline_ms_max / 1e3 + INTERNAL_MARGIN_S
         return longest_s if left_s > longest_s else None
 
-    def _slot(self, method: str, source: str) -> AbstractContextManager[None]:
+    async def _request(self, context: _Context, read: Callable[[bytes], Any] | None) -> Any:
+        """The one request of a call, as `read` makes it of its bytes. Raises BatonError BAD_FIELD, or DecodeError."""
+        try:
+            raw = await context.read()
+        except grpc.aio.BaseError as error:  # the server has stopped: there is nobody to send anything to
+            raise grpc.aio.AbortError from error
+        if raw is grpc.aio.EOF:
+            raise BatonError(Reason.BAD_FIELD, "The call has no request.")
+        async with AsyncExitStack() as one_in_turn:
+            if len(raw) > LARGE_REQUEST_BYTES:
+                await one_in_turn.enter_async_context(self._large)
+                await asyncio.sleep(0)
+            return raw if read is None else read(raw)
+
+    def _slot(self, method: str, host: str) -> AbstractContextManager[None]:
         """Raises BatonError TOO_MANY_CALLS."""
         stream = UNTIMED_STREAMS.get(method)
         if stream is not None:
-            return self._slots.stream(method, stream, source)
+            return self._slots.stream(method, stream, source_of(host))
         if method in UNTIMED_METHODS:
             return nullcontext()
-        return self._slots.running(self.refused if _is_public(method) else None)
+        if not _is_public(method):
+            return self._slots.running()
+        trusted = bool(self.proxies) and any(ip_address(host) in network for network in self.proxies)
+        return self._slots.public(None if trusted else source_of(host), self.refused)
 
 
 def _received_bytes_max(limits: RpcLimits, *, public: bool) -> int:
@@ -420,21 +450,10 @@ def _calls_max(limits: RpcLimits) -> int:
     return limits.rpcs_max + RPCS_UNTIMED_MAX + sum(limit.in_all for limit in UNTIMED_STREAMS.values())
 
 
-async def _request(context: _Context, read: Callable[[bytes], Any] | None) -> Any:
-    """The one request of a call, as `read` makes it of its bytes. Raises BatonError BAD_FIELD, or DecodeError."""
-    try:
-        raw = await context.read()
-    except grpc.aio.BaseError as error:  # the server has stopped: there is nobody to send anything to
-        raise grpc.aio.AbortError from error
-    if raw is grpc.aio.EOF:
-        raise BatonError(Reason.BAD_FIELD, "The call has no request.")
-    return raw if read is None else read(raw)
-
-
-def _source(context: _Context) -> str:
-    """What counts as one caller in limits."""
-    family, _, address = context.peer().partition(":")
-    return source_of(unquote(address).rpartition(":")[0].strip("[]")) if family.startswith("ip") else family
+def _host(context: _Context) -> str:
+    """The caller's address, without its port and its zone."""
+    _, _, address = context.peer().partition(":")
+    return unquote(address).rpartition(":")[0].strip("[]").partition("%")[0]
 
 
 def _refusal(status: grpc.Status) -> _Handler:

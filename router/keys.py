@@ -94,12 +94,12 @@ def parse_keys(raw: bytes, *, source: str) -> tuple[ApiKey, ...]:
     try:
         document = tomllib.loads(raw.decode())
         keys = _ENTRIES.validate_python(document.get("keys", ()), strict=False)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _bad_file(source, f"it is not TOML: {type(error).__name__} {_place(error)}".rstrip()) from None
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False, include_input=False)
-        problems = ["".join(f"[{_known(at)}]" for at in each["loc"]) + f" {each['msg']}" for each in found]
-        raise _bad_file(source, "keys" + "; keys".join(problems[:_PROBLEMS_SHOWN])) from None
+        problems = [_place_of(each["loc"]) + each["msg"].removeprefix("Value error, ") for each in found]
+        raise _bad_file(source, "; ".join(problems[:_PROBLEMS_SHOWN])) from None
+    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, a number that is too long
+        raise _bad_file(source, f"it is not TOML: {type(error).__name__} {_end_of(error)}".rstrip()) from None
     if set(document) - {"keys"}:
         raise _bad_file(source, "it has something else than [[keys]]")
     if not keys or len(keys) > KEYS_MAX:
@@ -114,12 +114,13 @@ def parse_keys(raw: bytes, *, source: str) -> tuple[ApiKey, ...]:
 _ENTRIES: Final[TypeAdapter[tuple[ApiKey, ...]]] = TypeAdapter(tuple[ApiKey, ...], config=ConfigDict(extra="forbid"))
 
 
-def _known(at: int | str) -> int | str:
-    """A place in the file; a name that is none of ours may be a key."""
-    return at if isinstance(at, int) or at in ApiKey.__annotations__ else "a name that is not known"
+def _place_of(loc: Sequence[int | str]) -> str:
+    """Where in the file. A name that is none of ours is left out: it may be a key."""
+    known = (at if isinstance(at, int) or at in ApiKey.__annotations__ else "a name that is not known" for at in loc)
+    return "keys" + "".join(f"[{at}]" for at in known) + ": "
 
 
-def _place(error: Exception) -> str:
+def _end_of(error: Exception) -> str:
     """The end of TOML's message, "(at line 3, column 7)": the rest quotes."""
     return found[0] if (found := re.search(r"\(at [^)]*\)$", str(error))) else ""
 

@@ -51,6 +51,8 @@ LIMITS: Final = RepeatLimits(interval_ms=10_000, full_max=20)
 _CLIENTS_OWN_CODES: Final = frozenset({Code.INVALID_ARGUMENT, Code.NOT_FOUND})
 _CLIENTS_OWN_REASONS: Final = frozenset({Reason.NO_TOKENIZER, Reason.NO_CHAT_TEMPLATE})
 """It asks for what this model or router does not have, whatever state the cluster is in."""
+_KEYS_OWN_REASONS: Final = frozenset({Reason.INVALID_API_KEY, Reason.RATE_LIMIT_EXCEEDED, Reason.PERMISSION_DENIED})
+"""Nothing is wrong here: whoever watches for warnings is not to be woken by strangers."""
 HANDED_OFF_MS_MAX: Final = 1_000
 """How long a finished answer waits for the prefill node to confirm its handoff."""
 DEADLINE_MARGIN_S: Final = 0.05
@@ -122,7 +124,7 @@ class RequestLog(RepeatLog):
         clients_own = error.code in _CLIENTS_OWN_CODES or error.reason in _CLIENTS_OWN_REASONS
         # The message of such an error may quote the request.
         why = {"field": error.field or "none"} if clients_own else {"why": error.message}
-        report = self.info if clients_own else self.warning
+        report = self.info if clients_own or error.reason in _KEYS_OWN_REASONS else self.warning
         report(what, peer=error.reason.value, request=request_id or "none", **fields, **why)
 
 

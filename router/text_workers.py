@@ -53,6 +53,7 @@ class TextWorkers:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work, self._prompts, raw, *args)
         await self._places.acquire()
         if self._closed:
+            self._places.release()
             raise BatonError(Reason.CANCELLED, "The router is stopping.")
         task = asyncio.create_task(self._in_process(work, raw, args))
         self._running.add(task)

@@ -380,6 +380,8 @@ def test_commands_send_a_key(front: Front, keys: Keys, tmp_path: Path) -> None:
     assert (wanted.returncode, len(wanted.stdout.split())) == (0, 2)
     env = {"BATON_API_KEY": keys.of["others"]}
     assert run_baton(*ask, "--no-stream", env=env).stdout == wanted.stdout
+    talk = run_baton("chat", "--router", router, "--max-tokens", "2", "-o", "json", stdin="hello\n", env=env)
+    assert json.loads(talk.stdout)["finish"] == "length", talk.stderr
     for more in (("--router", router), ("--url", f"http://{front.http}")):
         done = run_baton("bench", *more, "--requests", "2", "--output-tokens", "2", "-o", "json", env=env)
         assert json.loads(done.stdout)["requests"]["answered"] == 2, done.stderr

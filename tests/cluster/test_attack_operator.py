@@ -28,7 +28,7 @@ from tests.support.attack import (
 )
 from tests.support.cli_harness import run_baton
 from tests.support.cluster_harness import CALL_S_MAX, error_of, http_call, metrics_text
-from tests.support.operator import as_operator
+from tests.support.operators import as_operator
 
 ORDERS: Final = ("Drain", "Cordon", "Uncordon", "Undrain")
 ROUNDS: Final = 15

@@ -34,10 +34,16 @@ from batonpb import (
 
 from baton.endpoint import split_endpoint
 from baton.errors import BatonError, Reason
+from baton.ids import Epoch, Incarnation, Pair
 from baton.rpc import rpc_errors
 from baton.tls import Kind
 from cli.ca import CertificateFiles, certificate_files, issue, make_ca
+from cli.services import Service
 from cli.supervisor import CERTIFICATES, DIRECTORY_NAME, OPERATOR, ROUTER_NAME
+from kvtransfer.transports import control_channel as wire
+from kvtransfer.transports.control_channel import open_connection
+from kvtransfer.transports.receiver_port import SECRET_BYTES
+from kvtransfer.transports.tcp import CODEC, TcpHello
 from tests.support.attack import ATTACKER, HOLD_MS_MAX, Front, attacker_connection, bystanders, front_door
 from tests.support.cluster_harness import (
     CALL_S_MAX,
@@ -50,6 +56,8 @@ from tests.support.cluster_harness import (
     running,
     wait_for,
 )
+from tests.support.ports import free_ports
+from tests.support.tcp_harness import Raw
 
 STREAMS: Final = 8
 TOKENS: Final = 60
@@ -62,7 +70,8 @@ NODE: Final = ("grpc.ssl_target_name_override", Kind.NODE.dns_name)
 
 @pytest.fixture(scope="module")
 def front() -> Iterator[Front]:
-    with front_door(prefill=2, tls=True) as started:
+    data = f"127.0.0.1:{free_ports(1)[0]}"
+    with front_door(prefill=2, tls=True, both={"transports": "tcp"}, decode_flags={"data_listen": data}) as started:
         yield started
 
 
@@ -244,6 +253,36 @@ def test_handshakes_that_lead_to_nothing_keep_nobody_out(front: Front, tmp_path:
                 await attack(place)
         others.check()
         assert others.longest_hold_ms() < HOLD_MS_MAX
+        await assert_conserved(front)
+
+    front.run(scene())
+
+
+def test_a_data_connection_without_the_secret_of_the_pair_is_refused(front: Front) -> None:
+    """It speaks for prefill-0, which has a link and hands over meanwhile. The secret has come to prefill-0 by a call
+    with mTLS, so nobody else knows it."""
+
+    async def answered(place: str, pair: Pair, epoch: int) -> str:
+        sock = await open_connection(place, asyncio.get_running_loop())
+        with sock:
+            stranger = Raw(sock)
+            hello = wire.Hello(pair=pair, epoch=Epoch(epoch), link=1, payload=TcpHello(stream=0).encode())
+            await stranger.send(CODEC.encode(CODEC.tagged(bytes(SECRET_BYTES), hello)))
+            answer = await stranger.receive()
+            assert isinstance(answer, wire.Refused)
+            return answer.reason.name
+
+    async def scene() -> None:
+        status = await front.status("decode-0")
+        (pair,) = [p for p in (await front.status("prefill-0")).pairs if p.peer == "decode-0"]
+        writer = Incarnation((await front.status("prefill-0")).record.incarnation)
+        of = Pair(receiver=Incarnation(status.record.incarnation), writer=writer)
+        place = str(front.cluster.spec.flags[Service.DECODE]["data_listen"])
+        async with bystanders(front) as others:
+            assert await answered(place, of, pair.epoch) == "SECRET"
+            assert await answered(place, of, pair.epoch + 1) == "EPOCH"
+            assert await answered(place, Pair(receiver=of.receiver, writer=Incarnation(7)), 1) == "NOT_EXPECTED"
+        others.check()
         await assert_conserved(front)
 
     front.run(scene())

@@ -272,6 +272,7 @@ class ServedCall:
         "_over",
         "_requests",
         "_server",
+        "_status",
         "_task",
         "_timer",
         "_under_way",
@@ -286,6 +287,7 @@ class ServedCall:
         self._call = call
         self._method = call.method if call is not None else method
         self._server = server
+        self._status: Status = (grpc.StatusCode.OK, "", None)
         self._lost_after = lost_after
         self._requests: deque[bytes | None] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -349,8 +351,10 @@ class ServedCall:
             if handler.response_streaming:
                 await handler.stream_stream(requests, self)
             else:
-                self._send(handler.response_serializer(await handler.stream_unary(requests, self)))
-            self._send_status((grpc.StatusCode.OK, "", None))
+                response = await handler.stream_unary(requests, self)
+                if self._status[0] is grpc.StatusCode.OK:
+                    self._send(handler.response_serializer(response))
+            self._send_status(self._status)
         except grpc.aio.AbortError:
             return  # the status is on its way
         finally:
@@ -429,11 +433,15 @@ class ServedCall:
         self._send_status((code, details, trailers))
         raise grpc.aio.AbortError
 
-    def set_code(self, _code: Any) -> None:
-        """Generated base classes say so before they raise NotImplementedError."""
+    def set_code(self, code: Any) -> None:
+        """With the next two: what the call ends with once its handler returns."""
+        self._status = (code, *self._status[1:])
 
-    def set_details(self, _details: str) -> None:
-        """See `set_code`."""
+    def set_details(self, details: str) -> None:
+        self._status = (self._status[0], details, self._status[2])
+
+    def set_trailing_metadata(self, metadata: Any) -> None:
+        self._status = (*self._status[:2], metadata)
 
 
 def _set(future: asyncio.Future[None]) -> None:

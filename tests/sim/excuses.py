@@ -10,7 +10,8 @@ With `lost_allowed` any fault near the request is an excuse. Without it only the
 4. Nothing to run on: the router looked for nodes (`LOOKED_FOR`) as long as it is to, and all that time no route
    (router, prefill node, decode node, the directory's word of both) was open for `ROUTE_S` at a stretch.
 
-Want of room is an answer of a healthy cluster too, as long as the request had no token (`load.OVERLOAD`).
+A full line is an answer of a healthy cluster too, as long as the request had no token (`load.OVERLOAD`). Full nodes are
+none: without a token the request waits for room.
 """
 
 from __future__ import annotations

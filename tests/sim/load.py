@@ -41,8 +41,8 @@ that are turned away while a router is gone, of which nothing is to be learnt.""
 SEEDS = 2
 """Sampling seeds in use: each question has so many answers."""
 
-OVERLOAD = frozenset({Reason.DECODE_FULL, Reason.QUEUE_FULL, Reason.TOO_MANY_CALLS})
-"""What a healthy cluster may answer too."""
+OVERLOAD = frozenset({Reason.TOO_MANY_CALLS})
+"""What a healthy cluster may answer too: its router's line is full."""
 WRONG_AT_ALL_TIMES = frozenset(
     {
         Reason.INTERNAL,

@@ -19,6 +19,8 @@ from tests.support.attack import STREAMS, Bystanders, Front, bystanders, front_d
 from tests.support.loop_holds import Holds
 from tests.support.ports import free_ports
 
+_ERROR: Final = re.compile(r"^\d{4}-.* ERROR .*(?:\n(?!\d{4}-).*)*", re.MULTILINE)
+"""With its traceback."""
 LOOKS: Final = 20
 """At each process. The first quarter is for warming up."""
 RSS_GROWTH_MIB_MAX: Final = 24
@@ -128,7 +130,7 @@ async def _soak(front: Front, data: Sequence[str], *, seconds: float, seed: int)
         gap_p99_ms=gaps_s[len(gaps_s) * 99 // 100] * 1e3,
         gap_max_ms=gaps_s[-1] * 1e3,
         looks=looks,
-        errors=[line for name in readers for line in front.log_text(name).splitlines() if " ERROR " in line],
+        errors=[found for name in readers for found in _ERROR.findall(front.log_text(name))],
         log_lines={name: front.log_text(name).count("\n") - before[name] for name in readers},
     )
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from ipaddress import ip_network
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from batonpb import decode_pb2, inference_pb2, node_pb2
 
 from baton import call_slots
 from baton.errors import BatonError, Code, Reason
-from baton.rpc import PUBLIC_MESSAGE_BYTES_MAX, RpcLimits, rpc_errors
+from baton.rpc import LARGE_REQUEST_BYTES, PUBLIC_MESSAGE_BYTES_MAX, RpcLimits, _Edge, rpc_errors
 from tests.support import raw_http2 as http2
 from tests.support.rpc_harness import SERVING, Served, answer, run, serving
 
@@ -65,6 +68,33 @@ def test_calls_without_a_request_keep_nobody_out(monkeypatch: pytest.MonkeyPatch
                     assert done.request_id == "done"
                     assert (await served.get_status()).requests == 7
                     assert await served.check("") == SERVING
+
+    run(scene())
+
+
+def test_a_call_comes_in_the_turn_in_which_the_time_of_others_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have been told, and have not left yet. It takes the place of one of them."""
+    monkeypatch.setattr(call_slots, "UNREAD_MAX", 2)
+
+    async def scene() -> None:
+        slots = call_slots.CallSlots(rpcs_max=8, busy_retry_ms=1, rng=random.Random(0))
+        loop = asyncio.get_running_loop()
+
+        async def read() -> None:
+            async with slots.reading("10.0.0.1"):
+                await asyncio.Event().wait()
+
+        late = [asyncio.create_task(read()) for _ in range(2)]
+        await asyncio.sleep(0)
+        for scope in slots._reads.values():
+            scope.reschedule(loop.time())
+        new = asyncio.create_task(read())
+        await asyncio.wait(late)
+        assert all(isinstance(each.exception(), BatonError) for each in late)
+        assert not new.done()
+        new.cancel()
+        await asyncio.wait([new])
+        assert not slots._reads
 
     run(scene())
 
@@ -153,6 +183,62 @@ def test_a_caller_who_leaves_in_the_middle_of_its_request_leaves_no_trace(caplog
     assert not caplog.records
 
 
+@pytest.mark.parametrize("trusted", [False, True])
+def test_one_address_leaves_places_to_others(trusted: bool) -> None:
+    """Eight places: six for the clients of one address, unless it is a proxy's. Nodes may have the rest."""
+
+    async def scene() -> None:
+        gate, running = asyncio.Event(), asyncio.Semaphore(0)
+
+        async def wait(_request: Any, _context: Any) -> inference_pb2.GenerateResponse:
+            running.release()
+            await gate.wait()
+            return inference_pb2.GenerateResponse()
+
+        async with serving(LIMITS, inference=wait, node=answer) as served:
+            if trusted:
+                served.server.trust_proxies([ip_network("127.0.0.0/8")])
+            ask = served.inference.GenerateUnary
+            calls = [ask(inference_pb2.GenerateRequest(), timeout=20) for _ in range(7 if trusted else 6)]
+            for _ in calls:
+                await running.acquire()
+            assert (await served.get_status()).requests == 7
+            if not trusted:
+                error = await ended(ask(inference_pb2.GenerateRequest(), timeout=20))
+                assert error.reason is Reason.TOO_MANY_CALLS
+                assert error.retry_after_ms in (1_000, 2_000)
+            gate.set()
+            await asyncio.gather(*calls)
+
+    run(scene())
+
+
+def test_one_large_request_is_parsed_in_a_turn_of_the_loop() -> None:
+    """Eight come at once. Between any two of them the loop turns, so that others have their turn."""
+    turns: list[int] = []
+    count = itertools.count()
+
+    async def turn() -> None:
+        while True:
+            next(count)
+            await asyncio.sleep(0)
+
+    class Large:
+        async def read(self) -> bytes:
+            return bytes(LARGE_REQUEST_BYTES + 1)
+
+    async def scene() -> None:
+        edge = _Edge(limits=LIMITS, rng=random.Random(1))
+        large: Any = Large()
+        turning = asyncio.create_task(turn())
+        await asyncio.gather(*(edge._request(large, lambda raw: turns.append(next(count))) for _ in range(8)))
+        turning.cancel()
+        assert len(turns) == 8
+        assert all(later - earlier > 1 for earlier, later in itertools.pairwise(turns))
+
+    run(scene())
+
+
 def test_a_stopping_server_waits_for_no_request(caplog: pytest.LogCaptureFixture) -> None:
     async def scene() -> None:
         async with serving(LIMITS, inference=reply) as served:
@@ -168,7 +254,7 @@ def test_a_stopping_server_waits_for_no_request(caplog: pytest.LogCaptureFixture
 
 
 def test_a_client_may_send_less_than_it_gets() -> None:
-    """4 MiB of a request are too many, on a server that clients call; a node's is taken. An answer may be larger."""
+    """Over 3 MiB of a request are too many where clients call; a node's is taken. An answer may be larger."""
     body = "x" * PUBLIC_MESSAGE_BYTES_MAX
 
     async def large(_request: Any, _context: Any) -> inference_pb2.GenerateResponse:

@@ -155,3 +155,19 @@ def test_messages_that_are_nested_deeply(encoder: PromptEncoder) -> None:
         deep = [deep]
     with pytest.raises(BatonError, match="nested deeper than 64"):
         encoder.encode_chat([{"role": "user", "content": "a", "f": deep}], {})
+
+
+def test_a_template_is_bounded(folder: Path) -> None:
+    """By a request it can be made to count far, to write for ever, or to quote it: the first is refused, the second is
+    not written to its end, of the third a part is told."""
+
+    def refusal(source: str, content: str, **extra: object) -> BatonError:
+        encoder = PromptEncoder(codec=TextCodec.load(folder), template=template_of(source), chars_max=CHARS_MAX)
+        with pytest.raises(BatonError) as caught:
+            encoder.encode_chat([{"role": "user", "content": content}], extra)
+        return caught.value
+
+    assert refusal("{% for i in range(n) %}{% endfor %}", "a", n=10**9).reason is Reason.BAD_FIELD
+    endless = "{% for i in range(99999) %}{{ messages[0].content }}{{ 1 // (99 - i) }}{% endfor %}"
+    assert refusal(endless, "a" * 100).reason is Reason.PROMPT_TOO_LONG
+    assert len(refusal("{{ raise_exception(messages[0].content) }}", "a" * 10_000).message) < 500

@@ -40,6 +40,18 @@ def test_every_token_but_the_first_has_a_gap() -> None:
     assert float(figures["baton_itl_seconds_sum"]) == pytest.approx(0.5)
 
 
+def test_those_that_wait_in_line() -> None:
+    """Two wait, one of them has its turn after 3 s."""
+    metrics = RouterMetrics(list)
+    one, other = metrics.received(0.0), metrics.received(0.0)
+    for each in (one, other):
+        each.waits()
+    one.waited(3.0)
+    figures = dict(line.rsplit(" ", 1) for line in metrics.text().decode().splitlines())
+    assert (figures["baton_requests_in_line"], figures["baton_requests_queued"]) == ("1.0", "2.0")
+    assert (figures["baton_line_seconds_count"], figures["baton_line_seconds_sum"]) == ("1.0", "3.0")
+
+
 def test_keys_by_their_names() -> None:
     """What each has been given and refused; one that has asked nothing has no line, nor has one that is gone."""
     used, idle = (KeyUse(ApiKey(name=name, sha256="0" * 64, concurrency=1), 0.0) for name in ("used", "idle"))

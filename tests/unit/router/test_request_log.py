@@ -7,6 +7,7 @@ import logging
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -138,6 +139,17 @@ def test_a_clients_own_error_is_no_warning(reason: Reason, caplog: pytest.LogCap
         log.failed(error, call=client_call(0.0, name="mine"), job=None, began_s=0.0)
     ((level, fields),) = ends(caplog)
     assert (level, fields["reason"], fields["field"]) == ("INFO", reason.value, "chat.messages")
+
+
+@pytest.mark.parametrize("reason", [Reason.INVALID_API_KEY, Reason.RATE_LIMIT_EXCEEDED, Reason.PERMISSION_DENIED])
+def test_a_key_that_may_not_is_no_warning(reason: Reason, caplog: pytest.LogCaptureFixture) -> None:
+    """It is told in full, since such a message quotes nothing, with the name of the key."""
+    log = RequestLog(lambda: 0.0)
+    with caplog.at_level(logging.INFO):
+        call = replace(client_call(0.0), key_name="team-a")
+        log.failed(BatonError(reason, "It may not."), call=call, job=None, began_s=0.0)
+    ((level, fields),) = ends(caplog)
+    assert (level, fields["why"], fields["api_key"]) == ("INFO", "It may not.", "team-a")
 
 
 @pytest.mark.parametrize("reason", [Reason.INCOMPATIBLE_NODE, Reason.MODEL_BROKEN, Reason.NO_PREFILL_NODE])
