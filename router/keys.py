@@ -208,17 +208,20 @@ class KeyUse:
             text = f"Key '{self.key.name}' has {self.running} answers under way; it may have {most} at the same time."
             raise self._exceeded(Limit.CONCURRENCY, text, retry_after_ms(None, ms_min=BUSY_RETRY_MS, spread=spread))
 
-    def take_prompt(self, tokens: int, now_s: float) -> None:
-        """Raises BatonError RATE_LIMIT_EXCEEDED, or PERMISSION_DENIED for a prompt that can never be taken."""
+    def take_prompt(self, tokens: int, now_s: float, *, before: int = 0) -> None:
+        """`before` have been taken for other prompts of the same call. Raises BatonError RATE_LIMIT_EXCEEDED, or
+        PERMISSION_DENIED for a call that can never be taken."""
         bucket = self._buckets.get(Limit.TOKENS)
         if bucket is not None:
-            if tokens > bucket.per_minute:
+            if before + tokens > bucket.per_minute:
                 raise BatonError(
                     Reason.PERMISSION_DENIED,
-                    f"The prompt has {tokens} tokens, and key '{self.key.name}' may use {bucket.per_minute} a minute: "
-                    "it can never be taken. Shorten it, or ask whoever gave you the key for more.",
+                    f"The prompt has {before + tokens} tokens, with others of its call, and key '{self.key.name}' may "
+                    f"use {bucket.per_minute} a minute: it can never be taken. Shorten it, or ask whoever gave you the "
+                    "key for more.",
                 )
-            self._check(Limit.TOKENS, tokens, now_s)
+            # Sent again, the call needs all of them.
+            self._check(Limit.TOKENS, tokens, now_s, again=before + tokens)
             bucket.take(tokens, now_s)
         self.prompt_tokens += tokens
 
@@ -236,9 +239,10 @@ class KeyUse:
             made[f"x-ratelimit-reset-{limit.value}"] = _duration(bucket.wait_s(bucket.per_minute, now_s))
         return made
 
-    def _check(self, limit: Limit, amount: int, now_s: float) -> None:
+    def _check(self, limit: Limit, amount: int, now_s: float, *, again: int | None = None) -> None:
+        """`again`: what is needed next time, if it is not the same."""
         bucket = self._buckets[limit]
-        wait_ms = int(bucket.wait_s(amount, now_s) * 1000)
+        wait_ms = int(bucket.wait_s(again or amount, now_s) * 1000)
         if bucket.level(now_s) >= amount:
             return
         text = (
@@ -266,6 +270,7 @@ class Admission:
         """As it was when the call came."""
         self._spread = spread
         self._answers = 1
+        self._prompt_tokens = 0
 
     def widen(self, answers: int) -> None:
         """The call turns out to ask for so many answers. Raises BatonError RATE_LIMIT_EXCEEDED, or PERMISSION_DENIED
@@ -292,9 +297,13 @@ class Admission:
             key_salt=self.key.cache_salt or "",
             priority=self.key.priority_class,
             special_tokens=self.key.special_tokens,
-            take_prompt=(lambda _tokens: None) if repeats_prompt else lambda n: self.use.take_prompt(n, now_s()),
+            take_prompt=(lambda _tokens: None) if repeats_prompt else lambda n: self._take_prompt(n, now_s()),
             take_output=lambda n: self.use.take_output(n, now_s()),
         )
+
+    def _take_prompt(self, tokens: int, now_s: float) -> None:
+        self.use.take_prompt(tokens, now_s, before=self._prompt_tokens)
+        self._prompt_tokens += tokens
 
     def end(self) -> None:
         """Idempotent."""

@@ -112,6 +112,8 @@ class _TextProcess:
 
     async def ask(self, work: Callable[..., Any], raw: bytes | bytearray, args: tuple[Any, ...]) -> Any:
         """One at a time."""
+        if self._child is not None and self._child.returncode is not None:
+            await self.close()  # it has ended since the last text
         try:
             async with asyncio.timeout(TEXT_MS_MAX / 1000):
                 if self._child is None:

@@ -197,6 +197,25 @@ def test_a_prompt_of_more_tokens_than_a_minute_has_is_refused_for_good() -> None
     assert (caught.value.reason, caught.value.code) == (Reason.PERMISSION_DENIED, Code.PERMISSION_DENIED)
 
 
+def test_prompts_of_one_call_are_waited_for_together() -> None:
+    """Two of 40 come while 60 tokens are left: the second is refused until there is room for both, and then the same
+    call is taken. Two of 60 never are."""
+    use, now_s = used(tokens_per_minute=100), 0.0
+    use.take_output(40, now_s)
+    takes = [use.admit(0.0, spread=0.0).sign(client_call(9.0), lambda: now_s).take_prompt for _ in range(3)]
+    takes[0](40)
+    with pytest.raises(BatonError) as caught:
+        takes[0](40)
+    now_s = (caught.value.retry_after_ms or 0) / 1000
+    assert now_s == pytest.approx(36.0, abs=0.01)
+    for _ in range(2):
+        takes[1](40)
+    now_s += 60.0
+    takes[2](60)
+    with pytest.raises(BatonError, match="can never be taken"):
+        takes[2](60)
+
+
 @given(
     per_minute=st.integers(1, 1_000),
     steps=st.lists(st.tuples(st.floats(0, 90), st.integers(1, 400), st.integers(0, 600)), max_size=60),

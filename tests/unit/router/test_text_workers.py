@@ -80,6 +80,21 @@ def test_a_process_that_ends_is_started_again() -> None:
     asyncio.run(scene())
 
 
+def test_a_process_that_has_ended_while_it_had_nothing_to_do() -> None:
+    """The system has killed it. The next text has another, and nobody notices."""
+
+    async def scene() -> None:
+        async with workers() as made:
+            first = await made.run(text_work.pid, LONG)
+            child = made._idle[-1]._child
+            assert child is not None and child.pid == first
+            child.kill()
+            await child.wait()
+            assert await made.run(text_work.pid, LONG) != first
+
+    asyncio.run(scene())
+
+
 def test_a_text_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
     """Its process is killed, and the next text has another."""
 
