@@ -227,7 +227,11 @@ class RpcServer:
             *self._liveness.ping_options(None),
         ]
         if public:
-            options.append(("grpc.max_connection_idle_ms", PUBLIC_IDLE_MS_MAX))
+            options += [
+                ("grpc.max_connection_idle_ms", PUBLIC_IDLE_MS_MAX),
+                # Or it takes whole requests off the network before anybody reads them: gigabytes of a flood.
+                ("grpc.http2.bdp_probe", 0),
+            ]
         if self._tls is not None:
             options += [
                 ("grpc.max_connection_age_ms", TLS_CONNECTION_MS_MAX),
