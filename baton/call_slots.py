@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -11,6 +12,7 @@ from itertools import count
 from typing import Final
 
 from baton.errors import BatonError, Reason
+from baton.retry_time import whole_seconds_ms
 from baton.strangers import Strangers
 
 REQUEST_S_MAX: Final = 30.0
@@ -31,9 +33,11 @@ class StreamLimit:
 class CallSlots:
     """The places of one server's calls. `source` is the address of a caller. Lives on one event loop."""
 
-    def __init__(self, *, rpcs_max: int, busy_retry_ms: int) -> None:
+    def __init__(self, *, rpcs_max: int, busy_retry_ms: int, rng: random.Random) -> None:
+        """`busy_retry_ms` is for callers that are nodes; clients get whole seconds."""
         self._rpcs_max = rpcs_max
         self._retry_ms = busy_retry_ms
+        self._rng = rng
         self._running = 0
         self._public: Counter[str] = Counter()
         """By source."""
@@ -53,8 +57,8 @@ class CallSlots:
             async with asyncio.timeout(REQUEST_S_MAX) as scope:
                 self._reads[number] = scope
                 leaves = self._unread.enter(number, source)
-                if leaves is not None:
-                    self._reads.pop(leaves).reschedule(asyncio.get_running_loop().time())
+                if leaves is not None and not (left := self._reads.pop(leaves)).expired():
+                    left.reschedule(asyncio.get_running_loop().time())
                 yield
         except TimeoutError:
             if number in self._reads:
@@ -66,9 +70,11 @@ class CallSlots:
 
     @contextmanager
     def running(self, refused: Callable[[BatonError], None] | None = None) -> Iterator[None]:
-        """`refused` is told what is raised: BatonError TOO_MANY_CALLS."""
+        """`refused` is called with what is raised, BatonError TOO_MANY_CALLS; the caller is a client then."""
         if self._running >= self._rpcs_max:
-            full = self._full(f"This server is answering {self._running} calls already, its limit")
+            full = self._full(
+                f"This server is answering {self._running} calls already, its limit", public=refused is not None
+            )
             if refused is not None:
                 refused(full)
             raise full
@@ -82,7 +88,7 @@ class CallSlots:
     def public(self, source: str | None, refused: Callable[[BatonError], None]) -> Iterator[None]:
         """As `running`, of clients: one address leaves a quarter of the places to others. None: of a proxy of ours."""
         if source is not None and self._public[source] >= self._public_max:
-            full = self._full(f"This server answers {self._public_max} calls of one address at a time")
+            full = self._full(f"This server answers {self._public_max} calls of one address at a time", public=True)
             refused(full)
             raise full
         with self.running(refused):
@@ -101,8 +107,9 @@ class CallSlots:
         with _counted(streams, source):
             yield
 
-    def _full(self, text: str) -> BatonError:
-        return BatonError(Reason.TOO_MANY_CALLS, f"{text}; try again later.", retry_after_ms=self._retry_ms)
+    def _full(self, text: str, *, public: bool = False) -> BatonError:
+        retry_ms = whole_seconds_ms(self._rng.random()) if public else self._retry_ms
+        return BatonError(Reason.TOO_MANY_CALLS, f"{text}; try again later.", retry_after_ms=retry_ms)
 
 
 @contextmanager

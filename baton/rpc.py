@@ -47,6 +47,8 @@ HEALTH_SERVICE: Final = "grpc.health.v1.Health"
 REFLECTION_SERVICE: Final = "grpc.reflection.v1alpha.ServerReflection"
 RPCS_UNTIMED_MAX: Final = 1024
 """Calls of one connection beyond `rpcs_max`, for health checks and long-lived streams."""
+CONNECTION_STREAMS_MAX: Final = 2_048
+"""Calls of one connection in any case: a client's library keeps more of them back until others end."""
 PUBLIC_MESSAGE_BYTES_MAX: Final = 3 * 1024 * 1024
 """Of one request of a client: a million tokens of any vocabulary. Parsing more, if each token has one byte, would hold
 the loop for over 20 ms. Answers with log-probabilities may be larger."""
@@ -105,7 +107,7 @@ class RpcLimits:
         3_600_000, "longest deadline of a client's call", "Answers take more than an hour, or none should take as long."
     )
     busy_retry_ms: int = fixed(200)
-    """When to try again, returned when there are too many calls."""
+    """When to try again, returned to nodes when there are too many calls."""
     handler_end_ms_max: int = fixed(5_000)
     """How long a stopping server waits for the handlers of calls that it has cancelled."""
 
@@ -217,7 +219,7 @@ class RpcServer:
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", _received_bytes_max(limits, public=public)),
             ("grpc.max_send_message_length", limits.message_bytes_max),
-            ("grpc.max_concurrent_streams", limits.rpcs_max + RPCS_UNTIMED_MAX),
+            ("grpc.max_concurrent_streams", min(limits.rpcs_max + RPCS_UNTIMED_MAX, CONNECTION_STREAMS_MAX)),
             ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS_MAX),
             ("grpc.http2.settings_timeout", HANDSHAKE_MS_MAX),
             # gRPC keeps 3 KB for each ping after the one over which it closes a connection: better it answers all.
@@ -283,7 +285,7 @@ class _Edge(grpc.aio.ServerInterceptor):
         self._limits = limits
         self._rng = rng
         self._callers = callers
-        self._slots = CallSlots(rpcs_max=limits.rpcs_max, busy_retry_ms=limits.busy_retry_ms)
+        self._slots = CallSlots(rpcs_max=limits.rpcs_max, busy_retry_ms=limits.busy_retry_ms, rng=rng)
         self._large = asyncio.Lock()
         self.proxies: Sequence[IPv4Network | IPv6Network] = ()
         self._tasks: dict[asyncio.Task[Any], str] = {}

@@ -1,6 +1,9 @@
-"""Connections and calls that have not shown yet what they are for, and which of them makes room for a new one."""
+"""Connections and calls that have not shown yet what they are for, or names that somebody claims, and which of them
+makes room for a new one."""
 
 from __future__ import annotations
+
+from collections.abc import Hashable
 
 
 class Strangers:
@@ -9,11 +12,11 @@ class Strangers:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._sources: dict[int, str] = {}
-        self._crowds: dict[str, dict[int, None]] = {}
+        self._sources: dict[int, Hashable] = {}
+        self._crowds: dict[Hashable, dict[int, None]] = {}
         """By source, in the order in which they came."""
 
-    def enter(self, number: int, source: str) -> int | None:
+    def enter(self, number: int, source: Hashable) -> int | None:
         """The number of the one that has to go, which has left; None: there is room."""
         self._sources[number] = source
         self._crowds.setdefault(source, {})[number] = None

@@ -11,7 +11,6 @@ import os
 import ssl
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -27,6 +26,7 @@ from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import Incarnation
 from baton.log import get_log
 from baton.operator import OPERATOR_METHODS
+from baton.strangers import Strangers
 
 log = get_log("tls")
 
@@ -35,7 +35,8 @@ LOOK_MS: Final = 1_000
 ENDS_SOON_PART: Final = 0.1
 """A certificate with less than this of its time left is warned of."""
 INCARNATIONS_MAX: Final = 16_384
-"""Incarnations that a process remembers the certificate of; then the one not heard of for longest is forgotten."""
+"""Incarnations that a process remembers the certificate of; then the one not heard of for longest is forgotten, of the
+certificate that has most of them."""
 INSECURE_HELP: Final = "without TLS, listen beyond the loopback too"
 INSECURE_WHEN: Final = "Nobody else reaches this network, or something else encrypts and authenticates on it."
 PROBE_HELP: Final = "host:port of a gRPC port without TLS for health checks alone; none: off"
@@ -286,7 +287,8 @@ class CertifiedCallers:
     the names of its certificate, so that nobody else speaks for it."""
 
     def __init__(self) -> None:
-        self._bound: OrderedDict[Incarnation, frozenset[str]] = OrderedDict()
+        self._bound: dict[Incarnation, frozenset[str]] = {}
+        self._crowds = Strangers(INCARNATIONS_MAX)
 
     def guard(self, method: str, behavior: Callable[..., Any], *, request_streaming: bool) -> Callable[..., Any]:
         """`behavior`, which then raises BatonError PERMISSION_DENIED where the caller may not call `method`, or not as
@@ -314,9 +316,10 @@ class CertifiedCallers:
                 f"Incarnation {incarnation:016x} has another certificate than the caller: it is that of "
                 f"{', '.join(sorted(bound))}.",
             )
-        self._bound.move_to_end(incarnation)
-        if len(self._bound) > INCARNATIONS_MAX:
-            self._bound.popitem(last=False)
+        self._crowds.leave(incarnation)
+        forgotten = self._crowds.enter(incarnation, names)
+        if forgotten is not None:
+            del self._bound[Incarnation(forgotten)]
 
 
 class _Checked:

@@ -47,12 +47,12 @@ def certificate_files(folder: Path, name: str) -> CertificateFiles:
 
 def make_ca(folder: Path) -> None:
     """A new CA in `folder`. Raises BatonError BAD_CONFIG where there is one already, or it cannot be written."""
+    key = _new_key()
     from cryptography import x509
 
     files = certificate_files(folder, CA_NAME)
     if files.cert.exists() or files.key.exists():
         raise _bad(f"{folder} has a CA already: issue certificates with it, or name another folder.")
-    key = _new_key()
     name = _subject("Baton development CA")
     usage = x509.KeyUsage(
         digital_signature=False, content_commitment=False, key_encipherment=False, data_encipherment=False,
@@ -68,6 +68,7 @@ def issue(folder: Path, *, kind: Kind, name: str, days: float = DAYS_DEFAULT) ->
 
     Raises BatonError BAD_CONFIG or BAD_NAME.
     """
+    key = _new_key()
     from cryptography import x509
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
     from cryptography.x509.oid import ExtendedKeyUsageOID
@@ -78,9 +79,8 @@ def issue(folder: Path, *, kind: Kind, name: str, days: float = DAYS_DEFAULT) ->
     try:
         ca_cert = x509.load_pem_x509_certificate(ca.cert.read_bytes())
         ca_key: Any = load_pem_private_key(ca.key.read_bytes(), password=None)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:  # TypeError: the key has a password
         raise _bad(f"{folder} has no usable CA ({error}). Make one: baton ca init {folder}") from error
-    key = _new_key()
     names = x509.SubjectAlternativeName([x509.DNSName(kind.dns_name), x509.DNSName(f"{name.lower()}.{kind.dns_name}")])
     usages = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH])
     builder = _builder(_subject(name), ca_cert.subject, key, days=days)
@@ -112,6 +112,7 @@ def _signed(builder: x509.CertificateBuilder, *, signer: EllipticCurvePrivateKey
 
 
 def _new_key() -> EllipticCurvePrivateKey:
+    """Called before anything else of the package is imported. Raises BatonError BAD_CONFIG where it is not there."""
     try:
         from cryptography.hazmat.primitives.asymmetric import ec
     except ModuleNotFoundError as error:

@@ -168,7 +168,7 @@ async def list_records(directory: str, *, channels: Channels, call_ms_max: int) 
             error.reason,
             f"No directory answers at {describe_directory(directory)} within {call_ms_max} ms. Is the cluster running "
             "(`baton up`)? Name another place with --directory HOST:PORT."
-            + (f" {error.message}" if "TLS" in error.message else ""),
+            + (f" {error.message}" if "tls" in error.message.lower() else ""),
         ) from error
     finally:
         await client.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from baton.config import fixed, setting
 from baton.errors import InvalidField, check_positive
+from baton.rpc import RpcLimits
 from baton.runtime import ProcessConfig
 from baton.tls import check_listens
 from router.request import CACHE_SALT_BYTES_MAX
@@ -134,6 +135,8 @@ class RouterConfig(ProcessConfig):
         "Clients expect the defaults of the API, not those of the model.",
     )
     prompt_chars_max: int = setting(2_000_000, "characters of a prompt that is sent as text", "Prompts are longer.")
+    rpc: RpcLimits = field(default_factory=lambda: RpcLimits(rpcs_max=4_096))
+    """More calls than requests that nodes have and that wait: the line refuses, not the server."""
     requests_max: int = setting(
         1_024,
         "requests of this router that nodes have at the same time; others wait in line",

@@ -221,6 +221,7 @@ class HttpConnection(asyncio.Protocol):
     def _feed(self, data: bytes) -> None:
         self._deferred = False
         if self.transport.is_closing() or self._discarded is not None:
+            self.resume()
             return
         if self._call is None and not self._head_begun:
             self._head_begun = True

@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from batonpb import common_pb2, inference_pb2
 from starlette.applications import Starlette
@@ -148,6 +148,15 @@ async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
         pass
 
 
+async def _left(receive: Callable[[], Awaitable[Any]]) -> NoReturn:
+    await _disconnected(receive)
+    raise _client_left()
+
+
+def _client_left() -> BatonError:
+    return BatonError(Reason.CANCELLED, "The client has left.")
+
+
 BODY_OWN_BYTES = 65_536
 """Of each body that are taken however many bytes others have under way."""
 BODY_BYTES_PER_S = 1_024
@@ -198,7 +207,8 @@ class OpenAiApp:
             async with self._body(request) as raw:
                 special_tokens = admission is not None and admission.key.special_tokens
                 context_len_max = self._node.context_len_max()
-                call = await self._node.texts.run(parse_call, raw, chat, special_tokens, context_len_max)
+                parsed = self._node.texts.run(parse_call, raw, chat, special_tokens, context_len_max)
+                call = await first_of(parsed, _left(request.receive))
             if admission is not None:
                 admission.widen(len(call.requests) * call.n)
             return self._reply(call, called, request_id, admission)
@@ -295,7 +305,7 @@ class OpenAiApp:
         except TimeoutError as error:
             raise BatonError(Reason.DEADLINE, "The body of the request did not come in time.") from error
         except ClientDisconnect as error:
-            raise BatonError(Reason.CANCELLED, "The client has left.") from error
+            raise _client_left() from error
 
 
 class HttpServer:

@@ -94,12 +94,12 @@ def parse_keys(raw: bytes, *, source: str) -> tuple[ApiKey, ...]:
     try:
         document = tomllib.loads(raw.decode())
         keys = _ENTRIES.validate_python(document.get("keys", ()), strict=False)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _bad_file(source, f"it is not TOML: {type(error).__name__} {_place(error)}".rstrip()) from None
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False, include_input=False)
-        problems = ["".join(f"[{_known(at)}]" for at in each["loc"]) + f" {each['msg']}" for each in found]
-        raise _bad_file(source, "keys" + "; keys".join(problems[:_PROBLEMS_SHOWN])) from None
+        problems = [_place_of(each["loc"]) + each["msg"].removeprefix("Value error, ") for each in found]
+        raise _bad_file(source, "; ".join(problems[:_PROBLEMS_SHOWN])) from None
+    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, a number that is too long
+        raise _bad_file(source, f"it is not TOML: {type(error).__name__} {_end_of(error)}".rstrip()) from None
     if set(document) - {"keys"}:
         raise _bad_file(source, "it has something else than [[keys]]")
     if not keys or len(keys) > KEYS_MAX:
@@ -114,12 +114,13 @@ def parse_keys(raw: bytes, *, source: str) -> tuple[ApiKey, ...]:
 _ENTRIES: Final[TypeAdapter[tuple[ApiKey, ...]]] = TypeAdapter(tuple[ApiKey, ...], config=ConfigDict(extra="forbid"))
 
 
-def _known(at: int | str) -> int | str:
-    """A place in the file; a name that is none of ours may be a key."""
-    return at if isinstance(at, int) or at in ApiKey.__annotations__ else "a name that is not known"
+def _place_of(loc: Sequence[int | str]) -> str:
+    """Where in the file. A name that is none of ours is left out: it may be a key."""
+    known = (at if isinstance(at, int) or at in ApiKey.__annotations__ else "a name that is not known" for at in loc)
+    return "keys" + "".join(f"[{at}]" for at in known) + ": "
 
 
-def _place(error: Exception) -> str:
+def _end_of(error: Exception) -> str:
     """The end of TOML's message, "(at line 3, column 7)": the rest quotes."""
     return found[0] if (found := re.search(r"\(at [^)]*\)$", str(error))) else ""
 
@@ -207,17 +208,20 @@ class KeyUse:
             text = f"Key '{self.key.name}' has {self.running} answers under way; it may have {most} at the same time."
             raise self._exceeded(Limit.CONCURRENCY, text, retry_after_ms(None, ms_min=BUSY_RETRY_MS, spread=spread))
 
-    def take_prompt(self, tokens: int, now_s: float) -> None:
-        """Raises BatonError RATE_LIMIT_EXCEEDED, or PERMISSION_DENIED for a prompt that can never be taken."""
+    def take_prompt(self, tokens: int, now_s: float, *, before: int = 0) -> None:
+        """`before` have been taken for other prompts of the same call. Raises BatonError RATE_LIMIT_EXCEEDED, or
+        PERMISSION_DENIED for a call that can never be taken."""
         bucket = self._buckets.get(Limit.TOKENS)
         if bucket is not None:
-            if tokens > bucket.per_minute:
+            if before + tokens > bucket.per_minute:
                 raise BatonError(
                     Reason.PERMISSION_DENIED,
-                    f"The prompt has {tokens} tokens, and key '{self.key.name}' may use {bucket.per_minute} a minute: "
-                    "it can never be taken. Shorten it, or ask whoever gave you the key for more.",
+                    f"The prompt has {before + tokens} tokens, with others of its call, and key '{self.key.name}' may "
+                    f"use {bucket.per_minute} a minute: it can never be taken. Shorten it, or ask whoever gave you the "
+                    "key for more.",
                 )
-            self._check(Limit.TOKENS, tokens, now_s)
+            # Sent again, the call needs all of them.
+            self._check(Limit.TOKENS, tokens, now_s, again=before + tokens)
             bucket.take(tokens, now_s)
         self.prompt_tokens += tokens
 
@@ -235,9 +239,10 @@ class KeyUse:
             made[f"x-ratelimit-reset-{limit.value}"] = _duration(bucket.wait_s(bucket.per_minute, now_s))
         return made
 
-    def _check(self, limit: Limit, amount: int, now_s: float) -> None:
+    def _check(self, limit: Limit, amount: int, now_s: float, *, again: int | None = None) -> None:
+        """`again`: what is needed next time, if it is not the same."""
         bucket = self._buckets[limit]
-        wait_ms = int(bucket.wait_s(amount, now_s) * 1000)
+        wait_ms = int(bucket.wait_s(again or amount, now_s) * 1000)
         if bucket.level(now_s) >= amount:
             return
         text = (
@@ -265,6 +270,7 @@ class Admission:
         """As it was when the call came."""
         self._spread = spread
         self._answers = 1
+        self._prompt_tokens = 0
 
     def widen(self, answers: int) -> None:
         """The call turns out to ask for so many answers. Raises BatonError RATE_LIMIT_EXCEEDED, or PERMISSION_DENIED
@@ -291,9 +297,13 @@ class Admission:
             key_salt=self.key.cache_salt or "",
             priority=self.key.priority_class,
             special_tokens=self.key.special_tokens,
-            take_prompt=(lambda _tokens: None) if repeats_prompt else lambda n: self.use.take_prompt(n, now_s()),
+            take_prompt=(lambda _tokens: None) if repeats_prompt else lambda n: self._take_prompt(n, now_s()),
             take_output=lambda n: self.use.take_output(n, now_s()),
         )
+
+    def _take_prompt(self, tokens: int, now_s: float) -> None:
+        self.use.take_prompt(tokens, now_s, before=self._prompt_tokens)
+        self._prompt_tokens += tokens
 
     def end(self) -> None:
         """Idempotent."""

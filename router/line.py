@@ -151,13 +151,15 @@ class Line:
             self._refused_in_a_row = 0
             if self._limit is not None:
                 self._limit += 2
-        self.searches(place)
+        self._arrives(place)
 
     def searches(self, place: Place) -> None:
-        """It looks for a node that is there, which says nothing of room: others go meanwhile. Idempotent."""
-        if place.stage is Stage.SENT:
-            place.stage = Stage.PLACED
-            self._sent -= 1
+        """It looks for a node that is there, which says nothing of room: others go meanwhile, one of them in its place
+        where it was to try for more room. Idempotent."""
+        tried = place.stage is Stage.SENT and self._pause_until_s is None and place.tries == self._tries
+        if tried and self._limit is not None:
+            self._limit += 1
+        self._arrives(place)
 
     def leave(self, place: Place) -> None:
         """It is over, at whatever stage."""
@@ -199,6 +201,11 @@ class Line:
     def _may_go(self) -> bool:
         ahead = self._sent < AHEAD_MAX * self.prefill_nodes or not self.prefill_nodes
         return ahead and self._out < self._out_max and (self._limit is None or self._out < self._limit)
+
+    def _arrives(self, place: Place) -> None:
+        if place.stage is Stage.SENT:
+            place.stage = Stage.PLACED
+            self._sent -= 1
 
     def _put(self, place: Place) -> None:
         place.stage = Stage.WAITING

@@ -67,20 +67,10 @@ async def serve(
     )
     await runtime.check_listen()
     keys = await KeyFile.open(config.api_keys_file) if config.api_keys_file is not None else None
-    metrics: RouterMetrics | None = None
     for setting in ("http_listen", "metrics_listen"):
         if getattr(config, setting) is not None:
             await check_can_bind(getattr(config, setting), setting=setting)
-    if config.metrics_listen is not None:
-        # Here and below: a router without HTTP does not load its libraries.
-        from router.metrics import RouterMetrics
-
-        metrics = RouterMetrics(
-            runtime.membership.nodes,
-            directory_lost=lambda: runtime.membership.stale,
-            keys=keys.book.uses if keys is not None else tuple,
-        )
-        runtime.loop_lag.report = metrics.loop_lag_s.observe
+    metrics = _make_metrics(config, runtime, keys)
     folder = await asyncio.to_thread(_folder, config.model)
     node = RouterNode(
         config=config,
@@ -123,6 +113,21 @@ async def serve(
         await asyncio.gather(runtime.stop_serving(), *(each.stop() for each in http.values()))
         await node.close()
         await runtime.close()
+
+
+def _make_metrics(config: RouterConfig, runtime: NodeRuntime, keys: KeyFile | None) -> RouterMetrics | None:
+    if config.metrics_listen is None:
+        return None
+    # Here and below: a router without HTTP does not load its libraries.
+    from router.metrics import RouterMetrics
+
+    metrics = RouterMetrics(
+        runtime.membership.nodes,
+        directory_lost=lambda: runtime.membership.stale,
+        keys=keys.book.uses if keys is not None else tuple,
+    )
+    runtime.loop_lag.report = metrics.loop_lag_s.observe
+    return metrics
 
 
 def _open_http(

@@ -99,8 +99,11 @@ class RouterMetrics:
             "How late this router's control thread was, at each look.",
             tuple(ms / 1000 for ms in BUCKETS_MS),
         )
-        self.registry.register(_NodeCollector(nodes))
-        self.registry.register(_KeyCollector(keys))
+        for collector in (_NodeCollector(nodes), _KeyCollector(keys)):
+            self.registry.register(collector)
+        self._watch_process(directory_lost)
+
+    def _watch_process(self, directory_lost: Callable[[], bool]) -> None:
         self._gauge("baton_build_info", "1, for the version of this router.", "version").labels(baton_version()).set(1)
         reached = self._gauge("baton_directory_reached", "0 while the directory is out of this router's reach, else 1.")
         reached.set_function(lambda: not directory_lost())

@@ -53,6 +53,7 @@ class TextWorkers:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work, self._prompts, raw, *args)
         await self._places.acquire()
         if self._closed:
+            self._places.release()
             raise BatonError(Reason.CANCELLED, "The router is stopping.")
         task = asyncio.create_task(self._in_process(work, raw, args))
         self._running.add(task)
@@ -95,6 +96,8 @@ class _TextProcess:
 
     async def ask(self, work: Callable[..., Any], raw: bytes | bytearray, args: tuple[Any, ...]) -> Any:
         """One at a time."""
+        if self._child is not None and self._child.returncode is not None:
+            await self.close()  # it has ended since the last text
         try:
             async with asyncio.timeout(TEXT_MS_MAX / 1000):
                 if self._child is None:

@@ -22,7 +22,7 @@ from cli.supervisor import ROUTER_NAME
 from tests.support.attack import Front, attacker_channel, front_door, nobody_notices
 from tests.support.cli_harness import run_baton
 from tests.support.cluster_harness import CALL_S_MAX, error_of, http_call, metrics_text
-from tests.support.operator import as_operator
+from tests.support.operators import as_operator
 
 ORDERS: Final = ("Drain", "Cordon", "Uncordon", "Undrain")
 ROUNDS: Final = 15

@@ -13,7 +13,7 @@ from baton.pod import ANNOTATION, COST_FAILURES, COST_GIVEN_UP, COST_LOWERED, FI
 from tests.support.cli_harness import run_baton
 from tests.support.cluster_harness import CALL_S_MAX, RunningCluster, assert_conserved, mock_spec, running
 from tests.support.kube_api_double import SILENCE, Call, KubeApi, kube_api, status_body
-from tests.support.operator import as_operator
+from tests.support.operators import as_operator
 
 FORBIDDEN = 'pods "decode-x" is forbidden: User "baton-node" cannot patch resource "pods"'
 WARNING = (

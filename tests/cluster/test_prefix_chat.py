@@ -25,7 +25,7 @@ from tests.support.cluster_harness import (
     running,
     wait_for,
 )
-from tests.support.operator import as_operator
+from tests.support.operators import as_operator
 
 SIZE: Final = 16
 SYSTEM: Final = "You are the support desk of a ferry line. " * 6

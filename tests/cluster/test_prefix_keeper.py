@@ -23,7 +23,7 @@ from router.config import PinKeeperConfig, PinnedPrefix
 from router.pins import PinKeeper
 from tests.support.cluster_harness import CALL_S_MAX, assert_conserved, error_of, mock_spec, random_prompt, wait_for
 from tests.support.inprocess_cluster import InProcessCluster, inprocess
-from tests.support.operator import as_operator
+from tests.support.operators import as_operator
 
 SIZE = 16
 NODES = ("decode-0", "prefill-0")

@@ -22,7 +22,7 @@ from tests.support.cluster_harness import (
     wait_for,
 )
 from tests.support.inprocess_cluster import MARK, InProcessCluster, Point, inprocess
-from tests.support.operator import as_operator
+from tests.support.operators import as_operator
 
 SIZE = 16
 BLOCKS = 40

@@ -20,7 +20,7 @@ from tests.support.cluster_harness import (
     running,
     wait_for,
 )
-from tests.support.operator import as_operator
+from tests.support.operators import as_operator
 
 DECODE: Final = "decode-0"
 BLOCKS: Final = 24

@@ -32,7 +32,7 @@ from engine.mock import MockConfig
 from engine.types import SamplingParams
 from tests.support.fork_server import forked_children
 from tests.support.mock_reference import mock_reference
-from tests.support.operator import as_operator
+from tests.support.operators import as_operator
 
 _T = TypeVar("_T")
 

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.rpc import rpc_errors
 from tests.support.cli_harness import run_baton
 from tests.support.cluster_harness import CALL_S_MAX, Answer, RunningCluster, mock_tokens, random_prompt, wait_for
-from tests.support.operator import as_operator
+from tests.support.operators import as_operator
 
 AT_ONCE: Final = 8
 SERVING: Final = health_pb2.HealthCheckResponse.SERVING

@@ -310,6 +310,22 @@ def test_the_table_of_incarnations_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     callers.check(message(2), other)
 
 
+def test_a_node_with_any_number_of_incarnations_pushes_out_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or it could fill the table, and then speak as whom it has made the process forget."""
+    monkeypatch.setattr(tls, "INCARNATIONS_MAX", 4)
+    callers, mine, flood = CertifiedCallers(), frozenset({"a"}), frozenset({"b"})
+
+    def message(sender: int) -> transfer_pb2.ReleaseRequest:
+        return transfer_pb2.ReleaseRequest(header=common_pb2.Header(sender=sender, receiver=9))
+
+    callers.check(message(1), mine)
+    for sender in range(2, 100):
+        callers.check(message(sender), flood)
+    with pytest.raises(BatonError):
+        callers.check(message(1), flood)
+    callers.check(message(1), mine)
+
+
 def test_the_port_for_probes_is_in_use() -> None:
     """The error names its setting, and nothing listens."""
 

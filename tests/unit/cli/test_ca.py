@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 from baton.errors import BatonError, Reason
 from baton.tls import Kind, Tls, TlsConfig
-from cli.ca import issue
+from cli.ca import issue, make_ca
 from tests.support.cli_harness import Foreground, run_baton
 from tests.unit.cli.test_up import MOCK, READY, endpoints
 
@@ -43,6 +44,14 @@ def test_a_ca_and_certificates_for_a_node_and_an_operator(tmp_path: Path) -> Non
         assert caught.value.reason is reason
 
 
+def test_without_the_package_that_makes_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ["cryptography", *(each for each in sys.modules if each.startswith("cryptography."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+    for make in (lambda: make_ca(tmp_path), lambda: issue(tmp_path, kind=Kind.NODE, name="decode-0")):
+        with pytest.raises(BatonError, match=r"pip install 'baton-serve\[tls\]'"):
+            make()
+
+
 def test_a_cluster_with_mtls_on_one_machine(tmp_path: Path) -> None:
     """It answers; commands need the certificate that it made for them, and with it need no token; a command that is
     given half of the files is refused."""
@@ -68,6 +77,12 @@ def test_a_cluster_with_mtls_on_one_machine(tmp_path: Path) -> None:
         without = run_baton("undrain", "prefill-0", *directory)
         assert without.returncode == 1
         assert "it takes certificates of its CA only (tls.cert_file, --tls-cert-file)" in without.stderr
+        make_ca(tmp_path / "other")
+        files = issue(tmp_path / "other", kind=Kind.OPERATOR, name="mallory")
+        theirs = map(str, (files.cert, files.key, files.ca))
+        stranger = run_baton("nodes", *directory, env=dict(zip(env, theirs, strict=True)))
+        assert stranger.returncode == 1
+        assert "has a certificate of another CA than tls.ca_file" in stranger.stderr
         half = run_baton("undrain", "prefill-0", *directory, env={"BATON_TLS_CERT_FILE": env["BATON_TLS_CERT_FILE"]})
         assert half.returncode == 2
         assert "--tls-key-file must be set too" in half.stderr

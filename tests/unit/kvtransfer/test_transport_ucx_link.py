@@ -63,6 +63,8 @@ async def receiving(tls: str = "all", **limits: int) -> AsyncIterator[Receiving]
         yield it
     finally:
         await it.port.close()
+        # A thread that makes agents lets go of the region's array a moment after its agent is there.
+        await asyncio.get_running_loop().shutdown_default_executor()
         it.region.close()
 
 

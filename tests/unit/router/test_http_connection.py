@@ -7,6 +7,7 @@ import json
 import logging
 import socket
 import struct
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
@@ -119,6 +120,42 @@ def test_calls_that_wait_for_the_ones_before_them() -> None:
         assert [(await answer(one, b""))[1] for _ in range(3)] == [b"a", b"b", b"c"]
 
     run(scene)
+
+
+def test_what_waits_for_its_turn_when_the_last_answer_goes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop has much to do: a part of the body is not looked at before the 401 is written. What comes afterwards is
+    still read to its end, so that the client is not reset."""
+    monkeypatch.setattr(http_connection, "LINGER_MS_MAX", 1_000_000)
+    waiting: list[Callable[[], None]] = []
+    hold = Holding()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        hold.begun.release()
+        await hold.go_on.wait()
+        await early(scope, receive, send)
+
+    async def scene(door: Door) -> None:
+        reader, writer = await door()
+        writer.write(POST + b"100\r\n\r\n")
+        await hold.begun.acquire()
+        later = asyncio.Event()
+
+        def do(work: Callable[[], None]) -> bool:
+            waiting.append(work)
+            later.set()
+            return False
+
+        monkeypatch.setattr(door.server._served.turns, "do", do)
+        writer.write(b"part")
+        await later.wait()
+        hold.go_on.set()
+        await reader.read()
+        waiting.pop()()
+        writer.close()
+        async with asyncio.timeout(5):
+            await door.all_closed()
+
+    run(scene, app)
 
 
 def test_a_client_that_asks_whether_to_send() -> None:

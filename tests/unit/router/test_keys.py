@@ -68,16 +68,17 @@ def test_a_new_key_is_in_the_file_as_its_hash() -> None:
     ("text", "problem"),
     [
         ("", "0 entries"),
-        ("keys = 3", "keys Input should be a valid tuple"),
+        ("keys = 3", "keys: Input should be a valid tuple"),
         ("[[keys]\nname = 'a'", "not TOML: TOMLDecodeError (at line 1, column 7)"),
-        ("[[keys]]\nname = 'a'\n", "keys[0][sha256] Field required"),
-        (f"[[keys]]\nname = 'a b'\nsha256 = '{HASH}'\n", "name must be 1 to 63"),
+        ("[[keys]]\nname = 'a'\n", "keys[0][sha256]: Field required"),
+        (f"[[keys]]\nname = 'a b'\nsha256 = '{HASH}'\n", "keys[0]: name must be 1 to 63"),
+        (f"[[keys]]\nname = 'a'\nsha256 = '{HASH}'\nconcurrency = {'1' * 5000}\n", "not TOML: ValueError."),
         (f"[[keys]]\nname = 'a'\nsha256 = '{HASH[:-1]}'\n", "64 hexadecimal digits"),
         (f"[[keys]]\nname = 'a'\nsha256 = '{HASH}'\nconcurrency = 0\n", "concurrency must be positive"),
         (f"[[keys]]\nname = 'a'\nsha256 = '{HASH}'\npriority = 'urgent'\n", "keys[0][priority]"),
         (
             f"[[keys]]\nname = 'a'\nsha256 = '{HASH}'\nkey = 'baton-secret'\n",
-            "keys[0][a name that is not known] Unexpected keyword",
+            "keys[0][a name that is not known]: Unexpected keyword",
         ),
         (f"[[keys]]\nname = 'a'\nsha256 = '{HASH}'\n" * 2, "2 of its entries have the same name, a"),
         (f"[[keys]]\nname = 'a'\nsha256 = '{HASH}'\n[[keys]]\nname = 'b'\nsha256 = '{HASH}'\n", "same sha256"),
@@ -194,6 +195,25 @@ def test_a_prompt_of_more_tokens_than_a_minute_has_is_refused_for_good() -> None
     with pytest.raises(BatonError, match="can never be taken") as caught:
         used(tokens_per_minute=60).take_prompt(61, 0.0)
     assert (caught.value.reason, caught.value.code) == (Reason.PERMISSION_DENIED, Code.PERMISSION_DENIED)
+
+
+def test_prompts_of_one_call_are_waited_for_together() -> None:
+    """Two of 40 come while 60 tokens are left: the second is refused until there is room for both, and then the same
+    call is taken. Two of 60 never are."""
+    use, now_s = used(tokens_per_minute=100), 0.0
+    use.take_output(40, now_s)
+    takes = [use.admit(0.0, spread=0.0).sign(client_call(9.0), lambda: now_s).take_prompt for _ in range(3)]
+    takes[0](40)
+    with pytest.raises(BatonError) as caught:
+        takes[0](40)
+    now_s = (caught.value.retry_after_ms or 0) / 1000
+    assert now_s == pytest.approx(36.0, abs=0.01)
+    for _ in range(2):
+        takes[1](40)
+    now_s += 60.0
+    takes[2](60)
+    with pytest.raises(BatonError, match="can never be taken"):
+        takes[2](60)
 
 
 @given(

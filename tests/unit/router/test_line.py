@@ -136,6 +136,22 @@ def test_new_room_is_found_by_itself_and_taken_twice_as_fast_each_time() -> None
     assert (line.waiting, line.wake_s) == (0, None)
 
 
+def test_a_try_that_reaches_no_node_is_made_by_another() -> None:
+    """There is room for all, and the one request that is to find that out comes to a node that is gone."""
+    line, nodes = line_of(), Nodes(places=10)
+    some(line, 20)
+    nodes.take(line, 0.0)
+    nodes.places = 100
+    wake_s = line.wake_s
+    assert wake_s is not None
+    [lost] = line.go(wake_s)
+    line.searches(lost)
+    nodes.take(line, wake_s)
+    assert (line.waiting, line.wake_s) == (0, None)
+    line.placed(lost)
+    assert line.out == 20
+
+
 def test_news_of_room_end_the_pause() -> None:
     """A decode node reports more free blocks, or fewer requests, or is new. The same report once more says nothing."""
     line, nodes = line_of(), Nodes(places=1)
@@ -258,6 +274,7 @@ class LineMachine(RuleBasedStateMachine):
         self.arrived: list[Place] = []
         self.waiting: list[Place] = []
         self.sent: list[Place] = []
+        self.searching: list[Place] = []
         self.placed: list[Place] = []
         self.places = 3
 
@@ -292,9 +309,18 @@ class LineMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.sent)
     @rule(data=st.data())
-    def is_answered(self, data: st.DataObject) -> None:
+    def reaches_nobody(self, data: st.DataObject) -> None:
         place = self.drawn(self.sent, data)
         self.sent.remove(place)
+        self.searching.append(place)
+        self.line.searches(place)
+        self.go()
+
+    @precondition(lambda self: self.sent or self.searching)
+    @rule(data=st.data())
+    def is_answered(self, data: st.DataObject) -> None:
+        place = self.drawn([*self.sent, *self.searching], data)
+        (self.sent if place in self.sent else self.searching).remove(place)
         if len(self.placed) < self.places:
             self.placed.append(place)
             self.line.placed(place)
@@ -312,11 +338,11 @@ class LineMachine(RuleBasedStateMachine):
         self.line.refused(place, self.now_s)
         self.go()
 
-    @precondition(lambda self: self.sent or self.placed or self.waiting or self.arrived)
+    @precondition(lambda self: self.sent or self.searching or self.placed or self.waiting or self.arrived)
     @rule(data=st.data())
     def ends(self, data: st.DataObject) -> None:
-        place = self.drawn([*self.sent, *self.placed, *self.waiting, *self.arrived], data)
-        for places in (self.sent, self.placed, self.waiting, self.arrived):
+        place = self.drawn([*self.sent, *self.searching, *self.placed, *self.waiting, *self.arrived], data)
+        for places in (self.sent, self.searching, self.placed, self.waiting, self.arrived):
             if place in places:
                 places.remove(place)
         self.line.leave(place)
@@ -334,14 +360,16 @@ class LineMachine(RuleBasedStateMachine):
     @invariant()
     def books_agree(self) -> None:
         assert self.line.waiting == len(self.waiting)
-        assert self.line.out == len(self.sent) + len(self.placed) <= 12
+        assert self.line.out == len(self.sent) + len(self.searching) + len(self.placed) <= 12
+        assert self.line._sent == len(self.sent)
+        assert self.line._arrived == len(self.arrived)
         assert self.line._bytes == sum(place.size_bytes for place in [*self.arrived, *self.waiting])
 
     @invariant()
     def nobody_is_forgotten(self) -> None:
         """Whoever waits is let go by an answer that ends, or by the clock."""
         if self.waiting and not self.sent and len(self.placed) < 12:
-            assert self.line.wake_s is not None or self.placed
+            assert self.line.wake_s is not None or self.placed or self.searching
 
     def teardown(self) -> None:
         """The nodes take everything from now on: all that wait go, though nothing else happens."""
@@ -352,7 +380,7 @@ class LineMachine(RuleBasedStateMachine):
                 self.placed.append(place)
                 self.line.placed(place)
                 self.go()
-            if not self.waiting or len(self.placed) == 12:
+            if not self.waiting or len(self.placed) + len(self.searching) == 12:
                 return
             assert self.line.wake_s is not None
             self.now_s = max(self.now_s, self.line.wake_s)

@@ -80,6 +80,21 @@ def test_a_process_that_ends_is_started_again() -> None:
     asyncio.run(scene())
 
 
+def test_a_process_that_has_ended_while_it_had_nothing_to_do() -> None:
+    """The system has killed it. The next text has another, and nobody notices."""
+
+    async def scene() -> None:
+        async with workers() as made:
+            first = await made.run(text_work.pid, LONG)
+            child = made._idle[-1]._child
+            assert child is not None and child.pid == first
+            child.kill()
+            await child.wait()
+            assert await made.run(text_work.pid, LONG) != first
+
+    asyncio.run(scene())
+
+
 def test_a_text_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
     """Its process is killed, and the next text has another."""
 
@@ -107,5 +122,23 @@ def test_a_client_that_leaves_takes_nothing_along(tmp_path: Path) -> None:
             await asyncio.gather(*left, return_exceptions=True)
             (tmp_path / "go").touch()
             assert await made.run(text_work.echo, LONG, "mine") == "mine"
+
+    asyncio.run(scene())
+
+
+def test_texts_that_wait_when_the_router_stops_end(tmp_path: Path) -> None:
+    """Many more than there are processes: none is begun any more, and all of their calls end."""
+
+    async def scene() -> None:
+        async with workers() as made:
+            never = str(tmp_path / "never")
+            waiting = [asyncio.create_task(made.run(text_work.wait_for, LONG, never)) for _ in range(3 * PROCESSES)]
+            await asyncio.to_thread(text_work.seen, f"{never}.begun")
+        done, left = await asyncio.wait(waiting, timeout=20)
+        assert not left
+        errors = [each.exception() for each in done if not each.cancelled()]
+        assert [isinstance(each, BatonError) and each.reason is Reason.CANCELLED for each in errors] == [True] * (
+            2 * PROCESSES
+        )
 
     asyncio.run(scene())
