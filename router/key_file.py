@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import secrets
+import stat
 from pathlib import Path
 from typing import Final
 
@@ -68,11 +70,18 @@ def _version(path: Path) -> _Version | None:
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
+def _open_at_once(path: str, flags: int) -> int:
+    """Whatever it is: a named pipe has nobody at its other end, and a thread would wait for it for good."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def _read(path: Path) -> tuple[_Version, tuple[ApiKey, ...]]:
     """Raises BatonError BAD_CONFIG."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_open_at_once) as file:
             found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError(errno.EINVAL, "it is no regular file")
             raw = file.read(FILE_BYTES_MAX + 1)
     except OSError as error:
         text = f"The file of API keys {path} cannot be read: {error.strerror}."

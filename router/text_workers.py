@@ -31,6 +31,9 @@ SHORT_BYTES_MAX: Final = 16_384
 """Takes some milliseconds; a text of the largest size that is taken may take seconds."""
 TEXT_MS_MAX: Final = 20_000
 """For one text in a process."""
+WAITING_BYTES_MAX: Final = 128 << 20
+"""Of long texts that are read or wait for it, over HTTP and gRPC together."""
+BUSY_RETRY_MS: Final = 1_000
 _PIECE_BYTES: Final = 1 << 16
 
 
@@ -44,13 +47,26 @@ class TextWorkers:
         self._places = asyncio.Semaphore(PROCESSES)
         self._idle = [_TextProcess(Setup(folder=prompts.folder, chars_max=prompts.chars_max)) for _ in range(PROCESSES)]
         self._running: set[asyncio.Task[Any]] = set()
+        self._bytes = 0
+        """Of long texts that are read or wait."""
         self._closed = False
 
     async def run(self, work: Work[_P, _T], raw: bytes | bytearray, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """`work(prompts, raw, *args)`. Raises what it raises; INTERNAL if a process ends, DEADLINE if it takes long."""
+        """`work(prompts, raw, *args)`. Raises what it raises; INTERNAL if a process ends, DEADLINE if it takes long,
+        TOO_MANY_CALLS where too many bytes wait."""
         assert not kwargs
         if len(raw) <= SHORT_BYTES_MAX:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work, self._prompts, raw, *args)
+        if self._bytes + len(raw) > WAITING_BYTES_MAX:
+            text = f"This router has {self._bytes >> 20} MiB of long prompts to read. Send the request again later."
+            raise BatonError(Reason.TOO_MANY_CALLS, text, retry_after_ms=BUSY_RETRY_MS)
+        self._bytes += len(raw)
+        try:
+            return await self._run_long(work, raw, args)
+        finally:
+            self._bytes -= len(raw)
+
+    async def _run_long(self, work: Work[_P, _T], raw: bytes | bytearray, args: tuple[Any, ...]) -> _T:
         await self._places.acquire()
         if self._closed:
             self._places.release()

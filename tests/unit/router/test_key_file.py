@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from baton.errors import BatonError, Reason
 from router.key_file import KeyFile
 from router.keys import new_key
+
+HANG_S = 5.0
 
 
 def entry(name: str) -> tuple[str, str]:
@@ -61,6 +64,30 @@ def test_a_file_that_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         "API keys are read anew",
     ]
     assert not any(key in caplog.text for key in (first, second))
+
+
+def test_a_pipe_in_place_of_the_file_holds_nobody_up(tmp_path: Path) -> None:
+    """Nobody writes to it. The keys stay, and the file that comes next is read."""
+    path, (first, one), (second, two) = tmp_path / "keys.toml", entry("a"), entry("b")
+
+    async def scene() -> None:
+        path.write_text(one)
+        file = await KeyFile.open(path)
+        path.unlink()
+        os.mkfifo(path)
+        look = asyncio.create_task(file.look())
+        try:
+            await asyncio.wait([look], timeout=HANG_S)
+            assert look.done()
+        finally:
+            os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))  # lets a thread go that waits for it
+        assert is_known(file, first)
+        path.unlink()
+        path.write_text(two)
+        await file.look()
+        assert [is_known(file, key) for key in (first, second)] == [False, True]
+
+    asyncio.run(scene())
 
 
 def test_a_start_without_a_usable_file_fails(tmp_path: Path) -> None:

@@ -142,3 +142,25 @@ def test_texts_that_wait_when_the_router_stops_end(tmp_path: Path) -> None:
         )
 
     asyncio.run(scene())
+
+
+def test_long_texts_that_wait_have_a_limit_in_bytes(tmp_path: Path) -> None:
+    """What does not fit is refused at once, with a retry time. Short ones do not count, and what has ended neither."""
+
+    async def scene() -> None:
+        async with workers() as made:
+            go = str(tmp_path / "go")
+            with patch.object(text_workers, "WAITING_BYTES_MAX", 3 * PROCESSES * len(LONG)):
+                waiting = [asyncio.create_task(made.run(text_work.wait_for, LONG, go)) for _ in range(3 * PROCESSES)]
+                await asyncio.to_thread(text_work.seen, f"{go}.begun")
+                with pytest.raises(BatonError) as caught:
+                    await made.run(text_work.pid, LONG)
+                assert (caught.value.reason, caught.value.retry_after_ms) == (Reason.TOO_MANY_CALLS, 1_000)
+                assert await made.run(text_work.pid, SHORT) == os.getpid()
+                waiting[-1].cancel()
+                await asyncio.wait(waiting[-1:])
+                (tmp_path / "go").touch()
+                assert await made.run(text_work.echo, LONG, "mine") == "mine"
+                await asyncio.gather(*waiting, return_exceptions=True)
+
+    asyncio.run(scene())
