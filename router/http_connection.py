@@ -278,7 +278,10 @@ class HttpConnection(asyncio.Protocol):
             self.transport.close()
         else:
             self.resume()
-            self.transport.write_eof()
+            try:
+                self.transport.write_eof()
+            except OSError:  # the client has reset the connection since
+                self.transport.abort()
 
     def _pause(self) -> None:
         if not self._paused and not self.transport.is_closing():

@@ -408,7 +408,7 @@ _FOR_PROBES: Final = frozenset({"/live", "/health"})
 
 
 def _is_chat(request: Request) -> bool:
-    return "/chat/" in request.url.path
+    return "/chat/" in request.scope["path"]
 
 
 async def _on_baton_error(request: Request, error: Exception) -> Response:
@@ -418,7 +418,7 @@ async def _on_baton_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    text = f"{request.method} {request.url.path}: {error.detail}."
+    text = f"{request.method} {request.scope['path']}: {error.detail}."
     body = {"message": text, "type": "invalid_request_error", "param": None, "code": None}
     return JSONResponse({"error": body}, error.status_code, error.headers)
 
@@ -426,6 +426,6 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 async def _on_bug(request: Request, error: Exception) -> Response:
     request_id = getattr(request.state, "request_id", None)
     known = {"request": request_id} if request_id is not None else {}
-    log.error("a call failed", path=request.url.path, **known, exc_info=error)
+    log.error("a call failed", path=request.scope["path"], **known, exc_info=error)
     internal = BatonError(Reason.INTERNAL, "This router failed to answer the call; its log says why.")
     return error_response(internal, headers={"x-request-id": request_id} if request_id is not None else None)

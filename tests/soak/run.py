@@ -141,7 +141,6 @@ def soak(*, seconds: float, seed: int) -> tuple[Bystanders, Soaked]:
     with front_door(
         tokenizer=True,
         decode=2,
-        router_flags={"metrics_listen": "127.0.0.1:0"},
         prefill_flags={"transports": "tcp,shm"},
         node_flags={
             "decode-0": {"transports": "tcp", "data_listen": ports[0]},

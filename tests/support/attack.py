@@ -2,13 +2,10 @@
 and a decode node with mock engines, a directory.
 
     with front_door() as front:
-        async def scenario() -> None:
-            async with bystanders(front) as others:
-                ...  # the attack
-            others.check()
-            assert others.longest_hold_ms() < HOLD_MS_MAX
+        async def attack() -> None:
+            ...
 
-        front.run(scenario())
+        front.run(nobody_notices(front, attack))
 
 One front door may serve all tests of a file. Attackers come from ATTACKER: limits of addresses are to hit them, and not
 the bystanders, who come from 127.0.0.1.
@@ -22,12 +19,12 @@ import random
 import shutil
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import grpc.aio
 from batonpb import inference_pb2_grpc
@@ -51,6 +48,8 @@ from tests.support.loop_holds import HOLDS_ENV, HoldReader, Holds
 
 HOLD_MS_MAX: Final = 20.0
 """The most that an attack may cost others."""
+PLAYS_MAX: Final = 3
+"""Of one attack, for a hold that is not the machine's."""
 ATTACKER: Final = "127.0.0.66"
 STREAMS: Final = 20
 HTTP_SHARE: Final = 4
@@ -60,6 +59,7 @@ PROMPT_TOKENS: Final = 24
 STEP_DELAY_MS: Final = 5
 """Of each of the mock model's four layers: a stream gets about 40 tokens a second."""
 BOUND_S_MAX: Final = 30.0
+_T = TypeVar("_T")
 TINY: Final = DemoModelParams(num_layers=1, hidden_size=64, num_heads=4, head_dim=16, vocab_size=600)
 
 
@@ -69,6 +69,8 @@ class Target:
 
     grpc: str
     http: str
+    metrics: str
+    """Over HTTP too, on a port of its own."""
 
 
 class Front(RunningCluster):
@@ -102,7 +104,7 @@ def front_door(
     """A router and the nodes behind it, warmed up, for the length of the block. `spec` goes to `mock_spec`. `api_key`
     is what everybody but attackers sends. With `tokenizer` the router has one, and a chat template."""
     folder = Path(tempfile.mkdtemp(prefix="baton-attack-"))
-    router_flags = {"http_listen": "127.0.0.1:0", **(router_flags or {})}
+    router_flags = {"http_listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0", **(router_flags or {})}
     if tokenizer:
         write_demo_model(folder / "tiny", TINY)
         router_flags["model"] = str(folder / "tiny")
@@ -121,7 +123,8 @@ def front_door(
             front.token_name = TextCodec.load(folder / "tiny").token_text
         try:
             front.run(front.start())
-            front.target = Target(grpc=front.cluster.router, http=http_endpoint(front))
+            metrics = front.cluster.router_others["metrics"]
+            front.target = Target(grpc=front.cluster.router, http=http_endpoint(front), metrics=metrics)
             yield front
         finally:
             front.run(front.stop())
@@ -239,6 +242,29 @@ async def bystanders(front: Front, streams: int = STREAMS) -> AsyncIterator[Byst
         await asyncio.gather(*tasks, return_exceptions=True)
         await channel.close()
         await holds.close()
+
+
+async def nobody_notices(
+    front: Front, attack: Callable[[], Awaitable[_T]], *, streams: int = STREAMS, hold_ms_max: float = HOLD_MS_MAX
+) -> tuple[_T, Holds]:
+    """Play an attack beside bystanders: each gets exactly its tokens, and the router's loop is never kept from turning
+    for `hold_ms_max`. Returns what the attack returns.
+
+    An attack with a longer hold is played again, PLAYS_MAX times at most, and the play with the shortest one counts:
+    what a machine does beside the test only ever adds to a hold, and what an attack does to the router shows in every
+    play. Each play must be as exact as the others.
+    """
+    plays = []
+    for _ in range(PLAYS_MAX):
+        async with bystanders(front, streams) as others:
+            result = await attack()
+        others.check()
+        plays.append((result, others.holds))
+        if others.longest_hold_ms() < hold_ms_max:
+            break
+    result, holds = min(plays, key=lambda play: play[1].longest_ms)
+    assert holds.longest_ms < hold_ms_max, [play[1] for play in plays]
+    return result, holds
 
 
 async def _more(others: Bystanders, front: Front) -> None:

@@ -285,7 +285,7 @@ async def one_byte_pieces(target: Target) -> None:
 async def many_headers(target: Target) -> list[str]:
     """Heads of 30 KiB with thousands of headers, on 20 connections that are kept."""
     raw = b"GET /live HTTP/1.1\r\nhost: a\r\n" + b"a:b\r\n" * 6_000 + b"\r\n"
-    return await asyncio.gather(*(_repeated(target, raw, 10) for _ in range(20)))
+    return await asyncio.gather(*(_repeated(target.http, raw, 10) for _ in range(20)))
 
 
 async def pipelined_calls(target: Target) -> None:
@@ -294,15 +294,15 @@ async def pipelined_calls(target: Target) -> None:
     await asyncio.gather(*(_flood(target, raw) for _ in range(10)))
 
 
-async def metrics_scrapes(target: Target) -> None:
+async def metrics_scrapes(target: Target) -> list[str]:
     """Four who read the metrics again and again."""
     raw = b"GET /metrics HTTP/1.1\r\nhost: a\r\n\r\n"
-    await asyncio.gather(*(_repeated(target, raw, 40) for _ in range(4)))
+    return await asyncio.gather(*(_repeated(target.metrics, raw, 40) for _ in range(4)))
 
 
 async def bad_paths(target: Target) -> None:
     raw = b"GET /" + b"a/" * 10_000 + b" HTTP/1.1\r\nhost: a\r\n\r\n"
-    await asyncio.gather(*(_repeated(target, raw, 40) for _ in range(4)))
+    await asyncio.gather(*(_repeated(target.http, raw, 40) for _ in range(4)))
 
 
 async def endless_lines(target: Target) -> None:
@@ -310,8 +310,9 @@ async def endless_lines(target: Target) -> None:
     await asyncio.gather(*(_flood(target, b"A" * MIB) for _ in range(10)))
 
 
-async def _repeated(target: Target, raw: bytes, count: int) -> str:
-    reader, writer = await attacker_connection(target.http)
+async def _repeated(endpoint: str, raw: bytes, count: int) -> str:
+    """The last status."""
+    reader, writer = await attacker_connection(endpoint)
     status = b""
     try:
         for _ in range(count):
@@ -534,7 +535,7 @@ class AttackerProcess:
 
     @classmethod
     async def start(cls, target: Target) -> AttackerProcess:
-        command = [sys.executable, "-m", "tests.support.attacks", target.grpc, target.http]
+        command = [sys.executable, "-m", "tests.support.attacks", target.grpc, target.http, target.metrics]
         pipe = asyncio.subprocess.PIPE
         return cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe), target)
 
@@ -563,4 +564,4 @@ def _play_all(target: Target) -> None:
 
 
 if __name__ == "__main__":
-    _play_all(Target(grpc=sys.argv[1], http=sys.argv[2]))
+    _play_all(Target(grpc=sys.argv[1], http=sys.argv[2], metrics=sys.argv[3]))

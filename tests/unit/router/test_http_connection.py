@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
+import struct
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -12,8 +14,9 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from baton.endpoint import split_endpoint
 from router import http_connection, http_server
-from router.http_connection import LINGER_BYTES_MAX
+from router.http_connection import LINGER_BYTES_MAX, HttpConnection
 from tests.support.http_door import REQUEST, Door, Stream, answer, run
 
 POST = b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: "
@@ -188,6 +191,35 @@ def test_an_answer_before_the_end_of_the_call() -> None:
         await sent(endless, b"x" * 65_536)
 
     run(scene, early)
+
+
+def test_a_client_that_resets_its_call_while_it_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is written, and the connection is gone before its end is: that is no failure of the app."""
+    failures: list[OSError] = []
+
+    async def early_and_safe(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await early(scope, receive, send)
+        except OSError as error:
+            failures.append(error)
+
+    async def scene(door: Door) -> None:
+        client = socket.create_connection(split_endpoint(door.endpoint))
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        write, lost = HttpConnection._write, asyncio.Event()
+
+        def write_and_lose(connection: HttpConnection, data: bytes) -> None:
+            write(connection, data)
+            client.close()
+            lost.set()
+
+        monkeypatch.setattr(HttpConnection, "_write", write_and_lose)
+        client.sendall(POST + b"9\r\n\r\n")
+        await lost.wait()
+        await door.all_closed()
+        assert failures == []
+
+    run(scene, early_and_safe)
 
 
 @pytest.mark.usefixtures("quick")
