@@ -50,8 +50,8 @@ class CallSlots:
 
     @asynccontextmanager
     async def reading(self, source: str) -> AsyncIterator[None]:
-        """For as long as a call's request is read. It has no other place yet: whoever sends no request, or sends it
-        slowly, keeps nobody else out. Raises BatonError: it takes too long, or others need the place."""
+        """For as long as a call's request is read. It has no other place yet: a client that sends no request, or
+        sends it slowly, keeps nobody else out. Raises BatonError: it takes too long, or others need the place."""
         number = next(self._numbers)
         try:
             async with asyncio.timeout(REQUEST_S_MAX) as scope:

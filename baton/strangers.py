@@ -7,8 +7,8 @@ from collections.abc import Hashable
 
 
 class Strangers:
-    """Who comes beyond the limit takes the place of the oldest of the source that has most of them: a flood pushes out
-    itself. Whoever is what he should be stops being a stranger at once. Pure."""
+    """Beyond the limit a new one takes the place of the oldest one of the source that has most: a flood pushes out
+    itself. One that has shown what it is for leaves at once. Pure."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

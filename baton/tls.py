@@ -92,8 +92,8 @@ class TlsConfig:
 
 
 def check_listens(config: Any, *names: str) -> None:
-    """Without TLS whoever reaches a port of the cluster's own may do everything: so it must be on the loopback, or
-    `insecure` be set. `names` are the settings with those ports. For `__post_init__`: raises InvalidField."""
+    """Without TLS everybody who reaches an internal port may do everything. So it must be on the loopback, or
+    `insecure` must be set. `names` are the settings with those ports. For `__post_init__`: raises InvalidField."""
     if config.tls.on or config.insecure:
         return
     for name in names:
@@ -110,7 +110,7 @@ def check_listens(config: Any, *names: str) -> None:
 def _for_this_machine_only(listen: str) -> bool:
     try:
         return is_loopback(listen)
-    except BatonError:  # no endpoint: whoever is to listen there says so
+    except BatonError:  # no endpoint: the attempt to listen there reports it
         return True
 
 

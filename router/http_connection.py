@@ -1,4 +1,4 @@
-"""One HTTP connection, served as ASGI. It keeps whoever is slow, or reads nothing, from holding a place for long.
+"""One HTTP connection, served as ASGI. A client that is slow, or reads nothing, does not keep its place for long.
 
 The parser says what a call may be, `Slots` who may have a connection, `Turns` how much of the loop connections take.
 """

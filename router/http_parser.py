@@ -100,8 +100,8 @@ class RequestParser:
             self._problem = self._problem or f"This is no HTTP/1.1: {error}."
 
     def _stay(self, rest: bytes) -> None:
-        """The client offers another protocol. Whoever stays with this one reads the call as if it had not: llhttp would
-        leave its body out."""
+        """The client offers another protocol, and we stay with this one: the call is read as if it had offered none.
+        llhttp would leave its body out."""
         if self._upgrade is None or self._problem:
             self._problem = self._problem or "This is no HTTP/1.1: another protocol begins."
             return

@@ -57,8 +57,8 @@ class Slot(Enum):
 
 
 class Slots:
-    """Those that are taken. Nobody has more of them than he leaves free: one alone has half of them at most, two have a
-    third each, and whoever comes next finds one."""
+    """Those that are taken. No address has more of them than it leaves free: one alone has half of them at most, two
+    have a third each, and the next one still finds some."""
 
     def __init__(self, *, regular_max: int, surplus_max: int) -> None:
         self._regular_max = regular_max

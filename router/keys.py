@@ -36,7 +36,10 @@ FILE_BYTES_MAX: Final = 4 << 20
 LIMIT_MAX: Final = 10**12
 BUSY_RETRY_MS: Final = 1_000
 """Retry time of a key that has as many requests under way as it may."""
-HOW_TO_SEND: Final = "Send one as 'Authorization: Bearer KEY' (over gRPC: metadata 'authorization')."
+HOW_TO_SEND: Final = (
+    "Send one as 'Authorization: Bearer KEY' (over gRPC: metadata 'authorization'; Baton's commands: --api-key-file "
+    "FILE)."
+)
 _FORM: Final = re.compile(PREFIX + "[A-Za-z0-9_-]{43}")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _HASH: Final = re.compile(r"[0-9a-f]{64}")

@@ -73,7 +73,7 @@ UNFINISHED_BYTES_MAX = 3
 """A UTF-8 character has at most four bytes; decoders show one replacement for each unfinished byte, or one for all."""
 _REPLACEMENT = "\ufffd"
 TOKENS_MAX: Final = 1 << 21
-"""Of one text, whatever the model's context: to copy more would hold up whoever else has something to do."""
+"""Of one text, whatever the model's context: to copy more would hold up everybody else."""
 
 
 class TextCodec:
