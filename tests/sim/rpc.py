@@ -108,6 +108,9 @@ class SimServer:
     def authorize_by(self, _authorize: Any) -> None:
         """Nobody gives orders here."""
 
+    def trust_proxies(self, _networks: Any) -> None:
+        """Clients come from addresses of their own here."""
+
     def add(self, service: str, register: Callable[[Any, Any], None], servicer: object) -> None:
         self._services.append((service, register, servicer))
 
