@@ -77,7 +77,7 @@ UNTIMED_STREAMS: Final[Mapping[str, StreamLimit]] = {
     "/baton.v1.Decode/Subscribe": StreamLimit(of_address=256, in_all=512),
     "/baton.v1.Transfer/Liveness": StreamLimit(of_address=512, in_all=1024),
     f"/{HEALTH_SERVICE}/Watch": StreamLimit(of_address=256, in_all=512),
-    f"/{REFLECTION_SERVICE}/ServerReflectionInfo": StreamLimit(of_address=64, in_all=128),
+    f"/{REFLECTION_SERVICE}/ServerReflectionInfo": StreamLimit(of_address=16, in_all=64),
 }
 """Live as long as their caller; keepalive ends them when it is gone."""
 UNTIMED_METHODS: Final = frozenset({*UNTIMED_STREAMS, f"/{HEALTH_SERVICE}/Check"})

@@ -48,7 +48,7 @@ from tests.support.loop_holds import HOLDS_ENV, HoldReader, Holds
 
 HOLD_MS_MAX: Final = 20.0
 """The most that an attack may cost others."""
-PLAYS_MAX: Final = 3
+PLAYS_MAX: Final = 5
 """Of one attack, for a hold that is not the machine's."""
 ATTACKER: Final = "127.0.0.66"
 STREAMS: Final = 20
