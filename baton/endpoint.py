@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from ipaddress import IPv6Address, IPv6Network, ip_address
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from typing import Any, Final
 
 from baton.errors import BatonError, Reason
@@ -13,6 +13,9 @@ from baton.errors import BatonError, Reason
 PORT_MAX: Final = 65535
 REDIS_PORT: Final = 6379
 _WILDCARDS: Final = frozenset({"", "0.0.0.0", "::", "*"})
+
+Address = IPv4Address | IPv6Address
+Network = IPv4Network | IPv6Network
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +79,25 @@ def source_of(host: str) -> str:
         return host
     address = IPv6Address(host.partition("%")[0])
     return str(address.ipv4_mapped or IPv6Network((address, 64), strict=False))
+
+
+def is_trusted(address: Address, proxies: Sequence[Network]) -> bool:
+    return any(address in network for network in proxies)
+
+
+def parse_address(text: str) -> Address | None:
+    """Also with a port, and in brackets, as proxies write it. None: this is no address."""
+    text = text.strip()
+    if text.startswith("["):
+        text = text[1:].partition("]")[0]
+    elif text.count(":") == 1:
+        text = text.partition(":")[0]
+    try:
+        address = ip_address(text.partition("%")[0])
+    except ValueError:
+        return None
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return mapped or address
 
 
 def is_loopback(text: str) -> bool:

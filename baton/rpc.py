@@ -16,7 +16,6 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from ipaddress import IPv4Network, IPv6Network, ip_address
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import unquote
 
@@ -26,7 +25,15 @@ from google.protobuf.message import DecodeError
 
 from baton.call_slots import CallSlots, StreamLimit
 from baton.config import fixed, flag_name, setting
-from baton.endpoint import check_reachable, join_endpoint, source_of, split_endpoint
+from baton.endpoint import (
+    Network,
+    check_reachable,
+    is_trusted,
+    join_endpoint,
+    parse_address,
+    source_of,
+    split_endpoint,
+)
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.liveness import LivenessConfig
 from baton.log import get_log
@@ -157,7 +164,7 @@ class RpcServer:
         """`check(metadata)` raises BatonError for a public call that may not be made. Its message is not read then."""
         self._edge.check_caller = check
 
-    def trust_proxies(self, networks: Sequence[IPv4Network | IPv6Network]) -> None:
+    def trust_proxies(self, networks: Sequence[Network]) -> None:
         """Clients may have all places of the server where they come from one of these."""
         self._edge.proxies = networks
 
@@ -291,7 +298,7 @@ class _Edge(grpc.aio.ServerInterceptor):
         self._callers = callers
         self._slots = CallSlots(rpcs_max=limits.rpcs_max, busy_retry_ms=limits.busy_retry_ms, rng=rng)
         self._large = asyncio.Lock()
-        self.proxies: Sequence[IPv4Network | IPv6Network] = ()
+        self.proxies: Sequence[Network] = ()
         self._tasks: dict[asyncio.Task[Any], str] = {}
         self.refused: Callable[[BatonError], None] = lambda _error: None
         self.check_caller: Callable[[Iterable[tuple[str, str | bytes]]], object] = lambda _metadata: None
@@ -440,7 +447,8 @@ class _Edge(grpc.aio.ServerInterceptor):
             return nullcontext()
         if not _is_public(method):
             return self._slots.running()
-        trusted = bool(self.proxies) and any(ip_address(host) in network for network in self.proxies)
+        address = parse_address(host) if self.proxies else None
+        trusted = address is not None and is_trusted(address, self.proxies)
         return self._slots.public(None if trusted else source_of(host), self.refused)
 
 

@@ -18,7 +18,8 @@ from baton.lifecycle import Lifecycle
 
 LOCAL_TRANSPORT: Final = "local"
 """Stands in place of a transport's name when a mixed node keeps the request and writes nothing."""
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+"""Of nodes, pins and API keys."""
 _E = TypeVar("_E", bound=IntEnum)
 
 
@@ -127,7 +128,7 @@ class NodeRecord:
 
 def check_name(name: str) -> NodeName:
     """`name` as a node name. Raises BatonError BAD_NAME."""
-    if not _NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         raise BatonError(
             Reason.BAD_NAME,
             f"'{name}' is no node name: use 1 to 63 letters, digits or '._-', beginning with a letter or digit.",

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
-from ipaddress import IPv4Network, IPv6Network, ip_network
+from ipaddress import ip_network
 from pathlib import Path
 
 from baton.config import fixed, setting
+from baton.endpoint import Network
 from baton.errors import InvalidField, check_positive
 from baton.rpc import RpcLimits
 from baton.runtime import ProcessConfig
 from baton.tls import check_listens
+from baton.wire import NAME
 from router.request import CACHE_SALT_BYTES_MAX
 from router.retries import RetryConfig
 
 PIN_TTL_MS_MAX = 366 * 24 * 3_600_000
-_PIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class PinnedPrefix:
     """None: for good."""
 
     def __post_init__(self) -> None:
-        if not _PIN_NAME.fullmatch(self.name):
+        if not NAME.fullmatch(self.name):
             problem = "use 1 to 63 letters, digits or '._-', beginning with a letter or digit"
             raise InvalidField("name", f"'{self.name[:80]}' is no name of a pin: {problem}")
         given = [each for each in (self.text, self.token_ids, self.system) if each is not None]
@@ -195,7 +195,7 @@ class RouterConfig(ProcessConfig):
         self.trusted_networks()
         check_positive(self, *(name for name, kind in RouterConfig.__annotations__.items() if kind == "int"))
 
-    def trusted_networks(self) -> tuple[IPv4Network | IPv6Network, ...]:
+    def trusted_networks(self) -> tuple[Network, ...]:
         try:
             return tuple(map(ip_network, self.trusted_proxies))
         except ValueError as error:

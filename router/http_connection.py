@@ -17,11 +17,12 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message, Scope
 
+from baton.endpoint import Address, Network, is_trusted, parse_address
 from baton.errors import BatonError
 from baton.log import get_log
 from router import openai
 from router.http_parser import End, Event, Head, RequestParser
-from router.http_slots import Address, Network, Slot, Slots, client_address, is_trusted, parse_address
+from router.http_slots import Slot, Slots, client_address
 from router.turns import Turns
 
 log = get_log("http")

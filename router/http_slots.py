@@ -5,35 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from typing import Final
+
+from baton.endpoint import Address, Network, is_trusted, parse_address, source_of
 
 HOPS_MAX: Final = 16
 """Proxies that one call may have passed: further addresses are not looked at."""
-IPV6_SITE_BITS: Final = 64
-"""Who has one IPv6 address has all that differ in their last 64 bits."""
-
-Address = IPv4Address | IPv6Address
-Network = IPv4Network | IPv6Network
-
-
-def is_trusted(address: Address, proxies: Sequence[Network]) -> bool:
-    return any(address in network for network in proxies)
-
-
-def parse_address(text: str) -> Address | None:
-    """Also with a port, and in brackets, as proxies write it. None: this is no address."""
-    text = text.strip()
-    if text.startswith("["):
-        text = text[1:].partition("]")[0]
-    elif text.count(":") == 1:
-        text = text.partition(":")[0]
-    try:
-        address = ip_address(text.partition("%")[0])
-    except ValueError:
-        return None
-    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
-    return mapped or address
 
 
 def client_address(peer: Address, forwarded: Iterable[str], proxies: Sequence[Network]) -> Address:
@@ -65,7 +42,7 @@ class Slots:
         self._surplus_max = surplus_max
         self._regular = 0
         self._surplus = 0
-        self._taken: Counter[Address | int] = Counter()
+        self._taken: Counter[str] = Counter()
 
     def take(self, address: Address | None) -> Slot | None:
         """None: there is none, not even for a word. An address of None has no limit of its own."""
@@ -94,5 +71,5 @@ class Slots:
                 del self._taken[owner]
 
 
-def _owner(address: Address | None) -> Address | int | None:
-    return int(address) >> IPV6_SITE_BITS if isinstance(address, IPv6Address) else address
+def _owner(address: Address | None) -> str | None:
+    return None if address is None else source_of(str(address))

@@ -26,6 +26,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.retry_time import retry_after_ms
+from baton.wire import NAME
 from router.request import CACHE_SALT_BYTES_MAX, ClientCall, Priority
 
 PREFIX: Final = "baton-"
@@ -41,7 +42,6 @@ HOW_TO_SEND: Final = (
     "FILE)."
 )
 _FORM: Final = re.compile(PREFIX + "[A-Za-z0-9_-]{43}")
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _HASH: Final = re.compile(r"[0-9a-f]{64}")
 _PROBLEMS_SHOWN: Final = 5
 
@@ -65,7 +65,7 @@ class ApiKey:
     """Special tokens in the contents of its chats are tokens, not text."""
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
+        if not NAME.fullmatch(self.name):
             raise InvalidField("name", "must be 1 to 63 letters, digits or '._-', beginning with a letter or digit")
         if not _HASH.fullmatch(self.sha256):
             raise InvalidField("sha256", "must be 64 hexadecimal digits in lower case, as `baton key new` prints them")

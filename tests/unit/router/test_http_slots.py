@@ -6,9 +6,10 @@ from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
 import pytest
 
+from baton.endpoint import parse_address
 from baton.errors import InvalidField
 from router.config import RouterConfig
-from router.http_slots import HOPS_MAX, Slot, Slots, client_address, parse_address
+from router.http_slots import HOPS_MAX, Slot, Slots, client_address
 
 ONE, TWO, THREE = (IPv4Address(f"127.0.0.{last}") for last in (1, 2, 3))
 PROXIES = (ip_network("10.0.0.0/8"), ip_network("fd00::/8"))
