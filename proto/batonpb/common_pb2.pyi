@@ -55,12 +55,22 @@ class Header(_message.Message):
     def __init__(self, sender: _Optional[int] = ..., receiver: _Optional[int] = ...) -> None: ...
 
 class RequestKey(_message.Message):
-    __slots__ = ("request", "attempt")
+    __slots__ = ("request", "attempt", "epoch")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     request: str
     attempt: int
-    def __init__(self, request: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+    epoch: int
+    def __init__(self, request: _Optional[str] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class Resumable(_message.Message):
+    __slots__ = ("tag", "state")
+    TAG_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    tag: bytes
+    state: bytes
+    def __init__(self, tag: _Optional[bytes] = ..., state: _Optional[bytes] = ...) -> None: ...
 
 class RejectedTransport(_message.Message):
     __slots__ = ("transport", "why")

@@ -50,6 +50,11 @@ class DecodeStub(object):
                 request_serializer=batonpb_dot_decode__pb2.ResolveRequest.SerializeToString,
                 response_deserializer=batonpb_dot_decode__pb2.ResolveReply.FromString,
                 _registered_method=True)
+        self.TakeOver = channel.unary_unary(
+                '/baton.v1.Decode/TakeOver',
+                request_serializer=batonpb_dot_decode__pb2.TakeOverRequest.SerializeToString,
+                response_deserializer=batonpb_dot_decode__pb2.TakeOverReply.FromString,
+                _registered_method=True)
 
 
 class DecodeServicer(object):
@@ -79,6 +84,14 @@ class DecodeServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def TakeOver(self, request, context):
+        """Takes a resumable attempt over from the router that has it. Its tokens then come on the caller's Subscribe stream,
+        from index 0. The former router gets an error with reason TAKEN_OVER there, and may no longer cancel or resolve it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -96,6 +109,11 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Resolve,
                     request_deserializer=batonpb_dot_decode__pb2.ResolveRequest.FromString,
                     response_serializer=batonpb_dot_decode__pb2.ResolveReply.SerializeToString,
+            ),
+            'TakeOver': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeOver,
+                    request_deserializer=batonpb_dot_decode__pb2.TakeOverRequest.FromString,
+                    response_serializer=batonpb_dot_decode__pb2.TakeOverReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -180,6 +198,33 @@ class Decode(object):
             '/baton.v1.Decode/Resolve',
             batonpb_dot_decode__pb2.ResolveRequest.SerializeToString,
             batonpb_dot_decode__pb2.ResolveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeOver(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Decode/TakeOver',
+            batonpb_dot_decode__pb2.TakeOverRequest.SerializeToString,
+            batonpb_dot_decode__pb2.TakeOverReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,16 @@ class InferenceStub(object):
                 request_serializer=batonpb_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=batonpb_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Attach = channel.unary_stream(
+                '/baton.v1.Inference/Attach',
+                request_serializer=batonpb_dot_inference__pb2.AttachRequest.SerializeToString,
+                response_deserializer=batonpb_dot_inference__pb2.GenerateEvent.FromString,
+                _registered_method=True)
+        self.Forget = channel.unary_unary(
+                '/baton.v1.Inference/Forget',
+                request_serializer=batonpb_dot_inference__pb2.ForgetRequest.SerializeToString,
+                response_deserializer=batonpb_dot_inference__pb2.ForgetReply.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer(object):
@@ -65,6 +75,20 @@ class InferenceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Attach(self, request, context):
+        """Goes on with a resumable request behind what the client has, at any router.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Forget(self, request, context):
+        """The client has the whole answer of a resumable request, or wants no more of it: what is left of it is freed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +101,16 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GenerateUnary,
                     request_deserializer=batonpb_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=batonpb_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Attach': grpc.unary_stream_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=batonpb_dot_inference__pb2.AttachRequest.FromString,
+                    response_serializer=batonpb_dot_inference__pb2.GenerateEvent.SerializeToString,
+            ),
+            'Forget': grpc.unary_unary_rpc_method_handler(
+                    servicer.Forget,
+                    request_deserializer=batonpb_dot_inference__pb2.ForgetRequest.FromString,
+                    response_serializer=batonpb_dot_inference__pb2.ForgetReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +168,60 @@ class Inference(object):
             '/baton.v1.Inference/GenerateUnary',
             batonpb_dot_inference__pb2.GenerateRequest.SerializeToString,
             batonpb_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Attach(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.Inference/Attach',
+            batonpb_dot_inference__pb2.AttachRequest.SerializeToString,
+            batonpb_dot_inference__pb2.GenerateEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Forget(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Inference/Forget',
+            batonpb_dot_inference__pb2.ForgetRequest.SerializeToString,
+            batonpb_dot_inference__pb2.ForgetReply.FromString,
             options,
             channel_credentials,
             insecure,

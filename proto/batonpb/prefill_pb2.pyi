@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("header", "key", "prompt", "sampling", "router", "cache_salt", "output", "avoid_decode")
+    __slots__ = ("header", "key", "prompt", "sampling", "router", "cache_salt", "output", "avoid_decode", "resumable")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class PrefillRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     AVOID_DECODE_FIELD_NUMBER: _ClassVar[int]
+    RESUMABLE_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.Header
     key: _common_pb2.RequestKey
     prompt: _containers.RepeatedScalarFieldContainer[int]
@@ -25,7 +26,8 @@ class PrefillRequest(_message.Message):
     cache_salt: bytes
     output: _containers.RepeatedScalarFieldContainer[int]
     avoid_decode: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingSpec, _Mapping]] = ..., router: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., output: _Optional[_Iterable[int]] = ..., avoid_decode: _Optional[_Iterable[int]] = ...) -> None: ...
+    resumable: _common_pb2.Resumable
+    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingSpec, _Mapping]] = ..., router: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., output: _Optional[_Iterable[int]] = ..., avoid_decode: _Optional[_Iterable[int]] = ..., resumable: _Optional[_Union[_common_pb2.Resumable, _Mapping]] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
     __slots__ = ("granted", "first_token", "handed_off")

@@ -54,7 +54,7 @@ class LivenessReply(_message.Message):
     def __init__(self) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("header", "number", "lowest_live", "key", "prompt", "sampling", "router", "cache_salt", "deadline_left_ms", "output")
+    __slots__ = ("header", "number", "lowest_live", "key", "prompt", "sampling", "router", "cache_salt", "deadline_left_ms", "output", "resumable")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     LOWEST_LIVE_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +65,7 @@ class ReserveRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_LEFT_MS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    RESUMABLE_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.Header
     number: int
     lowest_live: int
@@ -75,7 +76,8 @@ class ReserveRequest(_message.Message):
     cache_salt: bytes
     deadline_left_ms: int
     output: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., number: _Optional[int] = ..., lowest_live: _Optional[int] = ..., key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingSpec, _Mapping]] = ..., router: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., deadline_left_ms: _Optional[int] = ..., output: _Optional[_Iterable[int]] = ...) -> None: ...
+    resumable: _common_pb2.Resumable
+    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., number: _Optional[int] = ..., lowest_live: _Optional[int] = ..., key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingSpec, _Mapping]] = ..., router: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., deadline_left_ms: _Optional[int] = ..., output: _Optional[_Iterable[int]] = ..., resumable: _Optional[_Union[_common_pb2.Resumable, _Mapping]] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
     __slots__ = ("granted", "busy", "reject")
