@@ -27,7 +27,7 @@ from baton.clock import first_of
 from baton.config import NO_SETTING, ConfigError, ConfigProblem, env_name, fixed, flag_name, setting
 from baton.cores import own_cores
 from baton.directory_setting import DIRECTORY_HELP, check_directory_setting
-from baton.endpoint import from_here, split_endpoint
+from baton.endpoint import from_here, join_endpoint, split_endpoint
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.log import LogFormat, LogLevel
 from baton.tls import INSECURE_HELP, INSECURE_WHEN, Kind
@@ -72,8 +72,19 @@ def router_address(listen: str, toml_path: Path | None, env: Mapping[str, str]) 
     return None if set_up.advertise is not None else here
 
 
+def router_place(first: str, number: int) -> str:
+    """Where the router of this number listens, for what router 0 has `first` for: on a port so much higher, or on any
+    one too. An address that is none is left to `listen_problems`."""
+    try:
+        host, port = split_endpoint(first)
+    except BatonError:
+        return first
+    return join_endpoint(host, port + number) if port else first
+
+
 NODES_MAX: Final = 64
 """Engine processes that one supervisor starts."""
+ROUTERS_MAX: Final = 8
 DIRECTORY_NAME: Final = "directory"
 ROUTER_NAME: Final = "router-0"
 CERTIFICATES: Final = "tls"
@@ -103,6 +114,9 @@ class ClusterSpec:
     )
     decode: int | None = setting(None, "decode nodes; none: 1, or 0 where some are mixed", "As prefill.")
     mixed: int = setting(0, "nodes that do both halves", "Nodes should do both halves.")
+    routers: int = setting(
+        1, "routers; each further one listens one port higher", "Answers must outlive the death of a router."
+    )
     model: str | None = setting(None, "model folder, or its name on the hub", "Always, but for the mock engine.")
     engine_kind: EngineKind | None = setting(
         None, "model, or mock (tests of the protocol)", "To try the cluster without a model."
@@ -157,6 +171,8 @@ class ClusterSpec:
             if count < 0 or (count == 0 and not self.mixed):
                 bound = "not be negative" if self.mixed else "be positive"
                 raise InvalidField(service.value, f"must {bound}, not {count}")
+        if not 1 <= self.routers <= ROUTERS_MAX:
+            raise InvalidField("routers", f"must be from 1 to {ROUTERS_MAX}, not {self.routers}")
         if self.engines > NODES_MAX:
             raise InvalidField("prefill", f"makes {self.engines} nodes with decode and mixed; at most {NODES_MAX}")
         for name in ("threads", "blocks"):
@@ -182,7 +198,7 @@ class ClusterSpec:
         """Names and services, in the order in which they are started."""
         return [
             *([(DIRECTORY_NAME, Service.DIRECTORY)] if self.directory is None else []),
-            (ROUTER_NAME, Service.ROUTER),
+            *((f"{Service.ROUTER.value}-{i}", Service.ROUTER) for i in range(self.routers)),
             *((f"{service.value}-{i}", service) for service, count in self.counts.items() for i in range(count)),
         ]
 
@@ -204,12 +220,14 @@ class ClusterSpec:
         if service is Service.DIRECTORY:
             keys = {"listen": self.directory_listen}
         elif service is Service.ROUTER:
+            number = int(name.rpartition("-")[2])
+            listen = router_place(self.listen, number)
             keys = {
                 "directory": directory,
-                "listen": self.listen,
-                "http_listen": self.http,
-                "metrics_listen": self.metrics,
-                "advertise": None if self.directory else router_address(self.listen, self.config, self.env),
+                "listen": listen,
+                "http_listen": self.http and router_place(self.http, number),
+                "metrics_listen": self.metrics and router_place(self.metrics, number),
+                "advertise": None if self.directory else router_address(listen, self.config, self.env),
                 "model": None if self.engine_kind is EngineKind.MOCK else self.model,
             }
         else:
@@ -312,13 +330,22 @@ class Cluster:
 
     @property
     def router_others(self) -> dict[str, str]:
-        """The router's other endpoints: "admin", and "http" and "metrics" where it serves them."""
-        return self._children[ROUTER_NAME].others
+        """The first router's other endpoints: "admin", and "http" and "metrics" where it serves them."""
+        return self.others_of(ROUTER_NAME)
 
     @property
     def router(self) -> str:
-        """The router's endpoint."""
+        """The first router's endpoint."""
         return self.endpoints[ROUTER_NAME]
+
+    @property
+    def routers(self) -> list[str]:
+        """The endpoints of all routers that are ready or were."""
+        return [place for name, place in self.endpoints.items() if self._services[name] is Service.ROUTER]
+
+    def others_of(self, name: str) -> dict[str, str]:
+        """A process's other endpoints, by what they are for."""
+        return self._children[name].others
 
     @property
     def directory(self) -> str:

@@ -205,7 +205,8 @@ def _print_summary(cluster: Cluster) -> None:
     spec, directory = cluster.spec, describe_directory(cluster.directory)
     mock = spec.engine_kind is EngineKind.MOCK
     prompt = "--token-ids 5,6,7,8" if mock else '"the sea in the evening"'
-    click.echo(f"The cluster is ready. Router {cluster.router}, directory {directory}, logs {cluster.log_dir}.")
+    routers = f"Router{'' if spec.routers == 1 else 's'} {', '.join(cluster.routers)}"
+    click.echo(f"The cluster is ready. {routers}, directory {directory}, logs {cluster.log_dir}.")
     click.echo("Try, in another terminal:")
     click.echo(f"  baton generate --router {cluster.router} {prompt} --max-tokens 32 --stats")
     if not mock:

@@ -144,7 +144,7 @@ class InProcessCluster:
         self.loop = asyncio.get_running_loop()
         self.endpoints: dict[str, str] = {}
         self.router_others: dict[str, str] = {}
-        """The router's other endpoints, by what they are for."""
+        """The first router's other endpoints, by what they are for."""
         self.runtimes: dict[str, NodeRuntime] = {}
         self.prefill: dict[str, PrefillNode] = {}
         self.decode: dict[str, DecodeNode] = {}
@@ -154,13 +154,14 @@ class InProcessCluster:
         self.layer_held = (1, 1)
         """(chunk, layer) after which Point.LAYER holds; chunk counts the steps that post something."""
         self.layers_done: dict[RequestId, list[int]] = {}
-        self._router: dict[str, RouterNode] = {}
+        self.routers: dict[str, RouterNode] = {}
         self._stops: dict[str, asyncio.Event] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @property
     def router(self) -> RouterNode:
-        return self._router[ROUTER_NAME]
+        """The first one."""
+        return self.routers[ROUTER_NAME]
 
     async def start(self, without: Collection[str] = ()) -> None:
         for name, service in self.spec.processes():
@@ -177,7 +178,8 @@ class InProcessCluster:
         ready: asyncio.Future[str] = self.loop.create_future()
 
         def on_ready(endpoint: str, **others: str) -> None:
-            self.router_others.update(others)
+            if name == ROUTER_NAME:
+                self.router_others.update(others)
             ready.set_result(endpoint)
 
         stop = self._stops[name] = asyncio.Event()
@@ -195,7 +197,7 @@ class InProcessCluster:
 
     async def start_double(self, name: str, service: Service, /, **flags: object) -> BatonError:
         """Start a second node of this name, which must fail; what it failed with. The first one stays in the books."""
-        books: list[dict[str, Any]] = [self.runtimes, self.prefill, self.decode, self.peers, self._router]
+        books: list[dict[str, Any]] = [self.runtimes, self.prefill, self.decode, self.peers, self.routers]
         kept = [dict(book) for book in books]
         settings = {**self.spec.flags_of(name, service, self.endpoints[DIRECTORY_NAME]), **flags}
         text = {k: str(v).lower() if isinstance(v, bool) else str(v) for k, v in settings.items()}
@@ -258,8 +260,9 @@ class InProcessCluster:
     def traces(self) -> dict[str, str]:
         """What the marked requests still have, by node. Empty when they are freed everywhere."""
         found: dict[str, str] = {}
-        if any(key.request in self.marked for key in self.router.streams.inboxes):
-            found[ROUTER_NAME] = "an inbox"
+        for name, front in self.routers.items():
+            if any(key.request in self.marked for key in front.streams.inboxes):
+                found[name] = "an inbox"
         for name, prefill in self.prefill.items():
             jobs = [*prefill_state(prefill).queue, *prefill_state(prefill).admitted]
             handoffs = [h for peer in self.peers[name]._peers.values() for h in peer._handoffs.values()]
@@ -338,7 +341,7 @@ def _captured(cluster: InProcessCluster) -> Iterator[None]:
         for module in (router.main, node.main):
             stack.enter_context(patch.object(module, "NodeRuntime", capture(cluster.runtimes, NodeRuntime, by_first)))
         for owner, name, books, make in (
-            (router.main, "RouterNode", cluster._router, RouterNode),
+            (router.main, "RouterNode", cluster.routers, RouterNode),
             (prefill_node.main, "PrefillNode", cluster.prefill, PrefillNode),
             (prefill_node.main, "Peers", cluster.peers, Peers),
             (decode_node.main, "DecodeNode", cluster.decode, DecodeNode),

@@ -164,6 +164,28 @@ def test_a_spec_is_checked() -> None:
     ClusterSpec(engine_kind=EngineKind.MOCK).check()
 
 
+def test_several_routers_listen_one_port_after_the_other() -> None:
+    """Of all that router 0 has a fixed port for; what takes any port, or is off, is so for each of them."""
+    spec = ClusterSpec(
+        engine_kind=EngineKind.MOCK, routers=3, listen="[::]:7000", http="0.0.0.0:8000", metrics="127.0.0.1:0"
+    )
+    names = [name for name, service in spec.processes() if service is Service.ROUTER]
+    assert names == ["router-0", "router-1", "router-2"]
+    keys = spec.flags_of("router-2", Service.ROUTER, "127.0.0.1:7070")
+    assert (keys["listen"], keys["http_listen"], keys["metrics_listen"]) == (
+        "[::]:7002",
+        "0.0.0.0:8002",
+        "127.0.0.1:0",
+    )
+    assert keys["advertise"] == "[::1]:7002"
+    assert "http_listen" not in ClusterSpec(routers=2).flags_of("router-1", Service.ROUTER, "127.0.0.1:7070")
+    spec.check()
+    with pytest.raises(ConfigError, match=r"listen of router-1: .*65536"):
+        ClusterSpec(engine_kind=EngineKind.MOCK, routers=2, listen="127.0.0.1:65535").check()
+    with pytest.raises(InvalidField, match="routers must be from 1 to 8, not 0"):
+        ClusterSpec(routers=0)
+
+
 def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """All engines together compute with no more threads than there are cores, or than a CPU quota has time for, each
     with one at least; unless somebody has said how many."""
