@@ -8,13 +8,16 @@ before its unread tokens take room from others.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import random
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from batonpb import common_pb2, inference_pb2
+from batonpb import common_pb2, inference_pb2, resume_pb2
 
 from baton.clock import Clock
 from baton.errors import BatonError, Code, Reason
@@ -28,12 +31,23 @@ from baton.tracing import Traceparent, new_request_id
 from baton.wire import ModelInfo, NodeRecord, Role
 from engine.model_config import SamplingDefaults
 from router.config import RouterConfig
-from router.decode_streams import DecodeStreams, DecodeSubscription, Inbox
+from router.decode_streams import DecodeStreams, DecodeSubscription
+from router.inbox import Inbox, Parting, foreign_error, taken_over_error
 from router.line import Place
 from router.placement import RegionWatch, answer_tokens, tokens_max
 from router.prefill_nodes import NOT_READY_RETRY_MS, PrefillCalls, PrefillNodes
 from router.prompts import PromptEncoder
-from router.request import NEUTRAL, UINT32_MAX, ClientCall, Job, ObservedRequest, check_request
+from router.request import (
+    NEUTRAL,
+    UINT32_MAX,
+    CheckedRequest,
+    ClientCall,
+    Job,
+    ObservedRequest,
+    check_request,
+)
+from router.resume import RESUMABLE_ANSWERS_MAX, SECRET_BYTES, Resume, ResumeToken, Unseen, ends_answer, request_digest
+from router.resume import Place as ResumePlace
 from router.retries import ASK_ANOTHER, GONE, RESOLVES_MAX, RESUMABLE, ResumptionPace, Retries, Verdict, pause_ms
 from router.text import AnswerText
 from router.text_jobs import encode_prompt
@@ -51,10 +65,14 @@ LIMITS: Final = RepeatLimits(interval_ms=10_000, full_max=20)
 _CLIENTS_OWN_CODES: Final = frozenset({Code.INVALID_ARGUMENT, Code.NOT_FOUND})
 _CLIENTS_OWN_REASONS: Final = frozenset({Reason.NO_TOKENIZER, Reason.NO_CHAT_TEMPLATE})
 """It asks for what this model or router does not have, whatever state the cluster is in."""
-_KEYS_OWN_REASONS: Final = frozenset({Reason.INVALID_API_KEY, Reason.RATE_LIMIT_EXCEEDED, Reason.PERMISSION_DENIED})
+_KEYS_OWN_REASONS: Final = frozenset(
+    {Reason.INVALID_API_KEY, Reason.RATE_LIMIT_EXCEEDED, Reason.PERMISSION_DENIED, Reason.TAKEN_OVER, Reason.CANCELLED}
+)
 """Nothing is wrong here: whoever watches for warnings is not to be woken by strangers."""
 HANDED_OFF_MS_MAX: Final = 1_000
 """How long a finished answer waits for the prefill node to confirm its handoff."""
+FIRST_NEWS_MS_MAX: Final = 1_000
+"""How long a client that attaches waits for the first word of the directory: this router has just started."""
 DEADLINE_MARGIN_S: Final = 0.05
 """A call may be ended a little before what we hold for its deadline."""
 
@@ -144,9 +162,11 @@ class RouterNode:
         sampling_defaults: SamplingDefaults = NEUTRAL,
         received: Callable[[float], ObservedRequest] | None = None,
         check_known: Callable[[], None] = lambda: None,
+        token_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         """`sampling_defaults` are the model's. `received` is called with the time of each request that comes in.
-        `check_known` raises BatonError while the nodes are not known well enough to place a new request."""
+        `check_known` raises BatonError while the nodes are not known well enough to place a new request. `token_bytes`
+        makes secrets."""
         self.config = config
         self.prompts = prompts
         self.rng = rng
@@ -158,7 +178,11 @@ class RouterNode:
         self._sampling_defaults = sampling_defaults
         self._received = received or (lambda _now_s: ObservedRequest())
         self._check_known = check_known
+        self._token_bytes = token_bytes
         self._records: Sequence[NodeRecord] = ()
+        self._first_news = asyncio.Event()
+        self._resumable: dict[RequestId, Job] = {}
+        """Resumable requests that this router serves."""
         self._pace = ResumptionPace(config.retries, now_s=loop.time(), rng=rng)
         self._tasks = Tasks(loop, log)
         self._repeats = RepeatLog(log, loop.time, key="node")
@@ -171,10 +195,31 @@ class RouterNode:
         self.texts = TextWorkers(prompts)
         self._regions = RegionWatch()
 
-    async def generate(
-        self, request: inference_pb2.GenerateRequest, call: ClientCall
+    def resumable(self, requests: Sequence[inference_pb2.GenerateRequest], answers: int = 1) -> Resume:
+        """For a call with so many answers to each of these requests. Raises BatonError BAD_FIELD."""
+        if len(requests) * answers > RESUMABLE_ANSWERS_MAX:
+            text = f"The call asks for {len(requests) * answers} answers; resumable are {RESUMABLE_ANSWERS_MAX} at most."
+            raise bad_field("n", text)
+        return Resume(
+            secret=self._token_bytes(SECRET_BYTES),
+            seed=self.rng.getrandbits(64),
+            digest=request_digest(requests, answers),
+        )
+
+    def attach(
+        self, request: inference_pb2.GenerateRequest | None, call: ClientCall
     ) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
-        """One request, from the client's call to its last token. Closing the iterator frees it on every node.
+        """Go on with an answer behind `call.resume.place`, from wherever it is, or with the request, computed again.
+        Else like `generate`."""
+        assert call.resume is not None
+        assert call.resume.place is not None
+        return self.generate(request, call)
+
+    async def generate(
+        self, request: inference_pb2.GenerateRequest | None, call: ClientCall
+    ) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
+        """One request, from the client's call to its last token. Closing the iterator frees it on every node, or leaves
+        a resumable one to other routers.
 
         Raises BatonError: what is wrong with the request, or why it could not be run.
         """
@@ -184,29 +229,19 @@ class RouterNode:
         observed = self._received(began_s)
         self.requests += 1
         try:
-            place = self._line.enter(call.priority, request.ByteSize())
-            job = await self._check(request, call, observed, place)
-            call.take_prompt(len(job.checked.prompt))
-            started = inference_pb2.Started(request_id=call.id, prompt_tokens=len(job.checked.prompt))
-            yield inference_pb2.GenerateEvent(started=started)
-            text = AnswerText(self.prompts.codec, job.checked)
-            async with aclosing(self._tokens(job)) as batches:
-                async for first_index, ids, logprobs in batches:
-                    taken, new = text.push(ids)
-                    observed.tokens(self._loop.time(), taken)
-                    call.take_output(taken)
-                    yield _tokens_event(first_index, ids[:taken], new, logprobs[:taken])
-                    if text.found:
-                        break
-            rest = text.flush()
-            if rest:
-                yield _tokens_event(text.tokens, [], rest, [])
-            if text.found:
-                job.finish = common_pb2.FINISH_REASON_STOP
-            job.stats.output_tokens = text.tokens
-            finished = _finished_event(job)
-            observed.finished(job.finish, job.stats)
-            yield finished
+            place = self._line.enter(call.priority, 0 if request is None else request.ByteSize())
+            job = await self._begin(request, call, observed, place)
+            if not job.taken_over:
+                call.take_prompt(len(job.checked.prompt))
+            async with aclosing(self._events(job)) as events:
+                async for event in events:
+                    new = job.for_client(event)
+                    if new is None:
+                        continue
+                    if new.tokens.ids:
+                        observed.tokens(self._loop.time(), len(new.tokens.ids))
+                        call.take_output(len(new.tokens.ids))
+                    yield new
         except BatonError as error:
             observed.failed(error.reason)
             self.request_log.failed(error, call=call, job=job, began_s=began_s)
@@ -221,47 +256,85 @@ class RouterNode:
         finally:
             observed.ended()
             if job is not None:
+                self._let_go(job)
+                if self._resumable.get(job.id) is job:
+                    del self._resumable[job.id]
                 job.cut_off_with = None
             self.requests -= 1
             if place is not None:
                 self._line.leave(place)
 
-    async def _check(
-        self, request: inference_pb2.GenerateRequest, call: ClientCall, observed: ObservedRequest, place: Place
+    async def _events(self, job: Job) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
+        """All of the answer, from its first token on."""
+        started = inference_pb2.Started(request_id=job.call.id, prompt_tokens=job.stats.prompt_tokens)
+        yield inference_pb2.GenerateEvent(started=started)
+        text = AnswerText(self.prompts.codec, job.checked)
+        async with aclosing(self._tokens(job)) as batches:
+            async for first_index, ids, logprobs in batches:
+                taken, new = text.push(ids)
+                job.text_ended = text.found
+                yield _tokens_event(first_index, ids[:taken], new, logprobs[:taken])
+                if text.found:
+                    break
+        rest = text.flush()
+        if rest:
+            yield _tokens_event(text.tokens, [], rest, [])
+        if text.found:
+            job.finish = common_pb2.FINISH_REASON_STOP
+        job.stats.output_tokens = text.tokens
+        finished = _finished_event(job)
+        job.observed.finished(job.finish, job.stats)
+        yield finished
+
+    async def _begin(
+        self,
+        request: inference_pb2.GenerateRequest | None,
+        call: ClientCall,
+        observed: ObservedRequest,
+        place: Place,
     ) -> Job:
-        """Check the request, against the model of a cluster that may still be coming up. Raises BatonError."""
-        self._check_known()
-        give_up_s = self._loop.time() + self.config.placement_wait_ms_max / 1000
-        for looks in range(1 << 30):
-            if self._prefill_nodes.ready or self._loop.time() >= give_up_s:
-                break
-            await self._pause(looks, resumed=False)
-        prompt: Sequence[int] = request.token_ids.ids  # copied once its length has been checked
-        if request.WhichOneof("prompt") in ("text", "chat"):
-            raw = request.SerializeToString()
-            prompt = await self.texts.run(encode_prompt, raw, call.special_tokens, self.context_len_max())
-        model, limit = self.model(), self.config.max_tokens_default
-        checked = check_request(
-            request,
-            model=model,
-            prompt=prompt,
-            has_tokenizer=self.prompts.codec is not None,
-            answer_tokens=lambda tokens: answer_tokens(tokens, self._records, model) if limit is None else limit,
-            rng=self.rng,
-            defaults=self._sampling_defaults,
-            choice=call.choice,
-            key_salt=call.key_salt,
+        """Take over the attempt that the client has a part of, or check the request. Raises BatonError."""
+        attaches = call.resume is not None and call.resume.place is not None
+        retries = Retries(config=self.config.retries, search_ms_max=self.config.placement_wait_ms_max)
+        make = partial(
+            Job, request=request, observed=observed, place=place, retries=retries, began_s=self._loop.time()
         )
-        return Job(
-            id=new_request_id(self.rng),
-            call=call,
-            checked=checked,
-            began_s=self._loop.time(),
-            observed=observed,
-            place=place,
-            retries=Retries(config=self.config.retries, search_ms_max=self.config.placement_wait_ms_max),
-            stats=inference_pb2.RequestStats(prompt_tokens=len(checked.prompt)),
-        )
+        try:
+            job = await self._take_over(call, make) if attaches else None
+            outcome = "taken"
+            if job is None:
+                checked = await self._check(request, call)
+                stats = inference_pb2.RequestStats(prompt_tokens=len(checked.prompt))
+                job = make(id=new_request_id(self.rng), call=call, checked=checked, stats=stats)
+                outcome = "computed_again"
+        except BatonError:
+            if attaches:
+                observed.attached("refused")
+            raise
+        if attaches:
+            observed.attached(outcome)
+        if call.resume is not None:
+            job.unseen = Unseen(call.resume.place or ResumePlace())
+            self._resumable[job.id] = job
+        return job
+
+    async def _take_over(self, call: ClientCall, make: Callable[..., Job]) -> Job | None:
+        """None where no node has the answer, or none answers. Raises BatonError CANCELLED or PERMISSION_DENIED."""
+        resume = call.resume
+        assert resume is not None
+        assert resume.place is not None
+        tag = resume.tag(call.key_name)
+        key, stream = await self._find(resume.place, tag, taken_over_error())
+        if stream is None:
+            return None
+        inbox = Inbox(key=key, told=True)
+        state = await stream.take_over(inbox, tag, left_s=call.deadline_s - self._loop.time())
+        if state is None:
+            return None
+        resume.take_state(state)
+        self._line.skip(inbox_place := make.keywords["place"])
+        del inbox_place
+        return None
 
     def _outside_error(self, job: Job | None, call: ClientCall) -> BatonError | None:
         """Why a request was ended from outside."""

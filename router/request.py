@@ -9,15 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
-from batonpb import common_pb2, inference_pb2
+from batonpb import common_pb2, inference_pb2, resume_pb2
 
 from baton.errors import BatonError, Reason, bad_field
-from baton.ids import Incarnation, RequestId
+from baton.ids import Attempt, Incarnation, RequestId
 from baton.tracing import Traceparent
-from baton.wire import ModelInfo
+from baton.wire import RESUME_STATE_BYTES_MAX, ModelInfo
 from engine.model_config import REPETITION_PENALTY_MAX, TEMPERATURE_MAX, SamplingDefaults
+from router.inbox import Inbox
 from router.line import Place
 from router.line import Priority as Priority
+from router.resume import Resume, Unseen
 from router.retries import Retries
 
 STOP_TOKEN_IDS_MAX = 64
@@ -50,6 +52,10 @@ class CheckedRequest:
     stop: tuple[str, ...]
     include_stop: bool
     cache_salt: bytes = b""
+    eos_token_ids: tuple[int, ...] = ()
+    """The model's."""
+    said: tuple[int, ...] = ()
+    """Ids that the client says it has of the answer, from index 0 on: it goes on behind them."""
 
 
 class ObservedRequest:
@@ -68,6 +74,9 @@ class ObservedRequest:
 
     def resumed(self) -> None:
         """A node was lost with it; the rest of the answer is computed elsewhere."""
+
+    def attached(self, outcome: str) -> None:
+        """Its client has come back for an answer that it has a part of."""
 
     def corrupt(self, prefill_node: str, decode_node: str, transport: str) -> None:
         """A handoff of it was refused: sampled records had not arrived as they were sent."""
@@ -104,7 +113,10 @@ class ClientCall:
     take_output: Callable[[int], None] = lambda _tokens: None
     """Called with the number of tokens that the client gets."""
     cut_off: Callable[[BatonError], None] | None = None
-    """Called once the client has left too much unread: it is to end the request, with this error for the client."""
+    """Called once the client has left too much unread, or has come back by another call: it is to end the request, with
+    this error for the client."""
+    resume: Resume | None = None
+    """Of a request that its client may go on with by another call, or goes on with by this one."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -112,9 +124,13 @@ class Job:
     """One client request, from its check to its last token."""
 
     id: RequestId
-    """Ours, random: what a client calls its request may be used twice, and grants and tombstones are keyed by this."""
+    """Ours, random: what a client calls its request may be used twice, and grants and tombstones are keyed by this.
+    That of another router's, until the attempt is lost that was taken over from it."""
     call: ClientCall
+    request: inference_pb2.GenerateRequest | None
+    """As it came; None: the client attaches and did not repeat it."""
     checked: CheckedRequest
+    """Of an attempt that was taken over only what its text needs."""
     began_s: float
     place: Place
     """In the line."""
@@ -137,6 +153,16 @@ class Job:
     token_times_s: list[float] = field(default_factory=list)
     block_size: int = 0
     observed: ObservedRequest = field(default_factory=ObservedRequest)
+    logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)
+    """Of a resumable request: those of `output`, if it asks for them."""
+    inbox: Inbox | None = None
+    """The last attempt's."""
+    taken_over: bool = False
+    """Its attempt was another router's."""
+    unseen: Unseen | None = None
+    """Of a resumable request: what the client has."""
+    text_ended: bool = False
+    """A stop string has ended the answer."""
     cut_off_with: BatonError | None = None
     """The error that `call.cut_off` was called with."""
 
@@ -144,6 +170,48 @@ class Job:
     def tokens(self) -> int:
         """That the next attempt computes: the prompt, and what the client has of the answer."""
         return len(self.checked.prompt) + len(self.output)
+
+    def take_said(self) -> list[int]:
+        """What the client has and this router has not seen yet: it counts as output from now on."""
+        new = list(self.checked.said[len(self.output) :])
+        self.output += new
+        if self.checked.sampling.HasField("logprobs"):
+            self.logprobs += [common_pb2.TokenLogprobs()] * len(new)  # the client has them; nobody asks for them again
+        return new
+
+    def for_client(self, event: inference_pb2.GenerateEvent) -> inference_pb2.GenerateEvent | None:
+        """What is sent of an event of the answer, if anything. Raises BatonError NOT_RESUMABLE."""
+        resume, inbox = self.call.resume, self.inbox
+        if resume is None or self.unseen is None:
+            return event
+        new = self.unseen.take(event)
+        if new is not None:
+            request, attempt = (self.id, Attempt(0)) if inbox is None else inbox.key
+            decode = Incarnation(0) if inbox is None else inbox.decode
+            if inbox is not None:
+                inbox.told = True
+            new.resume_token = resume.token(self.unseen.place(request, attempt, decode)).encode()
+        return new
+
+    def for_another_router(self) -> common_pb2.Resumable | None:
+        """What the node that writes the answer keeps of a resumable request."""
+        if (resume := self.call.resume) is None:
+            return None
+        checked, sampling = self.checked, self.checked.sampling
+        state = resume_pb2.ResumeState(
+            call=self.call.id,
+            stop=checked.stop,
+            include_stop=checked.include_stop,
+            min_tokens=sampling.min_tokens,
+            logprobs=sampling.HasField("logprobs"),
+            prompt_tokens=len(checked.prompt),
+            output_logprobs=self.logprobs,
+            request_digest=resume.digest,
+        )
+        state.MergeFrom(resume.state)
+        if state.ByteSize() > RESUME_STATE_BYTES_MAX:
+            state.ClearField("output_logprobs")  # most clients have them by now
+        return common_pb2.Resumable(tag=resume.tag(self.call.key_name), state=state.SerializeToString())
 
 
 def check_request(
@@ -157,13 +225,14 @@ def check_request(
     defaults: SamplingDefaults = NEUTRAL,
     choice: int = 0,
     key_salt: str | None = None,
+    said: Sequence[int] = (),
 ) -> CheckedRequest:
     """Validate against the model that is served.
 
     `prompt` has the token ids of the request's prompt, whatever its kind. `choice` numbers the answers to one question
     with one seed. `max_tokens` is cut to what the model's context leaves after the prompt; `answer_tokens` gives it,
     from the length of the prompt, for a request that names none. `defaults` stand for sampling fields that are not set;
-    a zero that is set counts. `key_salt` is that of the API key. Raises BatonError naming the field.
+    a zero that is set counts. `key_salt` is that of the API key. `said` is what the client has of the answer. Raises BatonError naming the field.
     """
     if request.HasField("model") and request.model != model.name:
         text = f"This cluster serves '{model.name}', not '{request.model[:NAME_CHARS_SHOWN]}'."
@@ -209,7 +278,16 @@ def check_request(
         stop=_stop(sampling, has_tokenizer=has_tokenizer),
         include_stop=sampling.include_stop,
         cache_salt=own_cache_salt(key_salt, check_salt(request.cache_salt) if request.HasField("cache_salt") else b""),
+        eos_token_ids=model.eos_token_ids,
+        said=_said(said, model),
     )
+
+
+def _said(ids: Sequence[int], model: ModelInfo) -> tuple[int, ...]:
+    if ids and max(ids) >= model.vocab_size:
+        text = f"Token id {max(ids)} is outside the vocabulary of {model.vocab_size}."
+        raise bad_field("output", text, reason=Reason.TOKEN_OUT_OF_RANGE)
+    return tuple(ids)
 
 
 def check_salt(salt: str) -> bytes:

@@ -42,6 +42,10 @@ class WaitingLine:
         self._book.wait(job.place, job.place.size_bytes + TOKEN_BYTES * len(job.checked.prompt))
         await self._turn(job)
 
+    def skip(self, place: Place) -> None:
+        """It does not wait: nodes have it already, or its client has the beginning of its answer."""
+        self._book.skip(place)
+
     async def again(self, job: Job) -> None:
         """Wait for the turn of a request that nodes have no room for. Raises BatonError DEADLINE."""
         self._book.refused(job.place, self._loop.time())

@@ -22,7 +22,7 @@ from cachestore.prefix_cache import IndexCursor
 from engine.scheduler import Sequence
 from kvtransfer.writer import Handoff, StepWrites
 from prefill_node.job import Job as PrefillJob
-from router.decode_streams import Inbox
+from router.inbox import Inbox
 from router.request import CheckedRequest, Job
 from tests.support.cluster_harness import (
     assert_conserved,
