@@ -58,6 +58,12 @@ class CheckedRequest:
     """Ids that the client says it has of the answer, from index 0 on: it goes on behind them."""
 
 
+def text_of(state: resume_pb2.ResumeState) -> CheckedRequest:
+    """Of a request that is taken over: what its text is cut by, and nothing to compute it by."""
+    sampling = common_pb2.SamplingSpec(min_tokens=state.min_tokens)
+    return CheckedRequest(prompt=(), sampling=sampling, stop=tuple(state.stop), include_stop=state.include_stop)
+
+
 class ObservedRequest:
     """What the router reports of one request, for metrics; the methods here do nothing. `ended` is called last, once,
     whatever happened: after `finished`, after `failed`, or after neither, when the client went away.
@@ -127,8 +133,6 @@ class Job:
     """Ours, random: what a client calls its request may be used twice, and grants and tombstones are keyed by this.
     That of another router's, until the attempt is lost that was taken over from it."""
     call: ClientCall
-    request: inference_pb2.GenerateRequest | None
-    """As it came; None: the client attaches and did not repeat it."""
     checked: CheckedRequest
     """Of an attempt that was taken over only what its text needs."""
     began_s: float
@@ -136,6 +140,8 @@ class Job:
     """In the line."""
     retries: Retries
     stats: inference_pb2.RequestStats
+    request: inference_pb2.GenerateRequest | None = None
+    """As it came; None: the client attaches and did not repeat it."""
     finish: common_pb2.FinishReason = common_pb2.FINISH_REASON_UNSPECIFIED
     output: list[int] = field(default_factory=list)
     """What the client has, whichever attempt it came from: the next attempt goes on behind it."""
@@ -232,7 +238,8 @@ def check_request(
     `prompt` has the token ids of the request's prompt, whatever its kind. `choice` numbers the answers to one question
     with one seed. `max_tokens` is cut to what the model's context leaves after the prompt; `answer_tokens` gives it,
     from the length of the prompt, for a request that names none. `defaults` stand for sampling fields that are not set;
-    a zero that is set counts. `key_salt` is that of the API key. `said` is what the client has of the answer. Raises BatonError naming the field.
+    a zero that is set counts. `key_salt` is that of the API key. `said` is what the client has of the answer. Raises
+    BatonError naming the field.
     """
     if request.HasField("model") and request.model != model.name:
         text = f"This cluster serves '{model.name}', not '{request.model[:NAME_CHARS_SHOWN]}'."
