@@ -12,7 +12,6 @@ import functools
 import inspect
 import random
 import socket
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -35,6 +34,7 @@ from baton.endpoint import (
     split_endpoint,
 )
 from baton.errors import BatonError, InvalidField, Reason, check_positive
+from baton.grpc_core import whole_wakes
 from baton.liveness import LivenessConfig
 from baton.log import get_log
 from baton.operator import OPERATOR_METHODS, refuse
@@ -122,6 +122,11 @@ class RpcLimits:
         check_positive(self, *self.__slots__)
         if self.public_deadline_ms_default > self.public_deadline_ms_max:
             raise InvalidField("public_deadline_ms_default", "must not exceed public_deadline_ms_max")
+
+
+def client_source(context: _Context, proxies: Sequence[Network]) -> str | None:
+    """Whom a public call counts for in limits by address; None for a proxy of ours."""
+    return _source(_host(context), proxies)
 
 
 def time_left_s(context: _Context, limits: RpcLimits) -> float:
@@ -447,9 +452,7 @@ class _Edge(grpc.aio.ServerInterceptor):
             return nullcontext()
         if not _is_public(method):
             return self._slots.running()
-        address = parse_address(host) if self.proxies else None
-        trusted = address is not None and is_trusted(address, self.proxies)
-        return self._slots.public(None if trusted else source_of(host), self.refused)
+        return self._slots.public(_source(host, self.proxies), self.refused)
 
 
 def _received_bytes_max(limits: RpcLimits, *, public: bool) -> int:
@@ -466,6 +469,11 @@ def _host(context: _Context) -> str:
     """The caller's address, without its port and its zone."""
     _, _, address = context.peer().partition(":")
     return unquote(address).rpartition(":")[0].strip("[]").partition("%")[0]
+
+
+def _source(host: str, proxies: Sequence[Network]) -> str | None:
+    address = parse_address(host) if proxies else None
+    return None if address is not None and is_trusted(address, proxies) else source_of(host)
 
 
 def _refusal(status: grpc.Status) -> _Handler:
@@ -673,50 +681,3 @@ def rpc_errors(peer: str) -> Iterator[None]:
         yield
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error, peer=peer) from error
-
-
-_BYTES_AT_ONCE: Final = 4096
-_BYTES_LEFT: Final = 32
-"""Under a quarter of what the kernel takes: it must let a blocked thread go on."""
-_MAKING: Final = threading.Lock()
-
-
-class WakeReader(socket.socket):
-    """The event loop's end of the socket through which gRPC wakes it.
-
-    gRPC's thread writes one byte per event. The loop reads one byte per turn, in which it takes all waiting events, so
-    a busy loop leaves bytes over. At 278 of them the kernel blocks gRPC's thread until three quarters are read. Until
-    then no connection of the process is read or written and its peers' pings stay unanswered: with 20 ms per turn these
-    are four seconds, and all peers count as lost. So this class reads many bytes at once.
-
-    It leaves a few to be read one by one. If an event belongs to a loop that is closed, the turn ends before the events
-    behind it are delivered, and each byte left is another turn. Measured with gRPC 1.74.
-    """
-
-    def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
-        flags |= socket.MSG_DONTWAIT
-        try:
-            waiting = len(super().recv(_BYTES_AT_ONCE, flags | socket.MSG_PEEK))
-            return super().recv(max(bufsize, waiting - _BYTES_LEFT), flags)
-        except BlockingIOError:
-            return b""
-
-
-@contextmanager
-def whole_wakes() -> Iterator[None]:
-    """Make gRPC use `WakeReader`: with the first channel or server it makes its thread and that socket.
-
-    Other threads that make socket pairs meanwhile get plain ones.
-    """
-    own = threading.get_ident()
-
-    def pair(*args: Any, **kwargs: Any) -> tuple[socket.socket, socket.socket]:
-        reader, writer = plain(*args, **kwargs)
-        return (WakeReader(fileno=reader.detach()), writer) if threading.get_ident() == own else (reader, writer)
-
-    with _MAKING:
-        plain, socket.socketpair = socket.socketpair, pair
-        try:
-            yield
-        finally:
-            socket.socketpair = plain
