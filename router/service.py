@@ -93,7 +93,6 @@ class InferenceService:
         try:
             called = read_metadata(context.invocation_metadata())
             request_id = called.request_id
-            self._node.check_open()
         except BatonError as error:
             self._node.request_log.refused(error, door="grpc", request_id=request_id)
             raise
