@@ -165,8 +165,6 @@ class RouterConfig(ProcessConfig):
         "how long a client with too many unread tokens must have read nothing before it is disconnected",
         "Clients pause for longer in the middle of an answer.",
     )
-    http_bodies_bytes_max: int = fixed(64 << 20)
-    """Bytes of HTTP bodies that are under way at the same time, over all connections."""
     lame_duck_ms: int = setting(
         5_000,
         "how long a router that is to end or to be drained is not ready, but serves new requests still",
