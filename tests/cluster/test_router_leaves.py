@@ -6,11 +6,9 @@ import asyncio
 import http.client
 import json
 import random
-import re
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -21,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.endpoint import split_endpoint
 from baton.rpc import rpc_errors
+from tests.support import docs_view
 from tests.support import raw_http2 as http2
 from tests.support.cluster_harness import (
     CALL_S_MAX,
@@ -38,12 +37,11 @@ from tests.support.cluster_harness import (
 FIRST, SECOND = "router-0", "router-1"
 NEVER_MS: Final = 600_000
 CALLS, STREAMS, LEAVES_AT = 100, 20, 20
-DOCS: Final = Path(__file__).parents[2] / "docs" / "kubernetes.md"
 
 
 def service_config() -> str:
     """What the page tells clients to use."""
-    (found,) = re.findall(r"```json\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
+    (found,) = docs_view.blocks("docs/kubernetes.md", "json")
     return json.dumps(json.loads(found))
 
 
