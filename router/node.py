@@ -683,6 +683,13 @@ class RouterNode:
         if not self.streams.use(endpoint) and not self._prefill_calls.use(endpoint):
             await self._channels.drop(endpoint)
 
+    def check_ready(self) -> None:
+        """Raises BatonError NODE_DRAINING where new requests are to go to other routers."""
+        self.check_open()
+        if not self._lifecycle.ready:
+            text = "This router is about to take no new requests: others do."
+            raise BatonError(Reason.NODE_DRAINING, text, retry_after_ms=1_000)
+
     def check_open(self) -> None:
         """Raises BatonError NODE_DRAINING where this router takes no new requests."""
         if not self._lifecycle.takes_requests:

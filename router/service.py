@@ -11,7 +11,6 @@ import grpc
 from batonpb import inference_pb2
 
 from baton.errors import BatonError, bad_field
-from baton.ids import RequestId
 from baton.rpc import client_source, time_left_s
 from baton.tracing import CallMetadata, Traceparent, new_request_id, read_metadata
 from router.byte_shares import TextOwner
@@ -136,17 +135,15 @@ class InferenceService:
         """Raises BatonError, which the log has too."""
         with self._refusals():
             called = read_metadata(context.invocation_metadata())
-        with self._refusals(called.request_id):
-            self._node.check_open()
         return called
 
     @contextmanager
-    def _refusals(self, request_id: RequestId | None = None) -> Iterator[None]:
+    def _refusals(self) -> Iterator[None]:
         """What is refused within is for the log too: no request has begun."""
         try:
             yield
         except BatonError as error:
-            self._node.request_log.refused(error, door="grpc", request_id=request_id)
+            self._node.request_log.refused(error, door="grpc")
             raise
 
     def _source(self, context: Any) -> str | None:
