@@ -34,6 +34,7 @@ from router.byte_shares import TextOwner
 from router.config import RouterConfig
 from router.decode_streams import DecodeStreams, DecodeSubscription
 from router.inbox import Inbox, Parting, foreign_error, taken_over_error
+from router.job import Job
 from router.line import Place
 from router.placement import RegionWatch, answer_tokens, tokens_max
 from router.prefill_nodes import NOT_READY_RETRY_MS, PrefillCalls, PrefillNodes
@@ -43,7 +44,6 @@ from router.request import (
     UINT32_MAX,
     CheckedRequest,
     ClientCall,
-    Job,
     ObservedRequest,
     check_request,
     text_of,

@@ -21,9 +21,9 @@ from baton.wire import ModelInfo, NodeRecord
 from cachestore.prefix_cache import chain_digests, root_digest
 from router.decode_streams import DecodeStreams
 from router.inbox import Inbox, internal_error
+from router.job import Job
 from router.line import Place
 from router.placement import Placement, may_hold
-from router.request import Job
 from router.retries import ASK_ANOTHER
 
 NOT_READY_RETRY_MS: Final = 1_000

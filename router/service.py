@@ -12,7 +12,7 @@ from batonpb import inference_pb2
 
 from baton.errors import BatonError, bad_field
 from baton.rpc import client_source, time_left_s
-from baton.tracing import CallMetadata, Traceparent, new_request_id, read_metadata
+from baton.tracing import Traceparent, new_request_id, read_metadata
 from router.byte_shares import TextOwner
 from router.keys import Admission, KeyBook, authorization_of
 from router.node import CutOff, RouterNode, client_guard
@@ -104,7 +104,9 @@ class InferenceService:
         resume: Resume | None = None,
         cut_off: CutOff | None = None,
     ) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
-        called, rng = self._check(context), self._node.rng
+        rng = self._node.rng
+        with self._refusals():
+            called = read_metadata(context.invocation_metadata())
         parent, now_s = called.traceparent, asyncio.get_running_loop().time
         call = ClientCall(
             id=called.request_id or new_request_id(rng),
@@ -130,12 +132,6 @@ class InferenceService:
             yield admission
         finally:
             admission.end()
-
-    def _check(self, context: Any) -> CallMetadata:
-        """Raises BatonError, which the log has too."""
-        with self._refusals():
-            called = read_metadata(context.invocation_metadata())
-        return called
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:

@@ -10,8 +10,8 @@ from baton.errors import BatonError, Reason
 from baton.lifecycle import Lifecycle
 from baton.wire import NodeRecord, Role
 from router.config import RouterConfig
+from router.job import Job
 from router.line import TOKEN_BYTES, Line, Place, Priority, Stage
-from router.request import Job
 
 
 class WaitingLine:

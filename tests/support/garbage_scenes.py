@@ -23,7 +23,8 @@ from engine.scheduler import Sequence
 from kvtransfer.writer import Handoff, StepWrites
 from prefill_node.job import Job as PrefillJob
 from router.inbox import Inbox
-from router.request import CheckedRequest, Job
+from router.job import Job
+from router.request import CheckedRequest
 from tests.support.cluster_harness import (
     assert_conserved,
     error_of,
