@@ -16,10 +16,11 @@ from baton.directory_setting import open_directory
 from baton.errors import BatonError
 from baton.rpc import ChannelLimits, Channels
 from cli.services import Service
-from cli.supervisor import ROUTER_NAME, Cluster, ClusterSpec
+from cli.supervisor import Cluster, ClusterSpec
 from node.peers import OUT_OF_REACH
+from tests.faults.asking import Asker
 from tests.faults.points import ARMED_ENV, NTH, Failpoint, Strike, Struck, Trigger
-from tests.support.cluster_harness import Client, RunningCluster, mock_spec, wait_for
+from tests.support.cluster_harness import ROUTER_NAME, Client, RunningCluster, mock_spec, wait_for
 from tests.support.ports import free_ports
 
 WAIT_S_MAX: Final = 120.0
@@ -40,14 +41,22 @@ ROUTER_FLAGS: Final[Mapping[str, object]] = {
 """Requests wait for nodes, and nothing gives them up early: a case is about what becomes of them, not about limits."""
 RECEIVER_FLAGS: Final[Mapping[str, object]] = {
     "orphan_ms": 600,
+    "resume_ms": 3_000,
     "receiver.lease_ms": 2_000,
     "receiver.revoke_ms": 300,
 }
 
 
-def faulty_spec(*, both: Mapping[str, object] | None = None, redis: str | None = None) -> ClusterSpec:
-    """Two prefill and two decode nodes of the mock engine: four chunks of four layers for a prompt of 400 tokens, five
-    milliseconds for a token, and few blocks, so that they are soon used again. `redis` is the directory's URL."""
+def faulty_spec(
+    *,
+    both: Mapping[str, object] | None = None,
+    decode_flags: Mapping[str, object] | None = None,
+    redis: str | None = None,
+    routers: int = 2,
+) -> ClusterSpec:
+    """Two routers, two prefill and two decode nodes of the mock engine: four chunks of four layers for a prompt of 400
+    tokens, five milliseconds for a token, and few blocks, so that they are soon used again. `redis` is the directory's
+    URL."""
     return with_ports(
         replace(
             mock_spec(
@@ -56,16 +65,17 @@ def faulty_spec(*, both: Mapping[str, object] | None = None, redis: str | None =
                 blocks=300,
                 both={**MEMBERSHIP, "engine.tokens_per_step_max": CHUNK_TOKENS, **(both or {})},
                 prefill_flags={"engine.mock_layer_delay_ms": 3},
-                decode_flags={"engine.mock_layer_delay_ms": 1, **RECEIVER_FLAGS},
+                decode_flags={"engine.mock_layer_delay_ms": 1, **RECEIVER_FLAGS, **(decode_flags or {})},
                 router_flags=ROUTER_FLAGS,
             ),
             directory=redis,
+            routers=routers,
         )
     )
 
 
 def mixed_spec(*, both: Mapping[str, object] | None = None) -> ClusterSpec:
-    """Three mixed nodes, and no others: prompts of fewer than 64 tokens are kept, the others handed over."""
+    """Two routers and three mixed nodes: prompts of fewer than 64 tokens are kept, the others handed over."""
     flags: dict[str, object] = {
         **MEMBERSHIP,
         **RECEIVER_FLAGS,
@@ -74,7 +84,13 @@ def mixed_spec(*, both: Mapping[str, object] | None = None) -> ClusterSpec:
         "handoff_tokens_min": 64,
         **(both or {}),
     }
-    return with_ports(mock_spec(prefill=0, decode=0, mixed=3, blocks=300, both=flags, router_flags=ROUTER_FLAGS))
+    spec = mock_spec(prefill=0, decode=0, mixed=3, blocks=300, both=flags, router_flags=ROUTER_FLAGS)
+    return with_ports(replace(spec, routers=2))
+
+
+def only_router_spec() -> ClusterSpec:
+    """As `faulty_spec`, with one router. Answers go on without it for long enough that it can be started again."""
+    return faulty_spec(decode_flags={"orphan_ms": 20_000}, routers=1)
 
 
 def with_ports(spec: ClusterSpec) -> ClusterSpec:
@@ -103,19 +119,42 @@ class FaultyCluster(RunningCluster):
         spec = replace(spec, start_ms_max=int(WAIT_S_MAX * 1e3))
         super().__init__(spec, asyncio.Runner())
         self.cluster = _Processes(replace(spec, env={**spec.env, ARMED_ENV: str(self.trigger.armed)}))
+        self.doors: dict[str, str] = {}
+        """Where clients reach the routers of these names, in place of the routers' own endpoints."""
+        self._askers: dict[str, Asker] = {}
+        self._turn = 0
+
+    @property
+    def router_names(self) -> list[str]:
+        return [name for name, service in self.cluster.spec.processes() if service is Service.ROUTER]
+
+    def asker(self, first: str = "") -> Asker:
+        """A client that asks the router of this name first, by default each in turn, and the others where it must."""
+        names = self.router_names
+        self._turn += 1
+        first = first or names[self._turn % len(names)]
+        if first not in self._askers:
+            endpoints = self.cluster.endpoints
+            order = [first, *(name for name in names if name != first)]
+            self._askers[first] = Asker([self.doors.get(name, endpoints[name]) for name in order])
+        return self._askers[first]
 
     async def stop(self) -> None:
         """Raises AssertionError where a process did not stop well."""
+        for asker in self._askers.values():
+            await asker.close()
         await super().stop()
         problems = await self.cluster.stop()
         assert not problems, "\n".join(problems)
 
-    def arm(self, **strike: Any) -> None:
-        self.trigger.arm(self.strike(**strike))
+    async def arm(self, **strike: Any) -> None:
+        self.trigger.arm(await self.strike(**strike))
 
-    def strike(self, *, point: Failpoint, nth: int = 0, **strike: Any) -> Strike:
+    async def strike(self, *, point: Failpoint, nth: int = 0, **strike: Any) -> Strike:
         """At the nth time that the request gets there; 0: at one in the middle."""
-        return Strike(point=point, nth=nth or NTH.get(point, 1), pids=self.cluster.pids, **strike)
+        routers = {str((await self.status(name)).record.incarnation): name for name in self.router_names}
+        nth = nth or NTH.get(point, 1)
+        return Strike(point=point, nth=nth, pids=self.cluster.pids, routers=routers, **strike)
 
     async def struck(self, number: int = 0) -> Struck:
         """Wait for it."""

@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final, Self
 
 from baton.errors import BatonError
-from baton.rpc import rpc_errors
-from tests.support.cluster_harness import Answer, Client, collect, make_request, mock_tokens
+from tests.faults.asking import Asker
+from tests.support.cluster_harness import Answer, collect, make_request, mock_tokens
 
-ANSWER_S_MAX: Final = 150.0
-"""Deadline of each request. One that meets it is lost."""
 AT_ONCE: Final = 8
 MARK: Final = 999
 """First token of the prompt that a fault strikes. No other prompt has it."""
@@ -27,28 +25,41 @@ class Question:
     max_tokens: int
     sampling: Mapping[str, Any] = field(default_factory=dict)
     expected: list[int]
+    logprobs: list[Any] | None = None
+    """Of each token, where the request asks for them: see `logprobs_of`."""
     salt: str = ""
     """Whose prompts may share cached prefixes with this one."""
+
+
+def logprobs_of(answer: Answer) -> list[Any]:
+    return [(each.logprob, list(each.top_ids), list(each.top_logprobs)) for each in answer.logprobs]
 
 
 class Asked:
     """A request under way. `answer` and `error` are set when it is over."""
 
-    def __init__(self, client: Client, question: Question) -> None:
+    def __init__(self, asker: Asker, question: Question) -> None:
         self.question = question
+        self.attached = 0
+        """How often its client lost the connection and went on elsewhere, or there."""
         self.token_times_s: list[float] = []
         """On the machine's monotonic clock."""
         self.answer: Answer | None = None
         self.error: BatonError | AssertionError | None = None
         self.begun = asyncio.Event()
-        self.task = asyncio.create_task(self._run(client))
+        self.task = asyncio.create_task(self._run(asker))
 
     @property
     def wrong(self) -> bool:
         """The client was told something that is not so."""
         if isinstance(self.error, AssertionError):
             return True
-        return self.answer is not None and self.answer.ids != self.question.expected
+        if self.answer is None:
+            return False
+        logprobs = self.question.logprobs
+        return self.answer.ids != self.question.expected or (
+            logprobs is not None and logprobs_of(self.answer) != logprobs
+        )
 
     @property
     def failed(self) -> bool:
@@ -69,25 +80,24 @@ class Asked:
         times = [since_s, *(at_s for at_s in self.token_times_s if at_s > since_s)]
         return max((later - sooner for sooner, later in pairwise(times)), default=0.0)
 
-    async def _run(self, client: Client) -> None:
+    async def _run(self, asker: Asker) -> None:
         question = self.question
         request = make_request(question.prompt, max_tokens=question.max_tokens, **question.sampling)
         if question.salt:
             request.cache_salt = question.salt
         try:
-            with rpc_errors("router-0"):
-                self.answer = await collect(self._timed(client.stub.Generate(request, timeout=ANSWER_S_MAX)))
+            self.answer = await collect(asker.ask(request, self._came, self._attached))
         except (BatonError, AssertionError) as error:
             self.error = error
         finally:
             self.begun.set()
 
-    async def _timed(self, call: Any) -> AsyncIterator[Any]:
-        async for event in call:
-            if event.WhichOneof("event") == "tokens":
-                self.token_times_s.append(time.monotonic())
-                self.begun.set()
-            yield event
+    def _came(self) -> None:
+        self.token_times_s.append(time.monotonic())
+        self.begun.set()
+
+    def _attached(self) -> None:
+        self.attached += 1
 
 
 class Load:
@@ -96,15 +106,16 @@ class Load:
     Nothing of it runs on after the block.
     """
 
-    def __init__(self, client: Client, questions: Callable[[], Question]) -> None:
+    def __init__(self, asker: Callable[[], Asker], questions: Callable[[], Question]) -> None:
+        """`asker` is asked for one for each question."""
         self.asked: list[Asked] = []
-        self._client = client
+        self._asker = asker
         self._questions = questions
         self._finishing = False
         self._workers: list[asyncio.Task[None]] = []
 
     def ask(self, question: Question) -> Asked:
-        asked = Asked(self._client, question)
+        asked = Asked(self._asker(), question)
         self.asked.append(asked)
         return asked
 
@@ -162,4 +173,8 @@ class MockQuestions:
         seeded = {"temperature": 0.8, "top_p": 0.9, "seed": self._count}
         sampling: dict[str, Any] = seeded if self._count % 2 else {}
         expected = mock_tokens(prompt, count, **sampling)
-        return Question(prompt=prompt, max_tokens=count, sampling=sampling, expected=expected)
+        logprobs = None
+        if self._count % 3 == 0:
+            sampling = {**sampling, "logprobs": 1}
+            logprobs = [(0.0, [token], [0.0]) for token in expected]
+        return Question(prompt=prompt, max_tokens=count, sampling=sampling, expected=expected, logprobs=logprobs)

@@ -64,9 +64,9 @@ class RedisCase(Played[RedisStage]):
         """New requests are placed while no record lives any more."""
         until_s = time.monotonic() + 2 * TTL_MS / 1e3
         while time.monotonic() < until_s:
-            asked = Asked(stage.cluster.client, questions.short())
+            asked = Asked(stage.cluster.asker(), questions.short())
             await asked.task
-            outcome.count([asked], asked, struck_s=time.monotonic(), router_killed=False)
+            outcome.count([asked], asked, struck_s=time.monotonic())
 
 
 @asynccontextmanager
