@@ -19,6 +19,7 @@ from baton.clock import Clock
 from baton.config import fixed, setting
 from baton.endpoint import split_endpoint
 from baton.errors import BatonError, Reason, check_positive
+from baton.grpc_core import ping_options
 
 JITTER_MAX: Final = 0.2
 """The pause between pings is shorter by up to this share, so that the pings of many connections spread out."""
@@ -57,18 +58,9 @@ class LivenessConfig:
         check_positive(self, *self.__slots__)
 
     def ping_options(self, rng: random.Random | None) -> list[tuple[str, int]]:
-        """gRPC's options for a channel or a server. `rng` spreads the pings; None for a server, where it cannot.
-
-        Despite its name, `keepalive_timeout` limits no ping in gRPC 1.74: `ping_timeout` does, by default a minute.
-        """
+        """gRPC's options for a channel or a server. `rng` spreads the pings; None for a server, where it cannot."""
         shorter = rng.uniform(0, JITTER_MAX) if rng is not None else 0.0
-        return [
-            ("grpc.keepalive_time_ms", max(1, round(self.heartbeat_ms * (1 - shorter)))),
-            ("grpc.keepalive_timeout_ms", self.answer_ms_max),
-            ("grpc.http2.ping_timeout_ms", self.answer_ms_max),
-            ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.http2.max_pings_without_data", 0),
-        ]
+        return ping_options(max(1, round(self.heartbeat_ms * (1 - shorter))), self.answer_ms_max)
 
 
 class Reach:

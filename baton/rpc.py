@@ -12,7 +12,6 @@ import functools
 import inspect
 import random
 import socket
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -35,6 +34,7 @@ from baton.endpoint import (
     split_endpoint,
 )
 from baton.errors import BatonError, InvalidField, Reason, check_positive
+from baton.grpc_core import whole_wakes
 from baton.liveness import LivenessConfig
 from baton.log import get_log
 from baton.operator import OPERATOR_METHODS, refuse
@@ -673,50 +673,3 @@ def rpc_errors(peer: str) -> Iterator[None]:
         yield
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error, peer=peer) from error
-
-
-_BYTES_AT_ONCE: Final = 4096
-_BYTES_LEFT: Final = 32
-"""Under a quarter of what the kernel takes: it must let a blocked thread go on."""
-_MAKING: Final = threading.Lock()
-
-
-class WakeReader(socket.socket):
-    """The event loop's end of the socket through which gRPC wakes it.
-
-    gRPC's thread writes one byte per event. The loop reads one byte per turn, in which it takes all waiting events, so
-    a busy loop leaves bytes over. At 278 of them the kernel blocks gRPC's thread until three quarters are read. Until
-    then no connection of the process is read or written and its peers' pings stay unanswered: with 20 ms per turn these
-    are four seconds, and all peers count as lost. So this class reads many bytes at once.
-
-    It leaves a few to be read one by one. If an event belongs to a loop that is closed, the turn ends before the events
-    behind it are delivered, and each byte left is another turn. Measured with gRPC 1.74.
-    """
-
-    def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
-        flags |= socket.MSG_DONTWAIT
-        try:
-            waiting = len(super().recv(_BYTES_AT_ONCE, flags | socket.MSG_PEEK))
-            return super().recv(max(bufsize, waiting - _BYTES_LEFT), flags)
-        except BlockingIOError:
-            return b""
-
-
-@contextmanager
-def whole_wakes() -> Iterator[None]:
-    """Make gRPC use `WakeReader`: with the first channel or server it makes its thread and that socket.
-
-    Other threads that make socket pairs meanwhile get plain ones.
-    """
-    own = threading.get_ident()
-
-    def pair(*args: Any, **kwargs: Any) -> tuple[socket.socket, socket.socket]:
-        reader, writer = plain(*args, **kwargs)
-        return (WakeReader(fileno=reader.detach()), writer) if threading.get_ident() == own else (reader, writer)
-
-    with _MAKING:
-        plain, socket.socketpair = socket.socketpair, pair
-        try:
-            yield
-        finally:
-            socket.socketpair = plain

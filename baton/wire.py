@@ -18,6 +18,8 @@ from baton.lifecycle import Lifecycle
 
 LOCAL_TRANSPORT: Final = "local"
 """Stands in place of a transport's name when a mixed node keeps the request and writes nothing."""
+RESUME_STATE_BYTES_MAX: Final = 1 << 20
+"""What a router may ask a node to keep for each resumable request."""
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 """Of nodes, pins and API keys."""
 _E = TypeVar("_E", bound=IntEnum)

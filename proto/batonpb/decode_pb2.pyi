@@ -124,16 +124,18 @@ class ResolveReply(_message.Message):
     def __init__(self, committed: bool = ..., taken_over: bool = ...) -> None: ...
 
 class TakeOverRequest(_message.Message):
-    __slots__ = ("header", "key", "tag", "deadline_left_ms")
+    __slots__ = ("header", "key", "tag", "deadline_left_ms", "forget")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     TAG_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_LEFT_MS_FIELD_NUMBER: _ClassVar[int]
+    FORGET_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.Header
     key: _common_pb2.RequestKey
     tag: bytes
     deadline_left_ms: int
-    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., tag: _Optional[bytes] = ..., deadline_left_ms: _Optional[int] = ...) -> None: ...
+    forget: bool
+    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., tag: _Optional[bytes] = ..., deadline_left_ms: _Optional[int] = ..., forget: bool = ...) -> None: ...
 
 class TakeOverReply(_message.Message):
     __slots__ = ("outcome", "epoch", "state")

@@ -8,19 +8,39 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ResumeToken(_message.Message):
-    __slots__ = ("secret", "seed", "request_digest", "places")
+    __slots__ = ("secret", "seed", "request_digest", "places", "http")
     SECRET_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     REQUEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
     PLACES_FIELD_NUMBER: _ClassVar[int]
+    HTTP_FIELD_NUMBER: _ClassVar[int]
     secret: bytes
     seed: int
     request_digest: int
     places: _containers.RepeatedCompositeFieldContainer[ResumePlace]
-    def __init__(self, secret: _Optional[bytes] = ..., seed: _Optional[int] = ..., request_digest: _Optional[int] = ..., places: _Optional[_Iterable[_Union[ResumePlace, _Mapping]]] = ...) -> None: ...
+    http: HttpCall
+    def __init__(self, secret: _Optional[bytes] = ..., seed: _Optional[int] = ..., request_digest: _Optional[int] = ..., places: _Optional[_Iterable[_Union[ResumePlace, _Mapping]]] = ..., http: _Optional[_Union[HttpCall, _Mapping]] = ...) -> None: ...
+
+class HttpCall(_message.Message):
+    __slots__ = ("id", "created_unix_s", "chat", "include_usage", "logprobs", "token_ids", "n")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    CHAT_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_USAGE_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    created_unix_s: int
+    chat: bool
+    include_usage: bool
+    logprobs: bool
+    token_ids: bool
+    n: int
+    def __init__(self, id: _Optional[str] = ..., created_unix_s: _Optional[int] = ..., chat: bool = ..., include_usage: bool = ..., logprobs: bool = ..., token_ids: bool = ..., n: _Optional[int] = ...) -> None: ...
 
 class ResumePlace(_message.Message):
-    __slots__ = ("request", "attempt", "decode", "tokens", "chars", "tokens_crc", "finished")
+    __slots__ = ("request", "attempt", "decode", "tokens", "chars", "tokens_crc", "finished", "text_offset")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +48,7 @@ class ResumePlace(_message.Message):
     CHARS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_CRC_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    TEXT_OFFSET_FIELD_NUMBER: _ClassVar[int]
     request: bytes
     attempt: int
     decode: int
@@ -35,18 +56,14 @@ class ResumePlace(_message.Message):
     chars: int
     tokens_crc: int
     finished: bool
-    def __init__(self, request: _Optional[bytes] = ..., attempt: _Optional[int] = ..., decode: _Optional[int] = ..., tokens: _Optional[int] = ..., chars: _Optional[int] = ..., tokens_crc: _Optional[int] = ..., finished: bool = ...) -> None: ...
+    text_offset: int
+    def __init__(self, request: _Optional[bytes] = ..., attempt: _Optional[int] = ..., decode: _Optional[int] = ..., tokens: _Optional[int] = ..., chars: _Optional[int] = ..., tokens_crc: _Optional[int] = ..., finished: bool = ..., text_offset: _Optional[int] = ...) -> None: ...
 
 class ResumeState(_message.Message):
-    __slots__ = ("call", "answer", "answers", "http", "chat", "include_usage", "model", "created_unix_s", "stop", "include_stop", "min_tokens", "logprobs", "prompt_tokens", "output_logprobs", "request_digest")
+    __slots__ = ("call", "answer", "answers", "stop", "include_stop", "min_tokens", "logprobs", "prompt_tokens", "output_logprobs", "request_digest")
     CALL_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
-    HTTP_FIELD_NUMBER: _ClassVar[int]
-    CHAT_FIELD_NUMBER: _ClassVar[int]
-    INCLUDE_USAGE_FIELD_NUMBER: _ClassVar[int]
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_STOP_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -57,11 +74,6 @@ class ResumeState(_message.Message):
     call: str
     answer: int
     answers: int
-    http: bool
-    chat: bool
-    include_usage: bool
-    model: str
-    created_unix_s: int
     stop: _containers.RepeatedScalarFieldContainer[str]
     include_stop: bool
     min_tokens: int
@@ -69,4 +81,4 @@ class ResumeState(_message.Message):
     prompt_tokens: int
     output_logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
     request_digest: int
-    def __init__(self, call: _Optional[str] = ..., answer: _Optional[int] = ..., answers: _Optional[int] = ..., http: bool = ..., chat: bool = ..., include_usage: bool = ..., model: _Optional[str] = ..., created_unix_s: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop: bool = ..., min_tokens: _Optional[int] = ..., logprobs: bool = ..., prompt_tokens: _Optional[int] = ..., output_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., request_digest: _Optional[int] = ...) -> None: ...
+    def __init__(self, call: _Optional[str] = ..., answer: _Optional[int] = ..., answers: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop: bool = ..., min_tokens: _Optional[int] = ..., logprobs: bool = ..., prompt_tokens: _Optional[int] = ..., output_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., request_digest: _Optional[int] = ...) -> None: ...

@@ -46,10 +46,9 @@ from tests.support.cluster_harness import (
 from tests.support.fork_server import forked_children
 from tests.support.loop_holds import HOLDS_ENV, HoldReader, Holds
 
-HOLD_MS_MAX: Final = 20.0
-"""The most that an attack may cost others."""
-PLAYS_MAX: Final = 5
-"""Of one attack, for a hold that is not the machine's."""
+HANG_MS: Final = 250.0
+"""A hold that only an attack makes. Without what bounds them, attacks held a router for 450 to 2,800 ms; what a loaded
+machine adds is far less. How little they hold it now is measured by `benchmarks/attacks.py` and `make soak`."""
 ATTACKER: Final = "127.0.0.66"
 STREAMS: Final = 20
 HTTP_SHARE: Final = 4
@@ -245,26 +244,15 @@ async def bystanders(front: Front, streams: int = STREAMS) -> AsyncIterator[Byst
 
 
 async def nobody_notices(
-    front: Front, attack: Callable[[], Awaitable[_T]], *, streams: int = STREAMS, hold_ms_max: float = HOLD_MS_MAX
-) -> tuple[_T, Holds]:
+    front: Front, attack: Callable[[], Awaitable[_T]], *, streams: int = STREAMS, hold_ms_max: float = HANG_MS
+) -> _T:
     """Play an attack beside bystanders: each gets exactly its tokens, and the router's loop is never kept from turning
-    for `hold_ms_max`. Returns what the attack returns.
-
-    An attack with a longer hold is played again, PLAYS_MAX times at most, and the play with the shortest one counts:
-    what a machine does beside the test only ever adds to a hold, and what an attack does to the router shows in every
-    play. Each play must be as exact as the others.
-    """
-    plays = []
-    for _ in range(PLAYS_MAX):
-        async with bystanders(front, streams) as others:
-            result = await attack()
-        others.check()
-        plays.append((result, others.holds))
-        if others.longest_hold_ms() < hold_ms_max:
-            break
-    result, holds = min(plays, key=lambda play: play[1].longest_ms)
-    assert holds.longest_ms < hold_ms_max, [play[1] for play in plays]
-    return result, holds
+    for `hold_ms_max`. Returns what the attack returns."""
+    async with bystanders(front, streams) as others:
+        result = await attack()
+    others.check()
+    assert others.longest_hold_ms() < hold_ms_max, others.holds
+    return result
 
 
 async def _more(others: Bystanders, front: Front) -> None:

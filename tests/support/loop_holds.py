@@ -9,7 +9,8 @@ own loop, and answers on the socket NAME.sock in that folder. The hold of one ti
 - the processor time of the loop's thread since then, and of the one other Python thread that used most: it is the one
   that may have held the lock.
 
-What the machine's own host took from it lately (steal) is taken off: not all of it is missing in the processor time.
+What the machine's own host took lately from one core (steal) is taken off: not all of it is missing in the processor
+time. It is counted in hundredths of a second, so a hold of a few of them may be read as shorter than it was.
 
 Neither grows with the load of the machine as the clock does. `time.process_time` alone would not do: gRPC's own
 threads parse messages beside the loop and never hold the lock, and threads that tokenise let go of it. They keep nobody
@@ -34,8 +35,9 @@ HOLDS_ENV: Final = "BATON_TESTS_HOLDS"
 TICK_S: Final = 0.002
 SUSPECT_S: Final = 0.01
 STEAL_TICKS: Final = 25
-"""Steal is counted in hundredths of a second: so many ticks later it is looked at anew."""
-HOLD_S: Final = 0.05
+"""So many ticks later it is looked at anew."""
+HOLD_S: Final = 1.0
+"""Of an order to hold the loop: far more than what a loaded machine adds to a hold, or takes off."""
 _CALL_S_MAX: Final = 60.0
 
 
@@ -97,8 +99,8 @@ class Watch:
         busiest_s = max((s - others_before_s.get(tid, 0.0) for tid, s in self._others_s.items()), default=0.0)
         hold_s = min(self._could_run_s - before_s, self._own_s - own_before_s + busiest_s)
         if hold_s >= SUSPECT_S or self._ticks % STEAL_TICKS == 0:
-            stolen_before_s, self._stolen_s = self._stolen_s, _stolen_s()
-            hold_s -= self._stolen_s - stolen_before_s
+            before_steal_s, self._stolen_s = self._stolen_s, _stolen_s()
+            hold_s -= max(now_s - then_s for now_s, then_s in zip(self._stolen_s, before_steal_s, strict=True))
         self._longest_s = max(self._longest_s, hold_s)
         self._ticks += 1
 
@@ -119,9 +121,11 @@ def _thread_s(tid: int) -> float:
         return 0.0
 
 
-def _stolen_s() -> float:
+def _stolen_s() -> list[float]:
+    """By core."""
     with open("/proc/stat", "rb") as stat:
-        return int(stat.readline().split()[8]) / os.sysconf("SC_CLK_TCK")
+        lines = [line.split() for line in stat.read().splitlines() if line.startswith(b"cpu")]
+    return [int(line[8]) / os.sysconf("SC_CLK_TCK") for line in lines[1:]]
 
 
 def burn_s(seconds: float) -> None:

@@ -9,12 +9,12 @@ import subprocess
 import sys
 import threading
 
-from baton.rpc import WakeReader, whole_wakes
+from baton.grpc_core import WakeReader, whole_wakes
 
 FIRST_CHANNEL = """
 import asyncio
 from baton.rpc import ChannelLimits, Channels
-from baton.rpc import WakeReader
+from baton.grpc_core import WakeReader
 
 async def main():
     channels = Channels(limits=ChannelLimits())
@@ -28,7 +28,7 @@ asyncio.run(main())
 FIRST_SERVER = """
 import asyncio, random
 from baton.rpc import RpcLimits, RpcServer
-from baton.rpc import WakeReader
+from baton.grpc_core import WakeReader
 
 async def main():
     server = RpcServer(limits=RpcLimits(), rng=random.Random(1))

@@ -12,6 +12,8 @@ import pytest
 from tests.support.loop_holds import HOLD_S, TICK_S, Watch, burn_s
 
 HOLD_MS = HOLD_S * 1e3
+SEEN_MS = 0.25 * HOLD_MS
+"""More is a hold, less is none: a loaded machine and its host are far from it on both sides."""
 
 
 async def longest_ms(work: Callable[[], object], *, in_thread: bool) -> float:
@@ -33,8 +35,8 @@ def burn() -> None:
 
 
 def let_go() -> None:
-    """Compute for longer than HOLD_S without the interpreter's lock."""
-    data, end_s = bytes(1 << 20), time.thread_time() + 2 * HOLD_S
+    """Compute for HOLD_S without the interpreter's lock."""
+    data, end_s = bytes(1 << 20), time.thread_time() + HOLD_S
     while time.thread_time() < end_s:
         hashlib.sha256(data)
 
@@ -43,14 +45,14 @@ def let_go() -> None:
 def test_computing_with_the_lock_is_a_hold(in_thread: bool) -> None:
     """Whichever thread does it, the loop cannot turn."""
     found_ms = asyncio.run(longest_ms(burn, in_thread=in_thread))
-    assert found_ms >= 0.9 * HOLD_MS
+    assert found_ms > SEEN_MS
 
 
 def test_computing_without_the_lock_is_none() -> None:
-    """Another thread computes for 100 ms and lets go of the lock: the loop turns on."""
-    assert asyncio.run(longest_ms(let_go, in_thread=True)) < HOLD_MS / 2
+    """Another thread computes as long and lets go of the lock: the loop turns on."""
+    assert asyncio.run(longest_ms(let_go, in_thread=True)) < SEEN_MS
 
 
 def test_waiting_is_none() -> None:
     """No processor time is used: another process may have had the core."""
-    assert asyncio.run(longest_ms(lambda: time.sleep(HOLD_S), in_thread=False)) < HOLD_MS / 2
+    assert asyncio.run(longest_ms(lambda: time.sleep(HOLD_S), in_thread=False)) < SEEN_MS

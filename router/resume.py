@@ -1,0 +1,268 @@
+"""Resume tokens: how much of an answer its client has, and where the rest is. Pure.
+
+An answer that is taken over, or computed again, comes from its first token on. `Unseen` lets through what is behind the
+client's place, and so the client gets each token and each character once.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from batonpb import common_pb2, inference_pb2, resume_pb2
+from google.protobuf.message import DecodeError
+
+from baton.errors import BatonError, Reason, bad_field
+from baton.ids import Attempt, Incarnation, RequestId
+
+RESUMABLE_ANSWERS_MAX: Final = 16
+"""Answers of one call that may be resumed: a token names each of them."""
+SECRET_BYTES: Final = 16
+REQUEST_ID_BYTES: Final = 16
+TOKEN_CHARS_MAX: Final = 2_048
+"""More than a token with the most answers takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """How much of one answer a client has, and which attempt the rest comes from."""
+
+    request: RequestId = RequestId("")
+    """The router's own id; empty while the answer has not begun."""
+    attempt: Attempt = Attempt(0)
+    decode: Incarnation = Incarnation(0)
+    """The process that has the attempt; 0: none has it yet."""
+    tokens: int = 0
+    chars: int = 0
+    crc: int = 0
+    """CRC-32 of the ids of the tokens."""
+    finished: bool = False
+    """The client has the end of the answer too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeToken:
+    """What a client shows to go on with the answers of a call. A secret: never logged."""
+
+    secret: bytes = field(repr=False)
+    seed: int
+    digest: int
+    """Of the request."""
+    places: tuple[Place, ...]
+
+    def encode(self) -> str:
+        message = resume_pb2.ResumeToken(secret=self.secret, seed=self.seed, request_digest=self.digest)
+        for place in self.places:
+            message.places.add(
+                request=bytes.fromhex(place.request),
+                attempt=place.attempt,
+                decode=place.decode,
+                tokens=place.tokens,
+                chars=place.chars,
+                tokens_crc=place.crc,
+                finished=place.finished,
+            )
+        return base64.urlsafe_b64encode(message.SerializeToString()).decode().rstrip("=")
+
+    @classmethod
+    def decode(cls, text: str, *, field: str = "resume_token") -> ResumeToken:
+        """Raises BatonError BAD_FIELD naming `field`, which quotes nothing of it."""
+        try:
+            if len(text) > TOKEN_CHARS_MAX:
+                raise ValueError("too long")
+            raw = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+            message = resume_pb2.ResumeToken.FromString(raw)
+        except (ValueError, binascii.Error, DecodeError):
+            message = resume_pb2.ResumeToken()
+        well = len(message.secret) == SECRET_BYTES and 1 <= len(message.places) <= RESUMABLE_ANSWERS_MAX
+        if not well or any(len(place.request) not in (0, REQUEST_ID_BYTES) for place in message.places):
+            text = "This is no resume token. Send the one that came with the last event, unchanged."
+            raise bad_field(field, text) from None
+        return cls(
+            secret=message.secret,
+            seed=message.seed,
+            digest=message.request_digest,
+            places=tuple(map(_place, message.places)),
+        )
+
+
+def _place(message: resume_pb2.ResumePlace) -> Place:
+    return Place(
+        request=RequestId(message.request.hex()),
+        attempt=Attempt(message.attempt),
+        decode=Incarnation(message.decode),
+        tokens=message.tokens,
+        chars=message.chars,
+        crc=message.tokens_crc,
+        finished=message.finished,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """What one answer of a resumable call has beside its request."""
+
+    secret: bytes = field(repr=False)
+    seed: int
+    """Of the noise, for a request that names none."""
+    digest: int
+    state: resume_pb2.ResumeState = field(default_factory=resume_pb2.ResumeState)
+    """What another router has to know of the call; the router that runs it fills in what it knows of the answer."""
+    place: Place | None = None
+    """What the client has, of a call that attaches. None: it begins."""
+    said: tuple[int, ...] = ()
+    """The ids that the client says it has, all of them from index 0; empty where it does not say."""
+    take_state: Callable[[resume_pb2.ResumeState], None] = lambda _state: None
+    """Called with what the answer's node has kept of the call, before the first event, where it is taken over."""
+
+    @classmethod
+    def attach(cls, token: ResumeToken, answer: int = 0, *, said: Sequence[int] = ()) -> Resume:
+        """Of one answer of the token's. Raises BatonError BAD_FIELD where the ids are not those that were sent."""
+        place = token.places[answer]
+        if said and (len(said) != place.tokens or tokens_crc(said) != place.crc):
+            raise bad_field(
+                "output",
+                f"The {len(said)} token ids are not the {place.tokens} that came with the events up to this resume "
+                "token. Send all that you have, from the first on, or none.",
+            )
+        return cls(secret=token.secret, seed=token.seed, digest=token.digest, place=place, said=tuple(said))
+
+    def token(self, *places: Place) -> ResumeToken:
+        return ResumeToken(secret=self.secret, seed=self.seed, digest=self.digest, places=places)
+
+    def tag(self, key_name: str | None) -> bytes:
+        """What nodes know the call's owner by."""
+        return tag(self.secret, key_name)
+
+
+class Places:
+    """Those of all answers of a call, in one token."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        """What the client has at the beginning: `Place()` for each answer of a new call."""
+        self._places = list(places)
+
+    def merge(self, answer: int, resume_token: str) -> str:
+        """The call's token behind an event of one answer, from that event's own."""
+        one = ResumeToken.decode(resume_token)
+        (self._places[answer],) = one.places
+        return replace(one, places=tuple(self._places)).encode()
+
+
+def tag(secret: bytes, key_name: str | None) -> bytes:
+    return hashlib.sha256(secret + b"\0" + (key_name or "").encode()).digest()
+
+
+def tokens_crc(ids: Sequence[int], crc: int = 0) -> int:
+    """`crc` is that of the ids before them."""
+    return zlib.crc32(b"".join(token.to_bytes(4, "little") for token in ids), crc)
+
+
+def request_digest(requests: Sequence[inference_pb2.GenerateRequest], answers: int) -> int:
+    """Of all that decides what the answers are, but the seed, which the token has. `answers` are those to each."""
+    hashed = hashlib.sha256(answers.to_bytes(8))
+    for request in requests:
+        sampling = inference_pb2.Sampling()
+        sampling.CopyFrom(request.sampling)
+        sampling.ClearField("seed")
+        kind = request.WhichOneof("prompt") or ""
+        prompt = getattr(request, kind) if kind else ""
+        parts = (
+            kind.encode(),
+            prompt.encode() if isinstance(prompt, str) else prompt.SerializeToString(deterministic=True),
+            sampling.SerializeToString(deterministic=True),
+            request.model.encode(),
+            request.cache_salt.encode(),
+        )
+        for part in parts:
+            hashed.update(len(part).to_bytes(8))
+            hashed.update(part)
+    return int.from_bytes(hashed.digest()[:8])
+
+
+def check_same(
+    token: ResumeToken, requests: Sequence[inference_pb2.GenerateRequest], answers: int = 1, *, field: str
+) -> None:
+    """Whether this is the call that the token came with. Raises BatonError BAD_FIELD naming `field`."""
+    if len(token.places) != len(requests) * answers or token.digest != request_digest(requests, answers):
+        text = "The resume token is of another request. Repeat that one as it was, but for its deadline and its id."
+        raise bad_field(field, text)
+
+
+class Unseen:
+    """Follows the events of one answer, from its first token on, and leaves out what the client has."""
+
+    def __init__(self, had: Place) -> None:
+        self._had = had
+        self._tokens = self._chars = self._crc = 0
+        self._finished = False
+
+    def take(self, event: inference_pb2.GenerateEvent) -> inference_pb2.GenerateEvent | None:
+        """What is to be sent of it, if anything. Raises BatonError NOT_RESUMABLE where the client has other tokens."""
+        if event.HasField("tokens"):
+            return self._take_tokens(event.tokens)
+        if event.HasField("finished"):
+            if self._tokens < self._had.tokens:
+                raise _differs()
+            self._finished = True
+            return None if self._had.finished else event
+        return event
+
+    def _take_tokens(self, new: inference_pb2.Tokens) -> inference_pb2.GenerateEvent | None:
+        assert new.first_index == self._tokens, (new.first_index, self._tokens)
+        had, ids = self._had, list(new.ids)
+        seen = min(len(ids), max(0, had.tokens - self._tokens))
+        self._crc = tokens_crc(ids[:seen], self._crc)
+        self._tokens += seen
+        if seen and self._tokens == had.tokens and self._crc != had.crc:
+            raise _differs()
+        text = new.text[max(0, had.chars - self._chars) :]
+        self._crc = tokens_crc(ids[seen:], self._crc)
+        self._tokens += len(ids) - seen
+        self._chars += len(new.text)
+        if self._tokens < had.tokens or not (ids[seen:] or text):
+            return None
+        left = inference_pb2.Tokens(
+            first_index=new.first_index + seen, ids=ids[seen:], text=text, logprobs=new.logprobs[seen:]
+        )
+        return inference_pb2.GenerateEvent(tokens=left)
+
+    def place(self, request: RequestId, attempt: Attempt, decode: Incarnation) -> Place:
+        """What the client has when it has what was let through, but not less than it had."""
+        had = self._had
+        if (self._tokens, self._chars) < (had.tokens, had.chars) or had.finished:
+            return replace(had, request=request, attempt=attempt, decode=decode)
+        return Place(
+            request=request,
+            attempt=attempt,
+            decode=decode,
+            tokens=self._tokens,
+            chars=self._chars,
+            crc=self._crc,
+            finished=self._finished,
+        )
+
+
+def _differs() -> BatonError:
+    return BatonError(
+        Reason.NOT_RESUMABLE,
+        "The node that had the answer is gone, and computed again it is not the one that you have the beginning of. "
+        "Send the ids of the tokens that you have with the resume token, or the request as a new one.",
+    )
+
+
+def ends_answer(
+    ids: Sequence[int], sampling: common_pb2.SamplingSpec, eos_token_ids: Sequence[int]
+) -> common_pb2.FinishReason | None:
+    """Why nothing follows these ids, by the rules that engines end answers by. Stop strings are the text's."""
+    if not ids:
+        return None
+    ends = ids[-1] in sampling.stop_token_ids or (not sampling.ignore_eos and ids[-1] in eos_token_ids)
+    if ends and len(ids) > sampling.min_tokens:
+        return common_pb2.FINISH_REASON_STOP
+    return common_pb2.FINISH_REASON_LENGTH if len(ids) >= sampling.max_tokens else None
