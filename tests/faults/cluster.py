@@ -18,7 +18,7 @@ from baton.rpc import ChannelLimits, Channels
 from cli.services import Service
 from cli.supervisor import Cluster, ClusterSpec
 from node.peers import OUT_OF_REACH
-from tests.faults.asking import Asker
+from tests.faults.asking import Asker, GrpcAsker
 from tests.faults.points import ARMED_ENV, NTH, Failpoint, Strike, Struck, Trigger
 from tests.support.cluster_harness import ROUTER_NAME, Client, RunningCluster, mock_spec, wait_for
 from tests.support.ports import free_ports
@@ -53,10 +53,11 @@ def faulty_spec(
     decode_flags: Mapping[str, object] | None = None,
     redis: str | None = None,
     routers: int = 2,
+    web: bool = False,
 ) -> ClusterSpec:
     """Two routers, two prefill and two decode nodes of the mock engine: four chunks of four layers for a prompt of 400
     tokens, five milliseconds for a token, and few blocks, so that they are soon used again. `redis` is the directory's
-    URL."""
+    URL. With `web` routers serve HTTP."""
     return with_ports(
         replace(
             mock_spec(
@@ -69,6 +70,7 @@ def faulty_spec(
                 router_flags=ROUTER_FLAGS,
             ),
             directory=redis,
+            http="127.0.0.1:0" if web else None,
             routers=routers,
         )
     )
@@ -94,12 +96,15 @@ def only_router_spec() -> ClusterSpec:
 
 
 def with_ports(spec: ClusterSpec) -> ClusterSpec:
-    """The same, each process on a fixed port of 127.0.0.1."""
-    names = [name for name, _ in spec.processes()]
-    listen = {name: f"127.0.0.1:{port}" for name, port in zip(names, free_ports(len(names)), strict=True)}
-    node_flags: dict[str, Mapping[str, object]] = {
-        name: {"listen": place, **spec.node_flags.get(name, {})} for name, place in listen.items()
-    }
+    """The same, each process on fixed ports of 127.0.0.1."""
+    services = dict(spec.processes())
+    routers = [name for name, service in services.items() if service is Service.ROUTER and spec.http is not None]
+    keys = [(name, "listen") for name in services] + [(name, "http_listen") for name in routers]
+    node_flags: dict[str, dict[str, object]] = {name: {} for name in services}
+    for (name, key), port in zip(keys, free_ports(len(keys)), strict=True):
+        node_flags[name][key] = f"127.0.0.1:{port}"
+    for name, flags in spec.node_flags.items():
+        node_flags[name].update(flags)
     return replace(spec, node_flags=node_flags)
 
 
@@ -135,9 +140,16 @@ class FaultyCluster(RunningCluster):
         first = first or names[self._turn % len(names)]
         if first not in self._askers:
             endpoints = self.cluster.endpoints
-            order = [first, *(name for name in names if name != first)]
-            self._askers[first] = Asker([self.doors.get(name, endpoints[name]) for name in order])
+            places = [self.doors.get(name, endpoints[name]) for name in self._from(first)]
+            self._askers[first] = GrpcAsker(places)
         return self._askers[first]
+
+    def web_endpoints(self, first: str) -> list[str]:
+        """Where routers serve HTTP, that of this name first."""
+        return [self.cluster.others_of(name)["http"] for name in self._from(first)]
+
+    def _from(self, first: str) -> list[str]:
+        return [first, *(name for name in self.router_names if name != first)]
 
     async def stop(self) -> None:
         """Raises AssertionError where a process did not stop well."""

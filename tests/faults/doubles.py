@@ -13,7 +13,8 @@ from tests.faults.links import GrpcCase, Ill
 from tests.faults.load import Load
 from tests.faults.outcome import Outcome
 from tests.faults.points import Failpoint, Hit, Side
-from tests.faults.signals import Questions, ask_marked, nothing_left, settle
+from tests.faults.questions import Questions
+from tests.faults.signals import ask_marked, nothing_left, settle
 
 PREFILL: Final = Hit(side=Side.PREFILL, signum=signal.SIGKILL)
 DECODE: Final = Hit(side=Side.DECODE, signum=signal.SIGKILL)

@@ -19,7 +19,8 @@ from tests.faults.load import Load
 from tests.faults.outcome import Outcome
 from tests.faults.points import END_POINTS, Failpoint, Hit, Side, Struck
 from tests.faults.proxy import Dark, Proxy, Spoil
-from tests.faults.signals import Questions, ask_marked, nothing_left, settle
+from tests.faults.questions import Questions
+from tests.faults.signals import ask_marked, nothing_left, settle
 from tests.support.ports import free_ports
 
 PROXY_HOST: Final = "127.0.0.2"

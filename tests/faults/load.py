@@ -1,38 +1,19 @@
-"""Streamed requests whose right answer is known, and what came of each."""
+"""Streamed requests, and what came of each."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, Final, Self
+from typing import Final, Self
 
 from baton.errors import BatonError
 from tests.faults.asking import Asker
-from tests.support.cluster_harness import Answer, collect, make_request, mock_tokens
+from tests.faults.questions import Question
+from tests.support.cluster_harness import Answer
 
 AT_ONCE: Final = 8
-MARK: Final = 999
-"""First token of the prompt that a fault strikes. No other prompt has it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    prompt: list[int]
-    max_tokens: int
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    expected: list[int]
-    logprobs: list[Any] | None = None
-    """Of each token, where the request asks for them: see `logprobs_of`."""
-    salt: str = ""
-    """Whose prompts may share cached prefixes with this one."""
-
-
-def logprobs_of(answer: Answer) -> list[Any]:
-    return [(each.logprob, list(each.top_ids), list(each.top_logprobs)) for each in answer.logprobs]
 
 
 class Asked:
@@ -41,7 +22,7 @@ class Asked:
     def __init__(self, asker: Asker, question: Question) -> None:
         self.question = question
         self.attached = 0
-        """How often its client lost the connection and went on elsewhere, or there."""
+        """How often its client has lost the connection and gone on at that router or another."""
         self.token_times_s: list[float] = []
         """On the machine's monotonic clock."""
         self.answer: Answer | None = None
@@ -54,12 +35,7 @@ class Asked:
         """The client was told something that is not so."""
         if isinstance(self.error, AssertionError):
             return True
-        if self.answer is None:
-            return False
-        logprobs = self.question.logprobs
-        return self.answer.ids != self.question.expected or (
-            logprobs is not None and logprobs_of(self.answer) != logprobs
-        )
+        return self.answer is not None and not self.question.answered_by(self.answer)
 
     @property
     def failed(self) -> bool:
@@ -81,12 +57,8 @@ class Asked:
         return max((later - sooner for sooner, later in pairwise(times)), default=0.0)
 
     async def _run(self, asker: Asker) -> None:
-        question = self.question
-        request = make_request(question.prompt, max_tokens=question.max_tokens, **question.sampling)
-        if question.salt:
-            request.cache_salt = question.salt
         try:
-            self.answer = await collect(asker.ask(request, self._came, self._attached))
+            self.answer = await asker.ask(self.question, came=self._came, attached=self._attached)
         except (BatonError, AssertionError) as error:
             self.error = error
         finally:
@@ -101,16 +73,19 @@ class Asked:
 
 
 class Load:
-    """Keeps `AT_ONCE` requests going in the block, each worker one after the other, until told to finish.
+    """Keeps `at_once` requests going in the block, each worker one after the other, until told to finish. Each request
+    is asked by what `asker` gives then.
 
     Nothing of it runs on after the block.
     """
 
-    def __init__(self, asker: Callable[[], Asker], questions: Callable[[], Question]) -> None:
-        """`asker` is asked for one for each question."""
+    def __init__(
+        self, asker: Callable[[], Asker], questions: Callable[[], Question], *, at_once: int = AT_ONCE
+    ) -> None:
         self.asked: list[Asked] = []
         self._asker = asker
         self._questions = questions
+        self._at_once = at_once
         self._finishing = False
         self._workers: list[asyncio.Task[None]] = []
 
@@ -126,7 +101,7 @@ class Load:
 
     async def __aenter__(self) -> Self:
         """Returns when every worker's first answer has begun."""
-        self._workers = [asyncio.create_task(self._work()) for _ in range(AT_ONCE)]
+        self._workers = [asyncio.create_task(self._work()) for _ in range(self._at_once)]
         await asyncio.sleep(0)
         await asyncio.gather(*(asked.begun.wait() for asked in self.asked))
         return self
@@ -143,38 +118,3 @@ class Load:
             await asked.task
             if asked.failed:
                 return
-
-
-class MockQuestions:
-    """Questions to the mock engine, greedy and seeded in turn."""
-
-    mark = MARK
-
-    def __init__(self, seed: int, *, marked_tokens: int = 400) -> None:
-        self._rng = random.Random(seed)
-        self._marked_tokens = marked_tokens
-        self._count = 0
-
-    def __call__(self) -> Question:
-        rng = self._rng
-        prompt = [rng.randrange(1, MARK) for _ in range(rng.choice((8, 40, 150, 300)))]
-        return self._question(prompt, rng.randrange(60, 160))
-
-    def marked(self) -> Question:
-        """400 tokens of prompt are four chunks."""
-        rest = [self._rng.randrange(1, MARK) for _ in range(self._marked_tokens - 1)]
-        return self._question([MARK, *rest], 120)
-
-    def short(self) -> Question:
-        return self._question([self._rng.randrange(1, MARK) for _ in range(100)], 4)
-
-    def _question(self, prompt: list[int], count: int) -> Question:
-        self._count += 1
-        seeded = {"temperature": 0.8, "top_p": 0.9, "seed": self._count}
-        sampling: dict[str, Any] = seeded if self._count % 2 else {}
-        expected = mock_tokens(prompt, count, **sampling)
-        logprobs = None
-        if self._count % 3 == 0:
-            sampling = {**sampling, "logprobs": 1}
-            logprobs = [(0.0, [token], [0.0]) for token in expected]
-        return Question(prompt=prompt, max_tokens=count, sampling=sampling, expected=expected, logprobs=logprobs)

@@ -176,9 +176,8 @@ def _wrap_taking_over(points: Failpoints, marks: Marks) -> None:
 
 def wrap_router(points: Failpoints, marks: Marks) -> None:
     """A call is known by its secret here, whatever ids its attempts have."""
-    from router.resume import ResumeToken
-
     from router.node import RouterNode
+    from router.resume import ResumeToken
 
     real_generate, real_attach, real_forget = RouterNode.generate, RouterNode.attach, RouterNode.forget
 

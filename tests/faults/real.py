@@ -27,8 +27,9 @@ from tests.faults.cluster import (
     faulty,
     with_ports,
 )
-from tests.faults.load import Asked, Question
+from tests.faults.load import Asked
 from tests.faults.points import Failpoint, Side
+from tests.faults.questions import Question
 from tests.faults.signals import Blow, SignalCase
 from tests.support.cluster_harness import assert_conserved
 

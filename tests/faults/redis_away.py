@@ -15,7 +15,7 @@ from tests.faults.links import Played
 from tests.faults.load import Asked
 from tests.faults.outcome import Outcome
 from tests.faults.points import Failpoint, Side, Struck
-from tests.faults.signals import Questions
+from tests.faults.questions import Questions
 from tests.support.redis_harness import RedisServer, redis_server
 
 

@@ -8,33 +8,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, Protocol
+from typing import Final
 
 from cli.services import Service
 from cli.supervisor import DIRECTORY_NAME
 from tests.faults.cluster import TTL_MS, WAIT_S_MAX, FaultyCluster
-from tests.faults.load import Asked, Load, Question
+from tests.faults.load import Asked, Load
 from tests.faults.outcome import Outcome
 from tests.faults.points import END_POINTS, SIGNAL_POINTS, Failpoint, Hit, Side, Struck
+from tests.faults.questions import Questions
 from tests.support.cluster_harness import assert_conserved, leftovers, wait_for
 
 MARKED_MAX: Final = 5
 """Marked requests asked, one after the other, before a case counts as one that cannot be played."""
-
-
-class Questions(Protocol):
-    """Where the requests of a case come from."""
-
-    @property
-    def mark(self) -> int: ...
-
-    def __call__(self) -> Question: ...
-
-    def marked(self) -> Question: ...
-
-    def short(self) -> Question:
-        """Of few tokens; its prompt is long enough that a mixed node hands it over."""
-        ...
 
 
 class Blow(Enum):

@@ -1,0 +1,133 @@
+"""A client of the OpenAI endpoints that knows Last-Event-ID, and nothing else of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, Final
+
+from batonpb import common_pb2, inference_pb2
+
+from baton.endpoint import split_endpoint
+from baton.errors import BatonError, Reason
+from tests.faults.asking import ANSWER_S_MAX, PAUSE_S
+from tests.faults.questions import Question
+from tests.support.cluster_harness import Answer
+
+TRY_AGAIN: Final = frozenset({429, 500, 502, 503, 504})
+_REASONS: Final = {"length": common_pb2.FINISH_REASON_LENGTH, "stop": common_pb2.FINISH_REASON_STOP}
+
+_Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class WebAsker:
+    """Asks the first of these routers, and the others where it must; connections are used again. The ids of the tokens
+    are their names beside their log-probabilities: without a tokenizer a router has no others."""
+
+    def __init__(self, endpoints: Sequence[str]) -> None:
+        self._endpoints = endpoints
+        self._idle: dict[str, list[_Connection]] = {endpoint: [] for endpoint in endpoints}
+
+    async def ask(self, question: Question, *, came: Callable[[], None], attached: Callable[[], None]) -> Answer:
+        body = {"model": "mock", "prompt": question.prompt, "max_tokens": question.max_tokens, "stream": True}
+        body |= {"resumable": True, **question.sampling, "logprobs": 1}
+        chunks, last_id, turn = list[Mapping[str, Any]](), "", 0
+        try:
+            async with asyncio.timeout(ANSWER_S_MAX):
+                while not chunks or chunks[-1] != {}:
+                    endpoint = self._endpoints[turn % len(self._endpoints)]
+                    try:
+                        async for last_id, chunk in self._chunks(endpoint, body, last_id):
+                            chunks.append(chunk)
+                            came()
+                    except (OSError, EOFError):
+                        turn += 1
+                        if last_id:
+                            attached()
+                        await asyncio.sleep(PAUSE_S)
+        except TimeoutError:
+            text = f"No answer within {ANSWER_S_MAX:g} s: {len(chunks)} chunks, {turn} lost connections."
+            raise BatonError(Reason.PEER_UNREACHABLE, text) from None
+        return _answer(chunks)
+
+    async def _chunks(
+        self, endpoint: str, body: Mapping[str, Any], last_id: str
+    ) -> AsyncIterator[tuple[str, Mapping[str, Any]]]:
+        """Each with the id that was the last when it came; an empty one at the end of the stream. Raises OSError or
+        EOFError where it ends sooner or the router asks to come again, BatonError where it refuses for good."""
+        idle = self._idle[endpoint]
+        reader, writer = idle.pop() if idle else await asyncio.open_connection(*split_endpoint(endpoint))
+        keep = False
+        try:
+            text = json.dumps(body)
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(text)}\r\n"
+            writer.write(
+                f"{head}Last-Event-ID: {last_id}\r\n\r\n{text}".encode() if last_id else f"{head}\r\n{text}".encode()
+            )
+            status, headers = await _head(reader)
+            if status != 200:
+                said = (await reader.readexactly(int(headers["content-length"]))).decode()
+                if status in TRY_AGAIN:
+                    raise ConnectionError(said)
+                raise BatonError(Reason.BAD_FIELD, f"HTTP {status}: {said}")
+            async for name, value in _fields(reader):
+                if name == "id":
+                    last_id = value
+                elif name == "data" and value != "[DONE]":
+                    chunk = json.loads(value)
+                    if "error" in chunk:
+                        raise ConnectionError(value)
+                    yield last_id, chunk
+            keep = headers.get("connection") != "close"
+            yield last_id, {}
+        finally:
+            if keep:
+                idle.append((reader, writer))
+            else:
+                writer.close()
+
+    async def close(self) -> None:
+        for idle in self._idle.values():
+            for _, writer in idle:
+                writer.close()
+
+
+async def _head(reader: asyncio.StreamReader) -> tuple[int, Mapping[str, str]]:
+    lines = (await reader.readuntil(b"\r\n\r\n")).decode().splitlines()
+    pairs = (line.partition(": ") for line in lines[1:] if line)
+    return int(lines[0].split()[1]), {name.lower(): value for name, _, value in pairs}
+
+
+async def _fields(reader: asyncio.StreamReader) -> AsyncIterator[tuple[str, str]]:
+    """Of the events in a chunked body, to its end."""
+    text = ""
+    while size := int(await reader.readuntil(b"\r\n"), 16):
+        text += (await reader.readexactly(size + 2))[:-2].decode()
+        *lines, text = text.split("\n")
+        for line in lines:
+            if line:
+                name, _, value = line.partition(": ")
+                yield name, value
+    await reader.readuntil(b"\r\n")
+
+
+def _answer(chunks: Sequence[Mapping[str, Any]]) -> Answer:
+    """Raises AssertionError where the end is missing or comes twice."""
+    choices = [choice for chunk in chunks for choice in chunk.get("choices", ())]
+    ids, logprobs = list[int](), list[common_pb2.TokenLogprobs]()
+    for found in [choice["logprobs"] for choice in choices if choice["logprobs"] is not None]:
+        ids.extend(map(int, found["tokens"]))
+        for value, top in zip(found["token_logprobs"], found["top_logprobs"], strict=True):
+            each = common_pb2.TokenLogprobs(logprob=value, top_ids=map(int, top), top_logprobs=top.values())
+            logprobs.append(each)
+    (reason,) = {choice["finish_reason"] for choice in choices} - {None}
+    assert [choice["finish_reason"] for choice in choices].count(reason) == 1, "the answer has ended twice"
+    return Answer(
+        ids=ids,
+        text="",
+        reason=_REASONS[reason],
+        stats=inference_pb2.RequestStats(),
+        batches=len(chunks),
+        logprobs=logprobs,
+    )
