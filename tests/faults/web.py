@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, Final
 
 from batonpb import common_pb2, inference_pb2
@@ -38,9 +39,11 @@ class WebAsker:
                 while not chunks or chunks[-1] != {}:
                     endpoint = self._endpoints[turn % len(self._endpoints)]
                     try:
-                        async for last_id, chunk in self._chunks(endpoint, body, last_id):
-                            chunks.append(chunk)
-                            came()
+                        async with aclosing(self._chunks(endpoint, body, last_id)) as coming:
+                            async for id_, chunk in coming:
+                                last_id = id_ or last_id
+                                chunks.append(chunk)
+                                came()
                     except (OSError, EOFError):
                         turn += 1
                         if last_id:
@@ -53,34 +56,35 @@ class WebAsker:
 
     async def _chunks(
         self, endpoint: str, body: Mapping[str, Any], last_id: str
-    ) -> AsyncIterator[tuple[str, Mapping[str, Any]]]:
-        """Each with the id that was the last when it came; an empty one at the end of the stream. Raises OSError or
-        EOFError where it ends sooner or the router asks to come again, BatonError where it refuses for good."""
+    ) -> AsyncGenerator[tuple[str, Mapping[str, Any]], None]:
+        """Each with the id of its event; an empty one at the end of the stream. Raises OSError or EOFError where it
+        ends sooner or the router asks to come again, BatonError where it refuses for good."""
         idle = self._idle[endpoint]
         reader, writer = idle.pop() if idle else await asyncio.open_connection(*split_endpoint(endpoint))
         keep = False
         try:
             text = json.dumps(body)
             head = f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(text)}\r\n"
-            writer.write(
-                f"{head}Last-Event-ID: {last_id}\r\n\r\n{text}".encode() if last_id else f"{head}\r\n{text}".encode()
-            )
+            head += f"Last-Event-ID: {last_id}\r\n" if last_id else ""
+            writer.write(f"{head}\r\n{text}".encode())
             status, headers = await _head(reader)
             if status != 200:
                 said = (await reader.readexactly(int(headers["content-length"]))).decode()
                 if status in TRY_AGAIN:
                     raise ConnectionError(said)
                 raise BatonError(Reason.BAD_FIELD, f"HTTP {status}: {said}")
-            async for name, value in _fields(reader):
-                if name == "id":
-                    last_id = value
-                elif name == "data" and value != "[DONE]":
-                    chunk = json.loads(value)
+            done = False
+            async for event in _events(reader):
+                done |= event["data"] == "[DONE]"
+                if not done:
+                    chunk = json.loads(event["data"])
                     if "error" in chunk:
-                        raise ConnectionError(value)
-                    yield last_id, chunk
+                        raise ConnectionError(event["data"])
+                    yield event.get("id", ""), chunk
+            if not done:
+                raise EOFError
             keep = headers.get("connection") != "close"
-            yield last_id, {}
+            yield "", {}
         finally:
             if keep:
                 idle.append((reader, writer))
@@ -99,16 +103,19 @@ async def _head(reader: asyncio.StreamReader) -> tuple[int, Mapping[str, str]]:
     return int(lines[0].split()[1]), {name.lower(): value for name, _, value in pairs}
 
 
-async def _fields(reader: asyncio.StreamReader) -> AsyncIterator[tuple[str, str]]:
-    """Of the events in a chunked body, to its end."""
-    text = ""
+async def _events(reader: asyncio.StreamReader) -> AsyncIterator[Mapping[str, str]]:
+    """In a chunked body, to its end: the fields of each."""
+    text, event = "", dict[str, str]()
     while size := int(await reader.readuntil(b"\r\n"), 16):
         text += (await reader.readexactly(size + 2))[:-2].decode()
         *lines, text = text.split("\n")
         for line in lines:
             if line:
                 name, _, value = line.partition(": ")
-                yield name, value
+                event[name] = value
+            elif event:
+                yield event
+                event = {}
     await reader.readuntil(b"\r\n")
 
 
