@@ -6,7 +6,7 @@ import asyncio
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +21,7 @@ from node.peers import OUT_OF_REACH
 from tests.faults.asking import Asker, GrpcAsker
 from tests.faults.points import ARMED_ENV, NTH, Failpoint, Strike, Struck, Trigger
 from tests.support.cluster_harness import ROUTER_NAME, Client, RunningCluster, mock_spec, wait_for
+from tests.support.fork_server import forked_children
 from tests.support.ports import free_ports
 
 WAIT_S_MAX: Final = 120.0
@@ -241,9 +242,10 @@ class FaultyCluster(RunningCluster):
 
 
 @asynccontextmanager
-async def faulty(spec: ClusterSpec) -> AsyncIterator[FaultyCluster]:
-    """A cluster for the length of the block; nothing of it is left afterwards."""
-    with tempfile.TemporaryDirectory(prefix="baton-faults-") as folder:
+async def faulty(spec: ClusterSpec, *, forked: bool = True) -> AsyncIterator[FaultyCluster]:
+    """A cluster for the length of the block; nothing of it is left afterwards. `forked` processes start within tenths
+    of a second."""
+    with tempfile.TemporaryDirectory(prefix="baton-faults-") as folder, forked_children() if forked else nullcontext():
         cluster = FaultyCluster(spec, Path(folder))
         try:
             await cluster.start()

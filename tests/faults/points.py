@@ -19,7 +19,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final, Self
 
-ARMED_ENV: Final = "FAULTS_ARMED_FILE"
+ARMED_ENV: Final = "BATON_TESTS_ARMED"
 ASK_S_MAX: Final = 120.0
 """How long a node waits for the test to strike, when the test has died."""
 

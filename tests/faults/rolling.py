@@ -69,7 +69,7 @@ class RollingCase:
 
 @asynccontextmanager
 async def rolling_cluster(*, seed: int) -> AsyncIterator[tuple[FaultyCluster, Questions]]:
-    async with faulty(faulty_spec(web=True)) as cluster:
+    async with faulty(faulty_spec(web=True), forked=False) as cluster:
         yield cluster, MockQuestions(seed=6 + seed)
 
 
