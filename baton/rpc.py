@@ -124,6 +124,11 @@ class RpcLimits:
             raise InvalidField("public_deadline_ms_default", "must not exceed public_deadline_ms_max")
 
 
+def client_source(context: _Context, proxies: Sequence[Network]) -> str | None:
+    """Whom a public call counts for in limits by address; None for a proxy of ours."""
+    return _source(_host(context), proxies)
+
+
 def time_left_s(context: _Context, limits: RpcLimits) -> float:
     """Seconds until the current public call ends, by its deadline or by the server's default or maximum."""
     left_s = _deadline_left_s(context)
@@ -447,9 +452,7 @@ class _Edge(grpc.aio.ServerInterceptor):
             return nullcontext()
         if not _is_public(method):
             return self._slots.running()
-        address = parse_address(host) if self.proxies else None
-        trusted = address is not None and is_trusted(address, self.proxies)
-        return self._slots.public(None if trusted else source_of(host), self.refused)
+        return self._slots.public(_source(host, self.proxies), self.refused)
 
 
 def _received_bytes_max(limits: RpcLimits, *, public: bool) -> int:
@@ -466,6 +469,11 @@ def _host(context: _Context) -> str:
     """The caller's address, without its port and its zone."""
     _, _, address = context.peer().partition(":")
     return unquote(address).rpartition(":")[0].strip("[]").partition("%")[0]
+
+
+def _source(host: str, proxies: Sequence[Network]) -> str | None:
+    address = parse_address(host) if proxies else None
+    return None if address is not None and is_trusted(address, proxies) else source_of(host)
 
 
 def _refusal(status: grpc.Status) -> _Handler:

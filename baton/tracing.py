@@ -17,7 +17,7 @@ from baton.ids import RequestId
 REQUEST_ID_KEY: Final = "x-request-id"
 TRACEPARENT_KEY: Final = "traceparent"
 
-_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 _TRACEPARENT: Final = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _SAMPLED: Final = 0x01
 
@@ -69,7 +69,7 @@ class CallMetadata:
 
 def call_metadata(*, request_id: RequestId, traceparent: Traceparent) -> tuple[tuple[str, str], ...]:
     """Metadata for an outgoing call. `traceparent` is the child made for this call, not its parent."""
-    assert _REQUEST_ID.fullmatch(request_id), request_id
+    assert REQUEST_ID.fullmatch(request_id), request_id
     return ((REQUEST_ID_KEY, request_id), (TRACEPARENT_KEY, str(traceparent)))
 
 
@@ -79,7 +79,7 @@ def read_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> CallMet
     traceparent: Traceparent | None = None
     for key, value in metadata or ():
         if key == REQUEST_ID_KEY:
-            if not isinstance(value, str) or not _REQUEST_ID.fullmatch(value):
+            if not isinstance(value, str) or not REQUEST_ID.fullmatch(value):
                 raise BatonError(
                     Reason.BAD_REQUEST_ID,
                     f"Metadata {REQUEST_ID_KEY} must be 1 to 64 letters, digits or '._:-'; leave it out to get one.",

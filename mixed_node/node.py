@@ -16,7 +16,7 @@ import secrets
 
 from baton.drain import Holdings
 from baton.errors import BatonError, Reason
-from baton.ids import GrantId, Incarnation, RequestKey
+from baton.ids import GrantId, RequestKey
 from baton.wire import NodeLoad
 from decode_node.job import why_never
 from decode_node.node import DecodeNode
@@ -84,7 +84,7 @@ class MixedNode:
             self._blocks.ledger.unpromise(promise)
             return None
         self._first[job.key] = job.drawn
-        self.decode.keep(seq, router=Incarnation(job.request.router), deadline_s=job.deadline_s)
+        self.decode.keep(seq, job.request, deadline_s=job.deadline_s)
         self._kept += 1
         return seq
 
@@ -96,7 +96,8 @@ class MixedNode:
 
     def _check_new(self, key: RequestKey) -> None:
         """A Cancel or Resolve may have come first, and it wins."""
-        if self.decode.streams.find(key) is not None:
+        self.decode.check_not_taken_over(key)
+        if key in self.decode.streams:
             raise BatonError(Reason.REQUEST_EXISTS, f"Attempt {key.attempt} of request {key.request} is here already.")
         if self.decode.receiver.grants.is_over(key):
             raise BatonError(Reason.CANCELLED, f"Attempt {key.attempt} of request {key.request} is over already.")

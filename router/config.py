@@ -165,8 +165,6 @@ class RouterConfig(ProcessConfig):
         "how long a client with too many unread tokens must have read nothing before it is disconnected",
         "Clients pause for longer in the middle of an answer.",
     )
-    http_bodies_bytes_max: int = fixed(64 << 20)
-    """Bytes of HTTP bodies that are under way at the same time, over all connections."""
     retries: RetryConfig = field(default_factory=RetryConfig)
     cancel_ms_max: int = fixed(1_000)
     """How long one cancel call to a node may take."""

@@ -17,7 +17,7 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message, Scope
 
-from baton.endpoint import Address, Network, is_trusted, parse_address
+from baton.endpoint import Address, Network, is_trusted, parse_address, source_of
 from baton.errors import BatonError
 from baton.log import get_log
 from router import openai
@@ -51,6 +51,9 @@ END_MS: Final = 0.1
 
 SURPLUS: Final = "surplus connection"
 """In a call's state: its connection, or the call of a proxy's client, was one too many when it came."""
+
+SOURCE: Final = "source"
+"""Who the call counts for in limits by address; None for a proxy of ours."""
 
 _STATUS: Final = {each.value: b"HTTP/1.1 %d %s\r\n" % (each.value, each.phrase.encode()) for each in http.HTTPStatus}
 _STATUS[499] = b"HTTP/1.1 499 \r\n"
@@ -356,7 +359,7 @@ class HttpCall:
             "raw_path": head.raw_path,
             "query_string": head.query,
             "headers": head.headers,
-            "state": {SURPLUS: surplus},
+            "state": {SURPLUS: surplus, SOURCE: source_of(str(caller)) if caller is not None else None},
         }
 
     async def _receive(self) -> Message:

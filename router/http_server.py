@@ -9,8 +9,9 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing, suppress
+from random import Random
 from typing import Any, Final, NoReturn
 
 from batonpb import common_pb2, inference_pb2
@@ -29,17 +30,20 @@ from baton.endpoint import join_endpoint, split_endpoint
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import RequestId
 from baton.log import get_log
+from baton.retry_time import whole_seconds_ms
 from baton.tracing import CallMetadata, Traceparent, new_request_id, read_metadata
 from router import openai
+from router.byte_shares import TextOwner
 from router.choices import Answer, run_choices
 from router.config import RouterConfig
-from router.http_connection import SURPLUS, HttpConnection, Served
+from router.http_connection import SOURCE, SURPLUS, HttpConnection, Served
 from router.http_slots import Slots
 from router.keys import Admission
 from router.node import CutOff, RouterNode, client_guard
 from router.openai import Json, OpenAiCall, Replies
 from router.request import ClientCall
 from router.text_jobs import parse_call
+from router.text_workers import SHORT_BYTES_MAX
 from router.turns import Turns
 
 log = get_log("http")
@@ -157,8 +161,6 @@ def _client_left() -> BatonError:
     return BatonError(Reason.CANCELLED, "The client has left.")
 
 
-BODY_OWN_BYTES = 65_536
-"""Of each body that are taken however many bytes others have under way."""
 BODY_BYTES_PER_S = 1_024
 """What a body must bring once `http_body_ms_free` is over."""
 SURPLUS_CONNECTIONS_MAX = 64
@@ -179,8 +181,6 @@ class OpenAiApp:
     def __init__(self, node: RouterNode) -> None:
         self._node = node
         self._began = int(time.time())
-        self._body_bytes = 0
-        """Of bodies that have begun to come and are not parsed yet."""
 
     def asgi(self) -> Starlette:
         return Starlette(
@@ -204,14 +204,17 @@ class OpenAiApp:
         try:
             called = read_metadata([(name.lower(), value) for name, value in request.headers.items()])
             request_id = request.state.request_id = called.request_id or request_id
-            async with self._body(request) as raw:
+            source = request.scope["state"][SOURCE]
+            owner = TextOwner(address=source, key=admission.key.name if admission is not None else None)
+            with self._node.texts.holding(owner) as hold:
+                raw = await self._read_body(request, hold)
                 special_tokens = admission is not None and admission.key.special_tokens
                 context_len_max = self._node.context_len_max()
-                parsed = self._node.texts.run(parse_call, raw, chat, special_tokens, context_len_max)
+                parsed = self._node.texts.run_held(owner, parse_call, raw, chat, special_tokens, context_len_max)
                 call = await first_of(parsed, _left(request.receive))
             if admission is not None:
                 admission.widen(len(call.requests) * call.n)
-            return self._reply(call, called, request_id, admission)
+            return self._reply(call, called, request_id, source, admission)
         except BatonError as error:
             if error.reason is not Reason.CANCELLED:
                 self._node.request_log.refused(error, door="http", request_id=request_id)
@@ -244,7 +247,12 @@ class OpenAiApp:
         return JSONResponse({"version": baton_version()})
 
     def _reply(
-        self, call: OpenAiCall, called: CallMetadata, request_id: RequestId, admission: Admission | None
+        self,
+        call: OpenAiCall,
+        called: CallMetadata,
+        request_id: RequestId,
+        source: str | None,
+        admission: Admission | None,
     ) -> CallReply:
         node, now_s = self._node, asyncio.get_running_loop().time
         node.check_open()
@@ -258,7 +266,14 @@ class OpenAiApp:
         def events(cut_off: CutOff) -> Events:
             def ask(message: inference_pb2.GenerateRequest, choice: int) -> Answer:
                 child = trace.child(node.rng)
-                client = ClientCall(id=request_id, trace=child, deadline_s=deadline_s, choice=choice, cut_off=cut_off)
+                client = ClientCall(
+                    id=request_id,
+                    trace=child,
+                    deadline_s=deadline_s,
+                    choice=choice,
+                    source=source,
+                    cut_off=cut_off,
+                )
                 if admission is not None:
                     client = admission.sign(client, now_s, repeats_prompt=choice > 0)
                 return node.generate(message, client)
@@ -275,33 +290,22 @@ class OpenAiApp:
         )
         return CallReply(events, replies, headers={"x-request-id": request_id}, timeout_s=timeout_s)
 
-    @asynccontextmanager
-    async def _body(self, request: Request) -> AsyncIterator[bytearray]:
-        """The whole body, which counts as under way for as long. Raises BatonError where it is too long, or does not
-        come."""
+    async def _read_body(self, request: Request, hold: Callable[[int], None]) -> bytearray:
+        """The whole body. Raises BatonError where it is too long, or does not come."""
         body = bytearray()
-        try:
-            await self._read_body(request, body)
-            yield body
-        finally:
-            self._body_bytes -= len(body)
-
-    async def _read_body(self, request: Request, body: bytearray) -> None:
-        """Append to `body`, and count."""
         config, bytes_max = self._node.config, self._node.config.http_body_bytes_max
         began_s = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(config.http_body_ms_free / 1000) as limit:
                 async for part in request.stream():
                     body += part
-                    self._body_bytes += len(part)
                     took_ms_max = config.http_body_ms_free + 1000 * len(body) // BODY_BYTES_PER_S
                     limit.reschedule(began_s + min(config.http_body_ms_max, took_ms_max) / 1000)
                     if len(body) > bytes_max:
                         raise bad_field("body", f"The body is longer than {bytes_max} bytes, the limit.")
-                    if len(body) > BODY_OWN_BYTES and self._body_bytes > config.http_bodies_bytes_max:
-                        text = "This router is reading as many bytes of bodies as it can hold."
-                        raise BatonError(Reason.TOO_MANY_CALLS, text, retry_after_ms=1_000)
+                    if len(body) > SHORT_BYTES_MAX:
+                        hold(len(body))
+            return body
         except TimeoutError as error:
             raise BatonError(Reason.DEADLINE, "The body of the request did not come in time.") from error
         except ClientDisconnect as error:
@@ -312,10 +316,16 @@ class HttpServer:
     """Serves an app on the running loop. `start` once, then `stop`."""
 
     def __init__(
-        self, app: ASGIApp, config: RouterConfig, *, refused: Callable[[BatonError], None] = lambda _error: None
+        self,
+        app: ASGIApp,
+        config: RouterConfig,
+        *,
+        rng: Random,
+        refused: Callable[[BatonError], None] = lambda _error: None,
     ) -> None:
         """`refused` is called for each connection that is one too many, and for each that brings no HTTP."""
         self._app = app
+        self._rng = rng
         self._refused = refused
         self._connections_max = most = config.http_connections_max
         self._grace_s = config.stop_grace_ms / 1000
@@ -398,7 +408,7 @@ class HttpServer:
         text = (
             f"This router has {self._connections_max} HTTP connections, the limit, or your address its share of them."
         )
-        error = BatonError(Reason.TOO_MANY_CALLS, text, retry_after_ms=1_000)
+        error = BatonError(Reason.TOO_MANY_CALLS, text, retry_after_ms=whole_seconds_ms(self._rng.random()))
         self._refused(error)
         await error_response(error)(scope, receive, send)
 

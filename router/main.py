@@ -146,14 +146,14 @@ def _open_http(
         app: ASGIApp = OpenAiApp(node).asgi()
         if keys is not None:
             app = KeyedApp(app, keys.book, rng=node.rng, request_log=node.request_log)
-        servers["http"] = HttpServer(app, config, refused=partial(node.request_log.refused, door="http"))
+        servers["http"] = HttpServer(app, config, rng=node.rng, refused=partial(node.request_log.refused, door="http"))
         endpoints["http"] = servers["http"].start(config.http_listen)
     if metrics is not None:
         from router.http_server import HttpServer
         from router.metrics_server import metrics_app
 
         assert config.metrics_listen is not None
-        servers["metrics"] = HttpServer(metrics_app(metrics), config)
+        servers["metrics"] = HttpServer(metrics_app(metrics), config, rng=node.rng)
         endpoints["metrics"] = servers["metrics"].start(config.metrics_listen, setting="metrics_listen")
     return endpoints
 

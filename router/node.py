@@ -27,6 +27,7 @@ from baton.tasks import Tasks
 from baton.tracing import Traceparent, new_request_id
 from baton.wire import ModelInfo, NodeRecord, Role
 from engine.model_config import SamplingDefaults
+from router.byte_shares import TextOwner
 from router.config import RouterConfig
 from router.decode_streams import DecodeStreams, DecodeSubscription, Inbox
 from router.line import Place
@@ -168,7 +169,7 @@ class RouterNode:
         self._prefill_nodes = PrefillNodes(blocks_max=config.prefix_blocks_max)
         self._line = WaitingLine(config, rng)
         self._prefill_calls = PrefillCalls(self._prefill_nodes, self.streams, rng, placed=self._line.placed)
-        self.texts = TextWorkers(prompts)
+        self.texts = TextWorkers(prompts, rng.random)
         self._regions = RegionWatch()
 
     async def generate(
@@ -239,7 +240,8 @@ class RouterNode:
         prompt: Sequence[int] = request.token_ids.ids  # copied once its length has been checked
         if request.WhichOneof("prompt") in ("text", "chat"):
             raw = request.SerializeToString()
-            prompt = await self.texts.run(encode_prompt, raw, call.special_tokens, self.context_len_max())
+            owner = TextOwner(address=call.source, key=call.key_name)
+            prompt = await self.texts.run(owner, encode_prompt, raw, call.special_tokens, self.context_len_max())
         model, limit = self.model(), self.config.max_tokens_default
         checked = check_request(
             request,

@@ -95,6 +95,8 @@ class ClientCall:
     priority: Priority = Priority.NORMAL
     special_tokens: bool = False
     """Whether messages of its chat may spell special tokens out; else these are text."""
+    source: str | None = None
+    """The address that it counts for; None for a proxy of ours."""
     key_name: str | None = None
     """Of the API key that it came with."""
     key_salt: str | None = None

@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import Attempt, Incarnation, RequestId
+from baton.tracing import REQUEST_ID
 
 RESUMABLE_ANSWERS_MAX: Final = 16
 """Answers of one call that may be resumed: a token names each of them."""
@@ -43,6 +44,10 @@ class Place:
     """CRC-32 of the ids of the tokens."""
     finished: bool = False
     """The client has the end of the answer too."""
+    text_offset: int = 0
+    """Over HTTP, with log-probabilities of a completion: characters of the tokens' own texts."""
+    prompt_tokens: int = 0
+    """Over HTTP, where finished."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +59,11 @@ class ResumeToken:
     digest: int
     """Of the request."""
     places: tuple[Place, ...]
+    http: resume_pb2.HttpCall | None = None
+    """Of a call over HTTP: what its chunks say."""
 
     def encode(self) -> str:
-        message = resume_pb2.ResumeToken(secret=self.secret, seed=self.seed, request_digest=self.digest)
+        message = resume_pb2.ResumeToken(secret=self.secret, seed=self.seed, request_digest=self.digest, http=self.http)
         for place in self.places:
             message.places.add(
                 request=bytes.fromhex(place.request),
@@ -66,6 +73,8 @@ class ResumeToken:
                 chars=place.chars,
                 tokens_crc=place.crc,
                 finished=place.finished,
+                text_offset=place.text_offset,
+                prompt_tokens=place.prompt_tokens,
             )
         return base64.urlsafe_b64encode(message.SerializeToString()).decode().rstrip("=")
 
@@ -80,7 +89,8 @@ class ResumeToken:
         except (ValueError, binascii.Error, DecodeError):
             message = resume_pb2.ResumeToken()
         well = len(message.secret) == SECRET_BYTES and 1 <= len(message.places) <= RESUMABLE_ANSWERS_MAX
-        if not well or any(len(place.request) not in (0, REQUEST_ID_BYTES) for place in message.places):
+        well = well and all(len(place.request) in (0, REQUEST_ID_BYTES) for place in message.places)
+        if not well or not _is_http_call(message):
             text = "This is no resume token. Send the one that came with the last event, unchanged."
             raise bad_field(field, text) from None
         return cls(
@@ -88,7 +98,16 @@ class ResumeToken:
             seed=message.seed,
             digest=message.request_digest,
             places=tuple(map(_place, message.places)),
+            http=message.http if message.HasField("http") else None,
         )
+
+
+def _is_http_call(message: resume_pb2.ResumeToken) -> bool:
+    """Or none over HTTP."""
+    call = message.http
+    if not message.HasField("http"):
+        return True
+    return bool(REQUEST_ID.fullmatch(call.id)) and call.n > 0 and len(message.places) % call.n == 0
 
 
 def _place(message: resume_pb2.ResumePlace) -> Place:
@@ -100,6 +119,8 @@ def _place(message: resume_pb2.ResumePlace) -> Place:
         chars=message.chars,
         crc=message.tokens_crc,
         finished=message.finished,
+        text_offset=message.text_offset,
+        prompt_tokens=message.prompt_tokens,
     )
 
 
@@ -117,16 +138,15 @@ class Resume:
     """What the client has, of a call that attaches. None: it begins."""
     said: tuple[int, ...] = ()
     """The ids that the client says it has, all of them from index 0; empty where it does not say."""
-    take_state: Callable[[resume_pb2.ResumeState], None] = lambda _state: None
-    """Called with what the answer's node has kept of the call, before the first event, where it is taken over."""
 
     @classmethod
-    def attach(cls, token: ResumeToken, answer: int = 0, *, said: Sequence[int] = ()) -> Resume:
-        """Of one answer of the token's. Raises BatonError BAD_FIELD where the ids are not those that were sent."""
+    def attach(cls, token: ResumeToken, answer: int = 0, *, said: Sequence[int] = (), field: str = "output") -> Resume:
+        """Of one answer of the token's. Raises BatonError BAD_FIELD, naming `field`, where the ids are not those that
+        were sent."""
         place = token.places[answer]
         if said and (len(said) != place.tokens or tokens_crc(said) != place.crc):
             raise bad_field(
-                "output",
+                field,
                 f"The {len(said)} token ids are not the {place.tokens} that came with the events up to this resume "
                 "token. Send all that you have, from the first on, or none.",
             )
@@ -143,15 +163,17 @@ class Resume:
 class Places:
     """Those of all answers of a call, in one token."""
 
-    def __init__(self, places: Sequence[Place]) -> None:
+    def __init__(self, places: Sequence[Place], http: resume_pb2.HttpCall) -> None:
         """What the client has at the beginning: `Place()` for each answer of a new call."""
         self._places = list(places)
+        self._http = http
 
-    def merge(self, answer: int, resume_token: str) -> str:
-        """The call's token behind an event of one answer, from that event's own."""
+    def merge(self, answer: int, resume_token: str, noted: Callable[[Place], Place]) -> str:
+        """The call's token behind an event of one answer, from that event's own. `noted` adds what it says beside."""
         one = ResumeToken.decode(resume_token)
-        (self._places[answer],) = one.places
-        return replace(one, places=tuple(self._places)).encode()
+        (place,) = one.places
+        self._places[answer] = noted(place)
+        return replace(one, places=tuple(self._places), http=self._http).encode()
 
 
 def tag(secret: bytes, key_name: str | None) -> bytes:

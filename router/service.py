@@ -12,8 +12,9 @@ from batonpb import inference_pb2
 
 from baton.errors import BatonError
 from baton.ids import RequestId
-from baton.rpc import time_left_s
+from baton.rpc import client_source, time_left_s
 from baton.tracing import CallMetadata, Traceparent, new_request_id, read_metadata
+from router.byte_shares import TextOwner
 from router.keys import Admission, KeyBook, authorization_of
 from router.node import CutOff, RouterNode, client_guard
 from router.request import ClientCall
@@ -30,6 +31,7 @@ class InferenceService:
         """None: everybody may ask."""
         self._node = node
         self._keys = keys
+        self._proxies = node.config.trusted_networks()
 
     def add_to_server(self, server: Any) -> None:
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
@@ -44,7 +46,7 @@ class InferenceService:
 
     async def _generate(self, raw: bytes, context: Any) -> None:
         with self._admitted(context) as admission:
-            request = await self._read(raw)
+            request = await self._read(raw, self._source(context), admission)
             async with (
                 client_guard() as cut_off,
                 aclosing(self._events(request, context, admission, cut_off)) as events,
@@ -66,6 +68,7 @@ class InferenceService:
             trace=parent.child(rng) if parent is not None else Traceparent.new(rng, sampled=False),
             deadline_s=now_s() + time_left_s(context, self._node.config.rpc),
             choice=request.sampling.choice,
+            source=self._source(context),
             cut_off=cut_off,
         )
         return self._node.generate(request, call if admission is None else admission.sign(call, now_s))
@@ -99,13 +102,17 @@ class InferenceService:
             raise
         return called
 
-    async def _read(self, raw: bytes) -> inference_pb2.GenerateRequest:
+    def _source(self, context: Any) -> str | None:
+        return client_source(context, self._proxies)
+
+    async def _read(self, raw: bytes, source: str | None, admission: Admission | None) -> inference_pb2.GenerateRequest:
         """Raises BatonError, which the log has too."""
         node, context_len_max = self._node, self._node.context_len_max()
         try:
             if len(raw) <= SHORT_BYTES_MAX:
                 return read_message(node.prompts, raw, context_len_max)
-            return await node.texts.run(read_message, raw, context_len_max)
+            owner = TextOwner(address=source, key=admission.key.name if admission is not None else None)
+            return await node.texts.run(owner, read_message, raw, context_len_max)
         except BatonError as error:
             node.request_log.refused(error, door="grpc")
             raise
@@ -113,7 +120,7 @@ class InferenceService:
     async def _generate_unary(self, raw: bytes, context: Any) -> inference_pb2.GenerateResponse:
         response = inference_pb2.GenerateResponse()
         with self._admitted(context) as admission:
-            request = await self._read(raw)
+            request = await self._read(raw, self._source(context), admission)
             async with aclosing(self._events(request, context, admission)) as events:
                 async for event in events:
                     kind = event.WhichOneof("event")

@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from baton.errors import BatonError, Reason
 from baton.log import get_log
+from router.byte_shares import ByteShares, TextOwner
+from router.owner_turns import OwnerTurns
 from router.prompts import PromptEncoder
 from router.text_process import LENGTH_BYTES, Failure, Setup
 
@@ -31,45 +34,50 @@ SHORT_BYTES_MAX: Final = 16_384
 """Takes some milliseconds; a text of the largest size that is taken may take seconds."""
 TEXT_MS_MAX: Final = 20_000
 """For one text in a process."""
-WAITING_BYTES_MAX: Final = 128 << 20
-"""Of long texts that are read or wait for it, over HTTP and gRPC together."""
-BUSY_RETRY_MS: Final = 1_000
+HELD_BYTES_MAX: Final = 128 << 20
+"""Of long texts that come, wait or are read, over HTTP and gRPC together."""
 _PIECE_BYTES: Final = 1 << 16
 
 
 class TextWorkers:
-    """However many long texts wait, short ones wait for short ones only. Lives on one event loop."""
+    """However many long texts wait, short ones wait for short ones only, and among long ones each owner has its turn.
+    Lives on one event loop."""
 
-    def __init__(self, prompts: PromptEncoder) -> None:
+    def __init__(self, prompts: PromptEncoder, spread: Callable[[], float]) -> None:
+        """`spread` gives places from 0 to 1, for retry times."""
         self._prompts = prompts
+        self._shares = ByteShares(HELD_BYTES_MAX, spread)
         # Threads of our own: the loop's resolve names of hosts.
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="text")
-        self._places = asyncio.Semaphore(PROCESSES)
         self._idle = [_TextProcess(Setup(folder=prompts.folder, chars_max=prompts.chars_max)) for _ in range(PROCESSES)]
+        self._free = PROCESSES
+        self._turns: OwnerTurns[asyncio.Future[None]] = OwnerTurns()
         self._running: set[asyncio.Task[Any]] = set()
-        self._bytes = 0
-        """Of long texts that are read or wait."""
         self._closed = False
 
-    async def run(self, work: Work[_P, _T], raw: bytes | bytearray, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """`work(prompts, raw, *args)`. Raises what it raises; INTERNAL if a process ends, DEADLINE if it takes long,
-        TOO_MANY_CALLS where too many bytes wait."""
+    def holding(self, owner: TextOwner) -> AbstractContextManager[Callable[[int], None]]:
+        """As `ByteShares.holding`, for a text that comes in parts, from when it is long to the end of `run_held`."""
+        return self._shares.holding(owner)
+
+    async def run(
+        self, owner: TextOwner, work: Work[_P, _T], raw: bytes | bytearray, *args: _P.args, **kwargs: _P.kwargs
+    ) -> _T:
+        """As `run_held`; and TOO_MANY_CALLS where its owner, or all of them, hold too many bytes."""
+        with self._shares.holding(owner) as hold:
+            if len(raw) > SHORT_BYTES_MAX:
+                hold(len(raw))
+            return await self.run_held(owner, work, raw, *args, **kwargs)
+
+    async def run_held(
+        self, owner: TextOwner, work: Work[_P, _T], raw: bytes | bytearray, *args: _P.args, **kwargs: _P.kwargs
+    ) -> _T:
+        """`work(prompts, raw, *args)`. Raises what it raises; INTERNAL if a process ends, DEADLINE if it takes long."""
         assert not kwargs
         if len(raw) <= SHORT_BYTES_MAX:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work, self._prompts, raw, *args)
-        if self._bytes + len(raw) > WAITING_BYTES_MAX:
-            text = f"This router has {self._bytes >> 20} MiB of long prompts to read. Send the request again later."
-            raise BatonError(Reason.TOO_MANY_CALLS, text, retry_after_ms=BUSY_RETRY_MS)
-        self._bytes += len(raw)
-        try:
-            return await self._run_long(work, raw, args)
-        finally:
-            self._bytes -= len(raw)
-
-    async def _run_long(self, work: Work[_P, _T], raw: bytes | bytearray, args: tuple[Any, ...]) -> _T:
-        await self._places.acquire()
+        await self._turn(owner.names[-1:])
         if self._closed:
-            self._places.release()
+            self._end_turn()
             raise BatonError(Reason.CANCELLED, "The router is stopping.")
         task = asyncio.create_task(self._in_process(work, raw, args))
         self._running.add(task)
@@ -84,7 +92,28 @@ class TextWorkers:
             return result
         finally:
             self._idle.append(process)
-            self._places.release()
+            self._end_turn()
+
+    async def _turn(self, owner: Hashable) -> None:
+        if self._free:
+            self._free -= 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._turns.add(owner, turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            self._turns.leave(owner, turn)
+            if not turn.cancelled():
+                self._end_turn()
+            raise
+
+    def _end_turn(self) -> None:
+        while (turn := self._turns.take()) is not None:
+            if not turn.done():  # or its client has just left
+                turn.set_result(None)
+                return
+        self._free += 1
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._running.discard(task)

@@ -40,7 +40,7 @@ class HttpCall(_message.Message):
     def __init__(self, id: _Optional[str] = ..., created_unix_s: _Optional[int] = ..., chat: bool = ..., include_usage: bool = ..., logprobs: bool = ..., token_ids: bool = ..., n: _Optional[int] = ...) -> None: ...
 
 class ResumePlace(_message.Message):
-    __slots__ = ("request", "attempt", "decode", "tokens", "chars", "tokens_crc", "finished", "text_offset")
+    __slots__ = ("request", "attempt", "decode", "tokens", "chars", "tokens_crc", "finished", "text_offset", "prompt_tokens")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class ResumePlace(_message.Message):
     TOKENS_CRC_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     TEXT_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request: bytes
     attempt: int
     decode: int
@@ -57,7 +58,8 @@ class ResumePlace(_message.Message):
     tokens_crc: int
     finished: bool
     text_offset: int
-    def __init__(self, request: _Optional[bytes] = ..., attempt: _Optional[int] = ..., decode: _Optional[int] = ..., tokens: _Optional[int] = ..., chars: _Optional[int] = ..., tokens_crc: _Optional[int] = ..., finished: bool = ..., text_offset: _Optional[int] = ...) -> None: ...
+    prompt_tokens: int
+    def __init__(self, request: _Optional[bytes] = ..., attempt: _Optional[int] = ..., decode: _Optional[int] = ..., tokens: _Optional[int] = ..., chars: _Optional[int] = ..., tokens_crc: _Optional[int] = ..., finished: bool = ..., text_offset: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class ResumeState(_message.Message):
     __slots__ = ("call", "answer", "answers", "stop", "include_stop", "min_tokens", "logprobs", "prompt_tokens", "output_logprobs", "request_digest")

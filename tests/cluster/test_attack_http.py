@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Final
 
 import pytest
+from batonpb import inference_pb2, inference_pb2_grpc
 
 from baton.endpoint import split_endpoint
+from baton.errors import BatonError, Reason
+from baton.rpc import rpc_errors
 from router.node import LIMITS
-from tests.support.attack import Front, attacker_connection, front_door, http_attack, nobody_notices, post
+from router.text_workers import HELD_BYTES_MAX
+from tests.support.attack import (
+    Front,
+    attacker_channel,
+    attacker_connection,
+    front_door,
+    http_attack,
+    nobody_notices,
+    post,
+)
 from tests.support.attacks import AttackerProcess
-from tests.support.cluster_harness import wait_for
+from tests.support.cluster_harness import CALL_S_MAX, wait_for
 
 LIVE: Final = b"GET /live HTTP/1.1\r\nhost: a\r\n\r\n"
 CONNECTIONS_MAX: Final = 400
+TEXT_BYTES: Final = 2_800_000
+TEXTS: Final = 30
+"""At each door."""
+TEXTS_HELD_MAX: Final = HELD_BYTES_MAX * 3 // 4 // TEXT_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +107,49 @@ def test_an_attacker_cannot_take_all_connections(front: Front) -> None:
         await asyncio.gather(*(each[0].read() for each in taken), return_exceptions=True)
         for _, writer in taken:
             writer.transport.abort()
+
+    front.run(nobody_notices(front, attack, streams=8))
+
+
+def test_long_texts_of_one_address(front: Front) -> None:
+    """The processes that read long texts stand still, and one address sends more of them than the router holds, over
+    both doors. What is more than three quarters is refused. A text of another address that is as long waits, and is
+    read when the processes go on."""
+    text = "a" * TEXT_BYTES
+    call = post("/v1/completions", json.dumps({"prompt": text}).encode())
+
+    async def over_http() -> int:
+        return (await http_attack(front, call))[0]
+
+    async def over_grpc(stub: inference_pb2_grpc.InferenceStub) -> Reason | None:
+        try:
+            with rpc_errors("router"):
+                await stub.GenerateUnary(inference_pb2.GenerateRequest(text=text), timeout=CALL_S_MAX)
+        except BatonError as error:
+            return error.reason
+        return None
+
+    async def attack() -> None:
+        assert set(await asyncio.gather(over_http(), over_http())) == {400}
+        async with attacker_channel(front, ("grpc.max_send_message_length", -1)) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            with front.texts_stopped():
+                asked: list[asyncio.Task[object]] = []
+                for _ in range(TEXTS):
+                    asked += [asyncio.create_task(over_http()), asyncio.create_task(over_grpc(stub))]
+                    await asyncio.sleep(0)
+
+                async def refused() -> bool:
+                    return sum(not each.done() for each in asked) <= TEXTS_HELD_MAX
+
+                await wait_for(refused, "all that is more than the share to be refused", story=front.story)
+                reader, writer = await asyncio.open_connection(*split_endpoint(front.http))
+                writer.write(call)
+                await writer.drain()
+            answers = await asyncio.gather(*asked)
+        assert (await reader.readline()).split()[1] == b"400"
+        writer.close()
+        assert set(answers) <= {400, 429, Reason.TOO_MANY_CALLS, Reason.NO_TOKENIZER}
 
     front.run(nobody_notices(front, attack, streams=8))
 

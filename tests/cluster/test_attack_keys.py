@@ -7,9 +7,8 @@ import asyncio
 import json
 import math
 import os
-import signal
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -202,11 +201,7 @@ def test_who_leaves_while_its_text_is_read(front: Front, keys: Keys) -> None:
         text = json.dumps({"messages": [{"role": "user", "content": "hello " * 4_000}], "max_tokens": 2}).encode()
         call = post("/v1/chat/completions", text, headers=bearer(keys.of["two"]))
         await asyncio.gather(*(http_attack(front, call) for _ in range(2)))
-        stopped = _children(front.cluster.pids[ROUTER_NAME])
-        assert stopped
-        for pid in stopped:
-            os.kill(pid, signal.SIGSTOP)
-        try:
+        with front.texts_stopped():
             for _ in range(3):  # more than there are processes
                 held = [await attacker_connection(front.http) for _ in range(2)]
                 for _, writer in held:
@@ -222,10 +217,6 @@ def test_who_leaves_while_its_text_is_read(front: Front, keys: Keys) -> None:
                 for _, writer in held:
                     writer.transport.abort()
                 await wait_for(free, "the places of those who have left", story=front.story)
-        finally:
-            for pid in stopped:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGCONT)
         assert (await http_attack(front, call))[0] == 400
 
     front.run(scenario())
@@ -233,11 +224,6 @@ def test_who_leaves_while_its_text_is_read(front: Front, keys: Keys) -> None:
 
 async def _status(front: Front, keys: Keys) -> int:
     return (await http_attack(front, post("/v1/completions", body(), headers=bearer(keys.of["two"]))))[0]
-
-
-def _children(pid: int) -> list[int]:
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
 
 
 def test_requests_and_tokens_a_minute(front: Front, keys: Keys) -> None:

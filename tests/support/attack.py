@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import shutil
+import signal
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
@@ -84,6 +86,21 @@ class Front(RunningCluster):
     def http(self) -> str:
         """The HTTP endpoint of the router."""
         return self.target.http
+
+    @contextmanager
+    def texts_stopped(self) -> Iterator[None]:
+        """The router's processes that read long texts stand still. There are some once it has read some."""
+        threads = Path(f"/proc/{self.cluster.pids[ROUTER_NAME]}/task").iterdir()
+        stopped = [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+        assert stopped
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in stopped:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
 
     async def holds(self, name: str = ROUTER_NAME) -> HoldReader:
         """Of one process. The caller closes it."""

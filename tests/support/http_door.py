@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final
@@ -32,7 +33,7 @@ class Door:
 
     def __init__(self, app: ASGIApp, config: RouterConfig) -> None:
         self.refused: list[BatonError] = []
-        self.server = HttpServer(app, config, refused=self.refused.append)
+        self.server = HttpServer(app, config, rng=random.Random(1), refused=self.refused.append)
         self.endpoint = self.server.start("127.0.0.1:0")
         self._writers: list[asyncio.StreamWriter] = []
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from batonpb import common_pb2, inference_pb2
+from batonpb import common_pb2, inference_pb2, resume_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,6 +34,7 @@ ID = RequestId("0123456789abcdef" * 2)
 SECRET = bytes(range(16))
 FIRST = (ID, Attempt(0), Incarnation(7))
 NOTHING = Place()
+HTTP = resume_pb2.HttpCall(id="mine", created_unix_s=1_700_000_000, chat=True, n=2)
 Event = inference_pb2.GenerateEvent
 
 
@@ -171,9 +172,24 @@ def test_places_of_several_answers_become_one_token() -> None:
     """Two answers, of which the second has begun: the token has a place for each."""
     resume = Resume(secret=SECRET, seed=1, digest=2)
     second = Place(request=ID, tokens=1, chars=1, crc=3)
-    both = Places([Place(), Place()])
-    merged = ResumeToken.decode(both.merge(1, resume.token(second).encode()))
-    assert merged == resume.token(Place(), second)
+    both = Places([Place(), Place()], HTTP)
+    text = both.merge(1, resume.token(second).encode(), lambda place: replace(place, text_offset=4, prompt_tokens=5))
+    noted = replace(second, text_offset=4, prompt_tokens=5)
+    assert ResumeToken.decode(text) == replace(resume.token(Place(), noted), http=HTTP)
+
+
+def test_what_chunks_say_is_checked() -> None:
+    """The id goes into headers and logs, and answers are divided by prompts: a token that says nonsense is none."""
+    token = replace(Resume(secret=SECRET, seed=1, digest=2).token(Place(), Place()), http=HTTP)
+    assert ResumeToken.decode(token.encode()) == token
+    for wrong in ({"id": ""}, {"id": "a\r\nb: c"}, {"n": 0}, {"n": 3}):
+        http = resume_pb2.HttpCall()
+        http.CopyFrom(HTTP)
+        for name, value in wrong.items():
+            setattr(http, name, value)
+        with pytest.raises(BatonError) as raised:
+            ResumeToken.decode(replace(token, http=http).encode(), field="Last-Event-ID")
+        assert (raised.value.reason, raised.value.field) == (Reason.BAD_FIELD, "Last-Event-ID")
 
 
 def test_only_the_key_that_began_it_has_the_tag() -> None:

@@ -13,16 +13,18 @@ import pytest
 
 from baton.errors import BatonError, Reason
 from router import text_workers
+from router.byte_shares import TextOwner
 from router.prompts import PromptEncoder
 from router.text_workers import PROCESSES, SHORT_BYTES_MAX, THREADS, TextWorkers
 from tests.support import text_work
 
+SOMEBODY, OTHER = TextOwner(address="10.0.0.1"), TextOwner(address="10.0.0.2")
 SHORT, LONG = bytes(SHORT_BYTES_MAX), bytes(SHORT_BYTES_MAX + 1)
 
 
 @asynccontextmanager
 async def workers() -> AsyncIterator[TextWorkers]:
-    made = TextWorkers(PromptEncoder(chars_max=100))
+    made = TextWorkers(PromptEncoder(chars_max=100), lambda: 0.0)
     try:
         yield made
     finally:
@@ -36,10 +38,10 @@ def test_short_texts_go_past_long_ones(tmp_path: Path) -> None:
     async def scene() -> None:
         async with workers() as made:
             long = [
-                asyncio.create_task(made.run(text_work.wait_for, LONG, str(tmp_path / "go")))
+                asyncio.create_task(made.run(SOMEBODY, text_work.wait_for, LONG, str(tmp_path / "go")))
                 for _ in range(2 * PROCESSES)
             ]
-            short = [made.run(text_work.pid, SHORT) for _ in range(2 * THREADS)]
+            short = [made.run(SOMEBODY, text_work.pid, SHORT) for _ in range(2 * THREADS)]
             assert set(await asyncio.gather(*short)) == {os.getpid()}
             assert not any(each.done() for each in long)
             (tmp_path / "go").touch()
@@ -57,12 +59,12 @@ def test_what_a_text_is_refused_with_is_the_same_from_a_process() -> None:
         async with workers() as made:
             for raw in (SHORT, LONG):
                 with pytest.raises(BatonError) as caught:
-                    await made.run(text_work.refuse, raw)
+                    await made.run(SOMEBODY, text_work.refuse, raw)
                 error = caught.value
                 assert (error.reason, error.message, error.field) == (Reason.BAD_FIELD, "The test says so.", "prompt")
                 assert (error.retry_after_ms, error.metadata) == (7, {"a": "b"})
             with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-                await made.run(text_work.fail, LONG)
+                await made.run(SOMEBODY, text_work.fail, LONG)
 
     asyncio.run(scene())
 
@@ -73,9 +75,9 @@ def test_a_process_that_ends_is_started_again() -> None:
     async def scene() -> None:
         async with workers() as made:
             with pytest.raises(BatonError) as caught:
-                await made.run(text_work.end, LONG)
+                await made.run(SOMEBODY, text_work.end, LONG)
             assert caught.value.reason is Reason.INTERNAL
-            assert await made.run(text_work.pid, LONG) != os.getpid()
+            assert await made.run(SOMEBODY, text_work.pid, LONG) != os.getpid()
 
     asyncio.run(scene())
 
@@ -85,12 +87,12 @@ def test_a_process_that_has_ended_while_it_had_nothing_to_do() -> None:
 
     async def scene() -> None:
         async with workers() as made:
-            first = await made.run(text_work.pid, LONG)
+            first = await made.run(SOMEBODY, text_work.pid, LONG)
             child = made._idle[-1]._child
             assert child is not None and child.pid == first
             child.kill()
             await child.wait()
-            assert await made.run(text_work.pid, LONG) != first
+            assert await made.run(SOMEBODY, text_work.pid, LONG) != first
 
     asyncio.run(scene())
 
@@ -100,11 +102,11 @@ def test_a_text_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
 
     async def scene() -> None:
         async with workers() as made:
-            first = await asyncio.gather(*[made.run(text_work.pid, LONG) for _ in range(PROCESSES)])
+            first = await asyncio.gather(*[made.run(SOMEBODY, text_work.pid, LONG) for _ in range(PROCESSES)])
             with patch.object(text_workers, "TEXT_MS_MAX", 50), pytest.raises(BatonError) as caught:
-                await made.run(text_work.wait_for, LONG, str(tmp_path / "never"))
+                await made.run(SOMEBODY, text_work.wait_for, LONG, str(tmp_path / "never"))
             assert caught.value.reason is Reason.DEADLINE
-            then = await asyncio.gather(*[made.run(text_work.pid, LONG) for _ in range(PROCESSES)])
+            then = await asyncio.gather(*[made.run(SOMEBODY, text_work.pid, LONG) for _ in range(PROCESSES)])
             assert len({*first, *then}) == PROCESSES + 1
 
     asyncio.run(scene())
@@ -115,13 +117,16 @@ def test_a_client_that_leaves_takes_nothing_along(tmp_path: Path) -> None:
 
     async def scene() -> None:
         async with workers() as made:
-            left = [asyncio.create_task(made.run(text_work.wait_for, LONG, str(tmp_path / "go"))) for _ in range(3)]
+            left = [
+                asyncio.create_task(made.run(SOMEBODY, text_work.wait_for, LONG, str(tmp_path / "go")))
+                for _ in range(3)
+            ]
             await asyncio.to_thread(text_work.seen, str(tmp_path / "go.begun"))
             for each in left:
                 each.cancel()
             await asyncio.gather(*left, return_exceptions=True)
             (tmp_path / "go").touch()
-            assert await made.run(text_work.echo, LONG, "mine") == "mine"
+            assert await made.run(SOMEBODY, text_work.echo, LONG, "mine") == "mine"
 
     asyncio.run(scene())
 
@@ -132,7 +137,9 @@ def test_texts_that_wait_when_the_router_stops_end(tmp_path: Path) -> None:
     async def scene() -> None:
         async with workers() as made:
             never = str(tmp_path / "never")
-            waiting = [asyncio.create_task(made.run(text_work.wait_for, LONG, never)) for _ in range(3 * PROCESSES)]
+            waiting = [
+                asyncio.create_task(made.run(SOMEBODY, text_work.wait_for, LONG, never)) for _ in range(3 * PROCESSES)
+            ]
             await asyncio.to_thread(text_work.seen, f"{never}.begun")
         done, left = await asyncio.wait(waiting, timeout=20)
         assert not left
@@ -144,23 +151,61 @@ def test_texts_that_wait_when_the_router_stops_end(tmp_path: Path) -> None:
     asyncio.run(scene())
 
 
-def test_long_texts_that_wait_have_a_limit_in_bytes(tmp_path: Path) -> None:
-    """What does not fit is refused at once, with a retry time. Short ones do not count, and what has ended neither."""
+def test_long_texts_have_a_limit_in_bytes(tmp_path: Path) -> None:
+    """What is more than an owner's share is refused at once, with a retry time, and another owner's is taken. Short
+    ones do not count, and what has ended neither."""
+
+    async def scene() -> None:
+        go = str(tmp_path / "go")
+        with patch.object(text_workers, "HELD_BYTES_MAX", 4 * PROCESSES * len(LONG)):
+            async with workers() as made:
+                mine = [made.run(SOMEBODY, text_work.wait_for, LONG, go) for _ in range(3 * PROCESSES)]
+                waiting = [asyncio.create_task(each) for each in mine]
+                await asyncio.to_thread(text_work.seen, f"{go}.begun")
+                with pytest.raises(BatonError) as caught:
+                    await made.run(SOMEBODY, text_work.pid, LONG)
+                assert (caught.value.reason, caught.value.retry_after_ms) == (Reason.TOO_MANY_CALLS, 1_000)
+                assert await made.run(SOMEBODY, text_work.pid, SHORT) == os.getpid()
+                others = asyncio.create_task(made.run(OTHER, text_work.echo, LONG, "others"))
+                waiting[-1].cancel()
+                await asyncio.wait(waiting[-1:])
+                (tmp_path / "go").touch()
+                assert await others == "others"
+                await asyncio.gather(*waiting[:-1])
+                many = [made.run(SOMEBODY, text_work.echo, LONG, "mine") for _ in range(3 * PROCESSES)]
+                assert set(await asyncio.gather(*many)) == {"mine"}
+
+    asyncio.run(scene())
+
+
+def test_each_owner_has_its_turn(tmp_path: Path) -> None:
+    """One has sent many texts, then another sends one, and one by one of its addresses with an API key: each of these
+    waits for no more than one of the many that were there before."""
 
     async def scene() -> None:
         async with workers() as made:
             go = str(tmp_path / "go")
-            with patch.object(text_workers, "WAITING_BYTES_MAX", 3 * PROCESSES * len(LONG)):
-                waiting = [asyncio.create_task(made.run(text_work.wait_for, LONG, go)) for _ in range(3 * PROCESSES)]
-                await asyncio.to_thread(text_work.seen, f"{go}.begun")
-                with pytest.raises(BatonError) as caught:
-                    await made.run(text_work.pid, LONG)
-                assert (caught.value.reason, caught.value.retry_after_ms) == (Reason.TOO_MANY_CALLS, 1_000)
-                assert await made.run(text_work.pid, SHORT) == os.getpid()
-                waiting[-1].cancel()
-                await asyncio.wait(waiting[-1:])
-                (tmp_path / "go").touch()
-                assert await made.run(text_work.echo, LONG, "mine") == "mine"
-                await asyncio.gather(*waiting, return_exceptions=True)
+            order: list[str] = []
+
+            async def read(owner: TextOwner, name: str) -> None:
+                order.append(await made.run(owner, text_work.echo, LONG, name))
+
+            first = [
+                asyncio.create_task(made.run(SOMEBODY, text_work.wait_for, LONG, f"{go}{i}")) for i in range(PROCESSES)
+            ]
+            await asyncio.gather(*(asyncio.to_thread(text_work.seen, f"{go}{i}.begun") for i in range(PROCESSES)))
+            asked = [(SOMEBODY, f"many {i}") for i in range(10)]
+            asked += [(OTHER, "other"), (TextOwner(address="10.0.0.1", key="a"), "key")]
+            reading = []
+            for owner, name in asked:
+                reading.append(asyncio.create_task(read(owner, name)))
+                await asyncio.sleep(0)
+            # One process for all: what it reads comes in order.
+            (tmp_path / "go0").touch()
+            await asyncio.gather(*reading)
+            assert order == ["many 0", "other", "key", *(f"many {i}" for i in range(1, 10))]
+            for i in range(PROCESSES):
+                (tmp_path / f"go{i}").touch()
+            await asyncio.gather(*first)
 
     asyncio.run(scene())
