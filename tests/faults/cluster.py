@@ -128,29 +128,23 @@ class FaultyCluster(RunningCluster):
         self.doors: dict[str, str] = {}
         """Where clients reach the routers of these names, in place of the routers' own endpoints."""
         self._askers: dict[str, Asker] = {}
-        self._turn = 0
 
     @property
     def router_names(self) -> list[str]:
         return [name for name, service in self.cluster.spec.processes() if service is Service.ROUTER]
 
-    def asker(self, first: str = "") -> Asker:
-        """A client that asks the router of this name first, by default each in turn, and the others where it must."""
-        names = self.router_names
-        self._turn += 1
-        first = first or names[self._turn % len(names)]
-        if first not in self._askers:
-            endpoints = self.cluster.endpoints
-            places = [self.doors.get(name, endpoints[name]) for name in self._from(first)]
-            self._askers[first] = GrpcAsker(places)
-        return self._askers[first]
+    def asker(self, router: str = "") -> Asker:
+        """A client of the router of this name only, by default of all."""
+        if router not in self._askers:
+            endpoints = {**self.cluster.endpoints, **self.doors}
+            names = [router] if router else self.router_names
+            self._askers[router] = GrpcAsker([endpoints[name] for name in names])
+        return self._askers[router]
 
-    def web_endpoints(self, first: str) -> list[str]:
-        """Where routers serve HTTP, that of this name first."""
-        return [self.cluster.others_of(name)["http"] for name in self._from(first)]
-
-    def _from(self, first: str) -> list[str]:
-        return [first, *(name for name in self.router_names if name != first)]
+    @property
+    def web_endpoints(self) -> list[str]:
+        """Where routers serve HTTP."""
+        return [self.cluster.others_of(name)["http"] for name in self.router_names]
 
     async def stop(self) -> None:
         """Raises AssertionError where a process did not stop well."""

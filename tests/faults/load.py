@@ -8,10 +8,10 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Final, Self
 
+from baton.client import Answer
 from baton.errors import BatonError
 from tests.faults.asking import Asker
 from tests.faults.questions import Question
-from tests.support.cluster_harness import Answer
 
 AT_ONCE: Final = 8
 
@@ -21,8 +21,6 @@ class Asked:
 
     def __init__(self, asker: Asker, question: Question) -> None:
         self.question = question
-        self.attached = 0
-        """How often its client has lost the connection and gone on at that router or another."""
         self.token_times_s: list[float] = []
         """On the machine's monotonic clock."""
         self.answer: Answer | None = None
@@ -58,7 +56,7 @@ class Asked:
 
     async def _run(self, asker: Asker) -> None:
         try:
-            self.answer = await asker.ask(self.question, came=self._came, attached=self._attached)
+            self.answer = await asker.ask(self.question, came=self._came)
         except (BatonError, AssertionError) as error:
             self.error = error
         finally:
@@ -67,9 +65,6 @@ class Asked:
     def _came(self) -> None:
         self.token_times_s.append(time.monotonic())
         self.begun.set()
-
-    def _attached(self) -> None:
-        self.attached += 1
 
 
 class Load:

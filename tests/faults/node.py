@@ -163,6 +163,8 @@ def _wrap_taking_over(points: Failpoints, marks: Marks) -> None:
     real_take_over = DecodeService.TakeOver
 
     async def take_over(self: DecodeService, request: Any, context: Any) -> Any:
+        if request.forget:
+            return await real_take_over(self, request, context)
         key = request.key.request
         marks.router_of_request[key] = str(request.header.sender)
         mark, ends = marks.of_request.get(key, -1), marks.at_receiver(key)

@@ -43,10 +43,11 @@ class Outcome:
             self.wrong += one.wrong
             self.cut += one.failed and router_struck
             self.lost += one.failed and not router_struck
-            self.attached += one.attached > 0
+            attached = one.answer is not None and one.answer.attaches > 0
             resumed = one.answer is not None and one.answer.stats.resumptions > 0
+            self.attached += attached
             self.resumed += resumed
-            if resumed or one.attached or (one is hit and not one.failed):
+            if attached or resumed or (one is hit and not one.failed):
                 self.recover_s = max(self.recover_s, one.longest_wait_s(struck_s))
             if one.wrong or one.failed:
                 self.problems.append(_story(one))

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from tests.support.cluster_harness import Answer, mock_tokens
+from baton.client import Answer
+from tests.support.cluster_harness import mock_tokens
 
 MARK: Final = 999
 """First token of the prompt that a fault strikes. No other prompt has it."""

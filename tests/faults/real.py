@@ -111,7 +111,7 @@ class RealQuestions:
         return replace(questions[self._turn % len(questions)], salt=f"salt-{next(self._salts)}")
 
     async def _answered(self, client: Asker, prompt: list[int], count: int, number: int) -> Question:
-        sampling: dict[str, Any] = {"ignore_eos": True}
+        sampling: dict[str, Any] = {"ignore_eos": True, "temperature": 0.0}
         if number % 2:
             sampling |= {"temperature": 0.9, "top_p": 0.95, "seed": number, "repetition_penalty": 1.2}
         salt = f"salt-{next(self._salts)}"
@@ -119,7 +119,7 @@ class RealQuestions:
         asked = Asked(client, question)
         await asyncio.wait([asked.task])
         assert asked.answer is not None, asked.error
-        return replace(question, expected=asked.answer.ids)
+        return replace(question, expected=list(asked.answer.ids))
 
 
 @asynccontextmanager

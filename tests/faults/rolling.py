@@ -30,26 +30,18 @@ class RollingCase:
     async def run(self, cluster: FaultyCluster, questions: Questions) -> Outcome:
         """Raises AssertionError where the case itself could not be played."""
         outcome = Outcome(case=self.name)
-        web = [WebAsker(cluster.web_endpoints(first)) for first in cluster.router_names]
-        began_s, turn = time.monotonic(), 0
-
-        def next_web() -> WebAsker:
-            nonlocal turn
-            turn += 1
-            return web[turn % len(web)]
-
+        web, began_s = WebAsker(cluster.web_endpoints), time.monotonic()
         try:
             async with (
                 Load(cluster.asker, questions, at_once=STREAMS) as load,
-                Load(next_web, questions, at_once=STREAMS) as web_load,
+                Load(lambda: web, questions, at_once=STREAMS) as web_load,
             ):
                 for name in cluster.cluster.names:
                     await self._restart(cluster, name)
                 await load.finish()
                 await web_load.finish()
         finally:
-            for asker in web:
-                await asker.close()
+            await web.close()
         asked = [*load.asked, *web_load.asked]
         outcome.count(asked, asked[0], struck_s=began_s, router_struck=True)
         await settle(cluster, questions, [name for name in cluster.cluster.names if name != DIRECTORY_NAME], outcome)

@@ -8,32 +8,32 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import aclosing
 from typing import Any, Final
 
-from batonpb import common_pb2, inference_pb2
-
+from baton.client import Answer, TokenLogprobs
 from baton.endpoint import split_endpoint
 from baton.errors import BatonError, Reason
-from tests.faults.asking import ANSWER_S_MAX, PAUSE_S
+from tests.faults.asking import ANSWER_S_MAX
 from tests.faults.questions import Question
-from tests.support.cluster_harness import Answer
 
 TRY_AGAIN: Final = frozenset({429, 500, 502, 503, 504})
-_REASONS: Final = {"length": common_pb2.FINISH_REASON_LENGTH, "stop": common_pb2.FINISH_REASON_STOP}
+PAUSE_S: Final = 0.05
 
 _Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class WebAsker:
-    """Asks the first of these routers, and the others where it must; connections are used again. The ids of the tokens
+    """Asks routers in turn, and the next one where it must; connections are used again. The ids of the tokens
     are their names beside their log-probabilities: without a tokenizer a router has no others."""
 
     def __init__(self, endpoints: Sequence[str]) -> None:
         self._endpoints = endpoints
+        self._turn = 0
         self._idle: dict[str, list[_Connection]] = {endpoint: [] for endpoint in endpoints}
 
-    async def ask(self, question: Question, *, came: Callable[[], None], attached: Callable[[], None]) -> Answer:
+    async def ask(self, question: Question, *, came: Callable[[], None]) -> Answer:
         body = {"model": "mock", "prompt": question.prompt, "max_tokens": question.max_tokens, "stream": True}
         body |= {"resumable": True, **question.sampling, "logprobs": 1}
-        chunks, last_id, turn = list[Mapping[str, Any]](), "", 0
+        chunks, last_id, turn, attaches = list[Mapping[str, Any]](), "", self._turn, 0
+        self._turn += 1
         try:
             async with asyncio.timeout(ANSWER_S_MAX):
                 while not chunks or chunks[-1] != {}:
@@ -46,13 +46,12 @@ class WebAsker:
                                 came()
                     except (OSError, EOFError):
                         turn += 1
-                        if last_id:
-                            attached()
+                        attaches += last_id != ""
                         await asyncio.sleep(PAUSE_S)
         except TimeoutError:
-            text = f"No answer within {ANSWER_S_MAX:g} s: {len(chunks)} chunks, {turn} lost connections."
+            text = f"No answer within {ANSWER_S_MAX:g} s: {len(chunks)} chunks, {attaches} attaches."
             raise BatonError(Reason.PEER_UNREACHABLE, text) from None
-        return _answer(chunks)
+        return _answer(chunks, attaches)
 
     async def _chunks(
         self, endpoint: str, body: Mapping[str, Any], last_id: str
@@ -119,22 +118,14 @@ async def _events(reader: asyncio.StreamReader) -> AsyncIterator[Mapping[str, st
     await reader.readuntil(b"\r\n")
 
 
-def _answer(chunks: Sequence[Mapping[str, Any]]) -> Answer:
+def _answer(chunks: Sequence[Mapping[str, Any]], attaches: int) -> Answer:
     """Raises AssertionError where the end is missing or comes twice."""
     choices = [choice for chunk in chunks for choice in chunk.get("choices", ())]
-    ids, logprobs = list[int](), list[common_pb2.TokenLogprobs]()
+    ids, logprobs = list[int](), list[TokenLogprobs]()
     for found in [choice["logprobs"] for choice in choices if choice["logprobs"] is not None]:
         ids.extend(map(int, found["tokens"]))
         for value, top in zip(found["token_logprobs"], found["top_logprobs"], strict=True):
-            each = common_pb2.TokenLogprobs(logprob=value, top_ids=map(int, top), top_logprobs=top.values())
-            logprobs.append(each)
-    (reason,) = {choice["finish_reason"] for choice in choices} - {None}
-    assert [choice["finish_reason"] for choice in choices].count(reason) == 1, "the answer has ended twice"
-    return Answer(
-        ids=ids,
-        text="",
-        reason=_REASONS[reason],
-        stats=inference_pb2.RequestStats(),
-        batches=len(chunks),
-        logprobs=logprobs,
-    )
+            logprobs.append(TokenLogprobs(logprob=value, top_ids=map(int, top), top_logprobs=top.values()))
+    reasons = [choice["finish_reason"] for choice in choices if choice["finish_reason"] is not None]
+    assert len(reasons) == 1, reasons
+    return Answer(ids=ids, finish=reasons[0], logprobs=logprobs, attaches=attaches)
