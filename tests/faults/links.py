@@ -95,6 +95,11 @@ class Played(ABC, Generic[_S]):
     point: Failpoint
 
     @property
+    def struck_side(self) -> Side:
+        """Who must serve again, of whatever the test does."""
+        return Side.DECODE
+
+    @property
     def also_killed(self) -> tuple[Side, ...]:
         """At the same time as the test strikes."""
         return ()
@@ -124,7 +129,7 @@ class Played(ABC, Generic[_S]):
         cluster, outcome = stage.cluster, Outcome(case=self.name)
         strikes: asyncio.Queue[Struck] = asyncio.Queue()
         async with Load(cluster.asker, questions) as load, struck_by_test(cluster, strikes) as port:
-            hits = (Hit(side=Side.DECODE), *(Hit(side=side, signum=signal.SIGKILL) for side in self.also_killed))
+            hits = (Hit(side=self.struck_side), *(Hit(side=side, signum=signal.SIGKILL) for side in self.also_killed))
             await cluster.arm(point=self.point, mark=questions.mark, hits=hits, ask_port=port)
             hit, _ = await ask_marked(cluster, load, questions)
             struck = await strikes.get()
@@ -160,6 +165,10 @@ class GrpcCase(Played[LinkCluster]):
     @property
     def name(self) -> str:
         return f"{self.kind}{self.ill.value}-{self.ends[0].value}-{self.ends[1].value}-at-{self.point.value}"
+
+    @property
+    def struck_side(self) -> Side:
+        return self.ends[1]
 
     @property
     def router_struck(self) -> bool:

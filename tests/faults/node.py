@@ -181,24 +181,20 @@ def wrap_router(points: Failpoints, marks: Marks) -> None:
     from router.node import RouterNode
     from router.resume import ResumeToken
 
-    real_generate, real_attach, real_forget = RouterNode.generate, RouterNode.attach, RouterNode.forget
+    real_generate: Any = RouterNode.generate
+    real_forget = RouterNode.forget
 
     def reach(point: Failpoint, call: str) -> None:
         ends = Ends(writer="", receiver="", router=marks.own_name)
         points.reach(point, mark=marks.of_request.get(call, -1), request=call, ends=ends)
 
     async def generate(self: RouterNode, request: Any, call: Any) -> Any:
-        if call.resume is not None and request.token_ids.ids:
-            marks.note(call.resume.secret.hex(), request.token_ids.ids, 0)
+        if call.resume is not None and request is not None and request.token_ids.ids:
+            secret = call.resume.secret.hex()
+            marks.of_request[secret] = request.token_ids.ids[0]
+            if call.resume.place is not None:
+                reach(Failpoint.ATTACH, secret)
         async with aclosing(real_generate(self, request, call)) as events:
-            async for event in events:
-                yield event
-
-    async def attach(self: RouterNode, request: Any, call: Any) -> Any:
-        if request is not None and request.token_ids.ids:
-            marks.note(call.resume.secret.hex(), request.token_ids.ids, 0)
-        reach(Failpoint.ATTACH, call.resume.secret.hex())
-        async with aclosing(real_attach(self, request, call)) as events:
             async for event in events:
                 yield event
 
@@ -207,7 +203,6 @@ def wrap_router(points: Failpoints, marks: Marks) -> None:
         return await real_forget(self, token, *rest, **others)
 
     _replace(RouterNode, "generate", generate)
-    _replace(RouterNode, "attach", attach)
     _replace(RouterNode, "forget", forget)
 
 
