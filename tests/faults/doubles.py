@@ -136,9 +136,7 @@ CASES: Final = (
 ONLY_ROUTER_CASES: Final = (
     DoubleCase(kind="only-", point=Failpoint.LAYER, hits=(ROUTER, DECODE), at_once=True),
     DoubleCase(kind="only-", point=Failpoint.DECODING, hits=(ROUTER, DECODE), at_once=True),
-    DoubleCase(
-        kind="only-", point=Failpoint.DECODING, hits=(ROUTER,), then=(Failpoint.TAKEN_OVER, ROUTER), at_once=True
-    ),
+    DoubleCase(kind="only-", point=Failpoint.DECODING, hits=(ROUTER,), then=(Failpoint.ATTACH, ROUTER), at_once=True),
 )
 MIXED_CASES: Final = (
     DoubleCase(kind="mixed-", point=Failpoint.LAYER, hits=(PREFILL, DECODE)),

@@ -77,7 +77,7 @@ class SignalCase:
     async def _stopped(self, cluster: FaultyCluster, target: str, load: Load, hit: Asked) -> None:
         """Let it be stopped until everybody else has noticed and done without it."""
         cluster.set_down(target)
-        if self.side is Side.ROUTER:
+        if cluster.router_names == [target]:
             await cluster.wait_listed(target, False)
         else:
             await hit.task
