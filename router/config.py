@@ -165,6 +165,11 @@ class RouterConfig(ProcessConfig):
         "how long a client with too many unread tokens must have read nothing before it is disconnected",
         "Clients pause for longer in the middle of an answer.",
     )
+    lame_duck_ms: int = setting(
+        5_000,
+        "how long a router that is to end or to be drained is not ready, but serves new requests still",
+        "Load balancers look at readiness less often than this, or nothing stands before the router (0: none).",
+    )
     retries: RetryConfig = field(default_factory=RetryConfig)
     cancel_ms_max: int = fixed(1_000)
     """How long one cancel call to a node may take."""
@@ -191,7 +196,8 @@ class RouterConfig(ProcessConfig):
         if self.max_tokens_default is not None:
             check_positive(self, "max_tokens_default")
         self.trusted_networks()
-        check_positive(self, *(name for name, kind in RouterConfig.__annotations__.items() if kind == "int"))
+        numbers = [name for name, kind in RouterConfig.__annotations__.items() if kind == "int"]
+        check_positive(self, *(name for name in numbers if name != "lame_duck_ms" or self.lame_duck_ms))
 
     def trusted_networks(self) -> tuple[Network, ...]:
         try:

@@ -79,6 +79,8 @@ class Served:
     date: bytes = b""
     """The header of answers."""
     stopping: bool = False
+    keep_alive: bool = True
+    """Whether a connection may stay open behind an answer."""
 
     def caller(self, peer: Address | None, head: Head) -> Address | None:
         """Whom the call counts for: None for our own proxies."""
@@ -180,6 +182,11 @@ class HttpConnection(asyncio.Protocol):
             self._unread = None
             due_s = self._due_s = max(due_s, now_s + LINGER_MS_MAX / 1000)
         return now_s >= due_s
+
+    @property
+    def idle(self) -> bool:
+        """Between two calls, or before the first."""
+        return self._call is None and not self._head_begun
 
     def stop(self) -> None:
         """Take no further call."""
@@ -403,7 +410,7 @@ class HttpCall:
         named = {name.lower(): value.lower() for name, value in headers}
         bare = status in (204, 304) or self._head.method == "HEAD"
         self._keep_alive = (
-            self._keep_alive and self.read and not self._served.stopping and named.get(b"connection") != b"close"
+            self._keep_alive and self.read and self._served.keep_alive and named.get(b"connection") != b"close"
         )
         lines = [b"date: " + self._served.date, *(name + b": " + value for name, value in headers)]
         if not bare and b"content-length" not in named:

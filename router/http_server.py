@@ -204,6 +204,7 @@ class OpenAiApp:
         try:
             called = read_metadata([(name.lower(), value) for name, value in request.headers.items()])
             request_id = request.state.request_id = called.request_id or request_id
+            self._node.check_open()
             source = request.scope["state"][SOURCE]
             owner = TextOwner(address=source, key=admission.key.name if admission is not None else None)
             with self._node.texts.holding(owner) as hold:
@@ -235,7 +236,7 @@ class OpenAiApp:
 
     async def _health(self, _request: Request) -> Response:
         """Ready for requests: this router takes them, and there are nodes to serve them."""
-        self._node.check_open()
+        self._node.check_ready()
         self._node.check_cluster()
         return JSONResponse({"status": "ok"})
 
@@ -255,7 +256,6 @@ class OpenAiApp:
         admission: Admission | None,
     ) -> CallReply:
         node, now_s = self._node, asyncio.get_running_loop().time
-        node.check_open()
         trace = called.traceparent or Traceparent.new(node.rng, sampled=False)
         timeout_s = node.config.rpc.public_deadline_ms_default / 1000
         deadline_s = now_s() + timeout_s
@@ -362,12 +362,24 @@ class HttpServer:
         self._keep_up()
         return endpoint
 
+    @property
+    def calls(self) -> int:
+        """Under way."""
+        return len(self._served.tasks)
+
+    def keep_connections(self, keep: bool, *, idle: bool) -> None:
+        """Whether connections stay open behind an answer, and whether those that are open without a call do."""
+        self._served.keep_alive = keep
+        for connection in () if idle else tuple(self._served.connections):
+            if connection.idle:
+                connection.stop()
+
     async def stop(self) -> None:
         """Take no new connection, give running answers the grace time, end the rest. Idempotent."""
         served = self._served
         if served.stopping or self._opening is None:
             return
-        served.stopping = True
+        served.stopping, served.keep_alive = True, False
         (await self._opening).close()
         for connection in tuple(served.connections):
             connection.stop()

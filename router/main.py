@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -63,7 +63,13 @@ async def serve(
         pins.follow_directory()
 
     runtime = NodeRuntime(
-        config, Role.ROUTER, admin_listen=config.admin_listen, clock=Clock(), rng=rng, on_change=follow_directory
+        config,
+        Role.ROUTER,
+        admin_listen=config.admin_listen,
+        clock=Clock(),
+        rng=rng,
+        on_change=follow_directory,
+        lame_duck_ms=config.lame_duck_ms,
     )
     await runtime.check_listen()
     keys = await KeyFile.open(config.api_keys_file) if config.api_keys_file is not None else None
@@ -84,7 +90,9 @@ async def serve(
         received=metrics.received if metrics is not None else None,
         check_known=runtime.membership.check_known,
     )
-    runtime.holds = lambda: Holdings(requests=node.requests)
+    http: dict[str, HttpServer] = {}
+    runtime.holds = lambda: Holdings(requests=max(node.requests, _calls(runtime, http)))
+    runtime.follow_lifecycle = lambda: _follow_lifecycle(runtime, http)
     runtime.load = lambda: NodeLoad(waiting_requests=node.waiting, running_requests=node.requests - node.waiting)
     runtime.upkeep = node.upkeep
     runtime.server.trust_proxies(config.trusted_networks())
@@ -98,7 +106,6 @@ async def serve(
     if keys is not None:
         runtime.server.check_callers_by(lambda metadata: keys.book.find(authorization_of(metadata)))
         reloading.spawn(keys.follow())
-    http: dict[str, HttpServer] = {}
     try:
         endpoint = await runtime.open()
         others = _open_http(config, node, metrics, keys, http)
@@ -113,6 +120,17 @@ async def serve(
         await asyncio.gather(runtime.stop_serving(), *(each.stop() for each in http.values()))
         await node.close()
         await runtime.close()
+
+
+def _calls(runtime: NodeRuntime, http: Mapping[str, HttpServer]) -> int:
+    """Of clients, under way: those that are being read are no requests yet."""
+    return runtime.server.public_calls + (http["http"].calls if "http" in http else 0)
+
+
+def _follow_lifecycle(runtime: NodeRuntime, http: Mapping[str, HttpServer]) -> None:
+    runtime.server.set_open(runtime.lifecycle.takes_requests)
+    if "http" in http:
+        http["http"].keep_connections(runtime.lifecycle.ready, idle=runtime.lifecycle.takes_requests)
 
 
 def _make_metrics(config: RouterConfig, runtime: NodeRuntime, keys: KeyFile | None) -> RouterMetrics | None:
