@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Callable
+from typing import Final
 
 from batonpb import common_pb2, decode_pb2, prefill_pb2, transfer_pb2
 
@@ -42,6 +43,9 @@ from kvtransfer.receiver import Receiver
 from node.pool import DevicePool
 
 log = get_log("decode")
+
+LEFT_BYTES_MAX: Final = 256 * 1024 * 1024
+"""Of finished answers that no router has. Without its answer a request is computed again."""
 
 
 class DecodeNode:
@@ -363,6 +367,7 @@ class DecodeNode:
             self.cancel(output.key, "it has no router")
         for output in self.streams.finished[: -self.config.finished_max]:
             output.forgotten.set()
+        self.streams.drop_left(LEFT_BYTES_MAX)
         self._gone.upkeep(self._loop.time())
         self._repeats.upkeep()
         self.receiver.upkeep()

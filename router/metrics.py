@@ -50,6 +50,12 @@ class RouterMetrics:
         self.resumptions = self._counter(
             "baton_resumptions", "Attempts that failed after their grant, and were taken up on other nodes."
         )
+        self.attaches = self._counter(
+            "baton_attaches",
+            "Calls of clients that came back for an answer, by outcome: taken (over from its node), computed_again, or "
+            "refused.",
+            "outcome",
+        )
         self.corrupt = self._counter(
             "baton_handoffs_corrupt",
             "Handoffs refused because sampled records did not arrive as sent: hardware of the pair is failing.",
@@ -174,6 +180,9 @@ class _Observed(ObservedRequest):
 
     def resumed(self) -> None:
         self._metrics.resumptions.inc()
+
+    def attached(self, outcome: str) -> None:
+        self._metrics.attaches.labels(outcome).inc()
 
     def corrupt(self, prefill_node: str, decode_node: str, transport: str) -> None:
         self._metrics.corrupt.labels(prefill_node, decode_node, transport).inc()

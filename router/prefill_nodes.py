@@ -19,10 +19,11 @@ from baton.rpc import begun, rpc_errors
 from baton.tracing import call_metadata
 from baton.wire import ModelInfo, NodeRecord
 from cachestore.prefix_cache import chain_digests, root_digest
-from router.decode_streams import DecodeStreams, Inbox, internal_error
+from router.decode_streams import DecodeStreams
+from router.inbox import Inbox, internal_error
+from router.job import Job
 from router.line import Place
 from router.placement import Placement, may_hold
-from router.request import Job
 from router.retries import ASK_ANOTHER
 
 NOT_READY_RETRY_MS: Final = 1_000
@@ -236,6 +237,7 @@ class PrefillCalls:
             router=own,
             cache_salt=job.checked.cache_salt,
             avoid_decode=job.avoid_decode | self._streams.out_of_reach(),
+            resumable=job.for_another_router(),
         )
         with rpc_errors(record.name):
             events = stub.Prefill(
@@ -272,7 +274,7 @@ class PrefillCalls:
                 stats.decode_node = ""
                 inbox.end(first.finish)
         elif kind == "handed_off":
-            done = event.handed_off
+            done, inbox.committed = event.handed_off, True
             stats.transport = done.transport
             stats.blocks_written, stats.blocks_skipped = done.blocks_written, done.blocks_skipped
             stats.bytes_written = done.bytes_written

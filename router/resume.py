@@ -133,9 +133,11 @@ class Resume:
     """Of the noise, for a request that names none."""
     digest: int
     state: resume_pb2.ResumeState = field(default_factory=resume_pb2.ResumeState)
-    """What another router has to know of the call; the router that runs it fills in what it knows of the answer."""
+    """What another router has to know of the call; the router that runs it adds what it knows of the answer."""
     place: Place | None = None
     """What the client has, of a call that attaches. None: it begins."""
+    chat: bool = False
+    """Of a call over HTTP that attaches: its answers are of a chat, so `said` may have no special tokens."""
     said: tuple[int, ...] = ()
     """The ids that the client says it has, all of them from index 0; empty where it does not say."""
 
@@ -150,7 +152,8 @@ class Resume:
                 f"The {len(said)} token ids are not the {place.tokens} that came with the events up to this resume "
                 "token. Send all that you have, from the first on, or none.",
             )
-        return cls(secret=token.secret, seed=token.seed, digest=token.digest, place=place, said=tuple(said))
+        chat = token.http is not None and token.http.chat
+        return cls(secret=token.secret, seed=token.seed, digest=token.digest, place=place, said=tuple(said), chat=chat)
 
     def token(self, *places: Place) -> ResumeToken:
         return ResumeToken(secret=self.secret, seed=self.seed, digest=self.digest, places=places)

@@ -9,6 +9,7 @@ from typing import Any
 import grpc.aio
 from batonpb import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
+from baton.rpc import rpc_errors
 from tests.support.cluster_harness import CALL_S_MAX
 from tests.support.inprocess_cluster import InProcessCluster
 
@@ -50,9 +51,10 @@ class PlayedRouter:
         attempt: int = 0,
         output: Sequence[int] = (),
         resumable: bool = True,
+        state: bytes = STATE,
         logprobs: int | None = None,
     ) -> list[str]:
-        """One request up to its commit; the kinds of the events."""
+        """One request up to its commit; the kinds of the events. Raises BatonError."""
         sampling = common_pb2.SamplingSpec(
             temperature=0, top_p=1, max_tokens=max_tokens, ignore_eos=True, logprobs=logprobs
         )
@@ -64,11 +66,12 @@ class PlayedRouter:
                 output=output,
                 sampling=sampling,
                 router=self._incarnation,
-                resumable=common_pb2.Resumable(tag=TAG, state=STATE) if resumable else None,
+                resumable=common_pb2.Resumable(tag=TAG, state=state) if resumable else None,
             ),
             timeout=CALL_S_MAX,
         )
-        return [event.WhichOneof("event") async for event in call]
+        with rpc_errors(self._prefill_name):
+            return [event.WhichOneof("event") async for event in call]
 
     async def subscribe(self, cursors: dict[tuple[str, int], int] | None = None) -> None:
         """Open a stream in place of the last one, and take in what comes."""
