@@ -236,10 +236,13 @@ class DecodeNode:
         if self.is_taken_over(key, 0):
             raise BatonError(Reason.TAKEN_OVER, f"Another router has taken the request {key.request} over.")
 
-    def waits_for_router(self, key: RequestKey) -> bool:
-        """It was left, and is not to end with the call of the prefill node that handed it over."""
+    def ends_by(self, key: RequestKey, sender: Incarnation, epoch: int) -> bool:
+        """Whether a Cancel by `sender` ends it. A resumable request that has committed is its router's alone: a prefill
+        node cancels whatever its call ends with, also if the router has left."""
         job = self._by_key.get(key)
-        return job is not None and job.is_committed and job.output.left
+        if job is not None and job.is_committed and job.output.resumable is not None:
+            return job.output.heeds(sender, epoch)
+        return not self.is_taken_over(key, epoch)
 
     def take_over(self, request: decode_pb2.TakeOverRequest, router: Incarnation) -> decode_pb2.TakeOverReply:
         """Make `router` the one that has it, if it is resumable and goes on or is finished. Or forget it. If this node

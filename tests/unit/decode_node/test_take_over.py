@@ -26,6 +26,7 @@ from tests.support.played_router import STATE, TAG, PlayedRouter, key_of
 SLOW = {"engine.mock_layer_delay_ms": 0.5}
 LONG = 3_000
 PROMPT = random_prompt(random.Random(15), 50)
+WORDS = ("take over", "take over", "leave", "leave ended", "done", "cancel", "resolve", "break")
 FORMER, LATER, THIRD = 0xA, 0xB, 0xC
 
 
@@ -227,11 +228,12 @@ def test_a_router_takes_over_what_it_has_itself() -> None:
 
 
 def test_a_left_request_runs_on() -> None:
-    """Its router leaves it. A Cancel by the prefill node whose call ended with that, or by the router itself, does not
-    end it. Another router takes it over, and gets it whole."""
+    """Its router leaves it. A Cancel by the prefill node whose call ended with that, which may come first, or by the
+    router itself, does not end it. Another router takes it over, and gets it whole."""
 
     async def play(s: Scene) -> None:
         await s.running(max_tokens=200)
+        assert await s.third.cancel(key_of("one"))
         await s.left()
         assert await s.third.cancel(key_of("one")) and await s.former.cancel(key_of("one"))
         had = len(s.former.tokens["one", 0])
@@ -466,6 +468,49 @@ def test_a_stopping_node_lets_go_of_what_was_left() -> None:
         await s.nothing_left()
 
     played(play, **SLOW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_three_routers_say_anything_at_any_time(seed: int) -> None:
+    """Answers run and finish while routers leave, take over, cancel, acknowledge and break off, by the epoch by which
+    they are had or by an older one. Each router gets each index once, in order, as the engine drew it. At last, without
+    anybody's word, every answer is forgotten and every block is free."""
+
+    async def play(s: Scene) -> None:
+        rng, routers = random.Random(seed), (s.former, s.later, s.third)
+        await s.third.subscribe()
+        for number in range(40):
+            await s.former.prefill(f"r{number}", PROMPT, 60)
+            for _ in range(8):
+                router, name = rng.choice(routers), f"r{rng.randrange(max(0, number - 3), number + 1)}"
+                known = decode_state(s.node).known
+                epoch = next((job.output.epoch for key, job in known.items() if key.request == name), 0)
+                key = key_of(name, max(0, epoch - rng.choice((0, 0, 1))))
+                word = rng.choice(
+                    ("take over", "take over", "leave", "leave ended", "done", "cancel", "resolve", "break")
+                )
+                if word == "take over":
+                    await router.take_over(key)
+                elif word.startswith("leave"):
+                    await router.leave(key, ended=word != "leave")
+                elif word == "done":
+                    await router.done(key)
+                elif word == "cancel":
+                    await router.cancel(key)
+                elif word == "resolve":
+                    await router.resolve(key)
+                else:
+                    await router.cut()
+                    await router.subscribe({each: router.first[each] + len(ids) for each, ids in router.tokens.items()})
+        await s.nothing_left()
+        expected = mock_tokens(PROMPT, 60)
+        for router in routers:
+            await router.cut()
+            assert all(ids == expected[: len(ids)] for ids in router.tokens.values())
+        assert sum(len(router.tokens) for router in routers) > 40
+
+    played(play, orphan_ms=500, resume_ms=500, finished_ms_max=1_000, **SLOW)
 
 
 @pytest.mark.parametrize(
