@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Callable
+from typing import Final
 
 from batonpb import common_pb2, decode_pb2, prefill_pb2, transfer_pb2
 
@@ -42,6 +43,9 @@ from kvtransfer.receiver import Receiver
 from node.pool import DevicePool
 
 log = get_log("decode")
+
+LEFT_BYTES_MAX: Final = 256 * 1024 * 1024
+"""Of finished answers that no router has. Without its answer a request is computed again."""
 
 
 class DecodeNode:
@@ -232,10 +236,13 @@ class DecodeNode:
         if self.is_taken_over(key, 0):
             raise BatonError(Reason.TAKEN_OVER, f"Another router has taken the request {key.request} over.")
 
-    def waits_for_router(self, key: RequestKey) -> bool:
-        """It was left, and is not to end with the call of the prefill node that handed it over."""
+    def ends_by(self, key: RequestKey, sender: Incarnation, epoch: int) -> bool:
+        """Whether a Cancel by `sender` ends it. A resumable request that has committed is its router's alone: a prefill
+        node cancels whatever its call ends with, also if the router has left."""
         job = self._by_key.get(key)
-        return job is not None and job.is_committed and job.output.left
+        if job is not None and job.is_committed and job.output.resumable is not None:
+            return job.output.heeds(sender, epoch)
+        return not self.is_taken_over(key, epoch)
 
     def take_over(self, request: decode_pb2.TakeOverRequest, router: Incarnation) -> decode_pb2.TakeOverReply:
         """Make `router` the one that has it, if it is resumable and goes on or is finished. Or forget it. If this node
@@ -363,6 +370,7 @@ class DecodeNode:
             self.cancel(output.key, "it has no router")
         for output in self.streams.finished[: -self.config.finished_max]:
             output.forgotten.set()
+        self.streams.drop_left(LEFT_BYTES_MAX)
         self._gone.upkeep(self._loop.time())
         self._repeats.upkeep()
         self.receiver.upkeep()

@@ -79,6 +79,13 @@ class RequestOutput:
             if self.left and finish is None:
                 self.forgotten.set()
 
+    @property
+    def bytes(self) -> int:
+        """What it takes in memory, about."""
+        top = len(self.logprobs[0].top_ids) if self.logprobs else 0
+        state = len(self.resumable.state) if self.resumable is not None else 0
+        return 40 * len(self.tokens) + (200 + 16 * top) * len(self.logprobs) + state
+
     def heeds(self, router: Incarnation, epoch: int) -> bool:
         """Whether the router that says so has it."""
         return not self.left and (self.router, self.epoch) == (router, epoch)
@@ -203,6 +210,15 @@ class TokenStreams:
         for subscription in self._subscriptions.values():
             subscription.closed = True
             subscription.news.set()
+
+    def drop_left(self, bytes_max: int) -> None:
+        """Forget the oldest finished answers that nobody has, down to so many bytes."""
+        held = 0
+        for output in reversed(self._outputs.values()):
+            if output.left and output.ended.is_set():
+                held += output.bytes
+                if held > bytes_max:
+                    output.forgotten.set()
 
     async def subscribe(
         self, router: Incarnation, cursors: Mapping[RequestKey, int], reading: Coroutine[Any, Any, None]

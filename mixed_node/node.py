@@ -18,7 +18,7 @@ from baton.drain import Holdings
 from baton.errors import BatonError, Reason
 from baton.ids import GrantId, RequestKey
 from baton.wire import NodeLoad
-from decode_node.job import why_never
+from decode_node.job import check_resumable, why_never
 from decode_node.node import DecodeNode
 from engine.core import TokenEvent
 from engine.scheduler import EngineFullError, Sequence, SequenceMode
@@ -67,6 +67,8 @@ class MixedNode:
         return why_never(job.tokens, job.prompt_len, job.request.sampling, self._pool)
 
     def start(self, job: Job) -> Sequence | None:
+        if job.request.HasField("resumable"):
+            check_resumable(job.request.resumable)
         self._check_new(job.key)
         prefix = self._blocks.match_prompt(job.tokens, job.request.cache_salt)
         known = self._blocks.blocks_for(len(job.tokens))

@@ -164,19 +164,20 @@ class Resume:
 
 
 class Places:
-    """Those of all answers of a call, in one token."""
+    """Those of all answers of a call, behind its last event."""
 
-    def __init__(self, places: Sequence[Place], http: resume_pb2.HttpCall) -> None:
+    def __init__(self, token: ResumeToken) -> None:
         """What the client has at the beginning: `Place()` for each answer of a new call."""
-        self._places = list(places)
-        self._http = http
+        self._began = token
+        self._places = list(token.places)
 
-    def merge(self, answer: int, resume_token: str, noted: Callable[[Place], Place]) -> str:
-        """The call's token behind an event of one answer, from that event's own. `noted` adds what it says beside."""
-        one = ResumeToken.decode(resume_token)
-        (place,) = one.places
-        self._places[answer] = noted(place)
-        return replace(one, places=tuple(self._places), http=self._http).encode()
+    def follow(self, answer: int, resume_token: str, noted: Callable[[int, Place], Place]) -> None:
+        """An event of one answer has this token of its own. `noted` adds to its place."""
+        (place,) = ResumeToken.decode(resume_token).places
+        self._places[answer] = noted(answer, place)
+
+    def token(self) -> str:
+        return replace(self._began, places=tuple(self._places)).encode()
 
 
 def tag(secret: bytes, key_name: str | None) -> bytes:
@@ -214,7 +215,12 @@ def check_same(
     token: ResumeToken, requests: Sequence[inference_pb2.GenerateRequest], answers: int = 1, *, field: str
 ) -> None:
     """Whether this is the call that the token came with. Raises BatonError BAD_FIELD naming `field`."""
-    if len(token.places) != len(requests) * answers or token.digest != request_digest(requests, answers):
+    check_digest(token, request_digest(requests, answers), len(requests) * answers, field=field)
+
+
+def check_digest(token: ResumeToken, digest: int, answers: int, *, field: str) -> None:
+    """The same, of a call with so many answers in all."""
+    if len(token.places) != answers or token.digest != digest:
         text = "The resume token is of another request. Repeat that one as it was, but for its deadline and its id."
         raise bad_field(field, text)
 

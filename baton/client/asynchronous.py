@@ -104,7 +104,8 @@ class AsyncClient:
         timeout_s = options.get("timeout_s")
         if timeout_s is None:
             timeout_s = self._options.get("timeout_s", TIMEOUT_S_DEFAULT)
-        return AsyncStream(self, request, timeout_s=timeout_s, request_id=options.get("request_id"), unary=unary)
+        request_id = options.get("request_id")
+        return AsyncStream(_Asking(self, request, timeout_s=timeout_s, request_id=request_id, unary=unary))
 
     async def settle(self) -> None:
         """Wait until the routers know which answers this client has. For a loop that is about to rest; bounded."""
@@ -187,23 +188,10 @@ class AsyncClient:
 class AsyncStream(AsyncIterator[Piece]):
     """One answer as it comes. Whoever leaves it early closes it, best by `async with`: that ends the request."""
 
-    def __init__(
-        self,
-        client: AsyncClient,
-        request: inference_pb2.GenerateRequest,
-        *,
-        timeout_s: float,
-        request_id: str | None,
-        unary: bool,
-    ) -> None:
+    def __init__(self, asking: _Asking) -> None:
         """Made by `AsyncClient.stream`."""
-        self._client = client
-        self._request = request
-        self._timeout_s = timeout_s
-        self._metadata = client.metadata(request_id)
-        self._unary = unary
-        self._builder = AnswerBuilder()
-        self._pieces = self._run()
+        self._builder = asking.builder
+        self._pieces = asking.pieces()
 
     @property
     def answer(self) -> Answer:
@@ -226,9 +214,29 @@ class AsyncStream(AsyncIterator[Piece]):
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    async def _run(self) -> AsyncGenerator[Piece, None]:
+
+class _Asking:
+    """One request on its way. Nothing here refers to its stream: a stream that nobody holds is closed at once."""
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        request: inference_pb2.GenerateRequest,
+        *,
+        timeout_s: float,
+        request_id: str | None,
+        unary: bool,
+    ) -> None:
+        self.builder = AnswerBuilder()
+        self._client = client
+        self._request = request
+        self._timeout_s = timeout_s
+        self._metadata = client.metadata(request_id)
+        self._unary = unary
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Raises BatonError."""
-        client, builder, now_s = self._client, self._builder, asyncio.get_running_loop().time
+        client, builder, now_s = self._client, self.builder, asyncio.get_running_loop().time
         course = client.course(self._timeout_s, now_s())
         over = False
         try:
@@ -277,11 +285,11 @@ class AsyncStream(AsyncIterator[Piece]):
         stub, request, metadata = self._client.stub(called.router), self._request, self._metadata
         timeout_s = max(left_s, 1e-3)
         if called.attach:
-            self._builder.attaches += 1
+            self.builder.attaches += 1
             attach = inference_pb2.AttachRequest(
-                resume_token=self._builder.resume_token,
+                resume_token=self.builder.resume_token,
                 request=request,
-                output=inference_pb2.TokenIds(ids=self._builder.ids),
+                output=inference_pb2.TokenIds(ids=self.builder.ids),
             )
             return stub.Attach(attach, timeout=timeout_s, metadata=metadata)
         if self._unary:
@@ -321,7 +329,7 @@ def _targets(routers: str | Sequence[str]) -> list[str]:
 
 def _channel_options() -> list[tuple[str, Any]]:
     return [
-        *ping_options(HEARTBEAT_MS, HEARTBEAT_ANSWER_MS_MAX),
+        *ping_options(HEARTBEAT_MS, HEARTBEAT_ANSWER_MS_MAX, idle=False),
         ("grpc.max_receive_message_length", ANSWER_BYTES_MAX),
         ("grpc.max_send_message_length", ANSWER_BYTES_MAX),
         ("grpc.initial_reconnect_backoff_ms", CONNECT_MS_MAX // 20),

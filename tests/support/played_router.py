@@ -9,6 +9,7 @@ from typing import Any
 import grpc.aio
 from batonpb import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
+from baton.rpc import rpc_errors
 from tests.support.cluster_harness import CALL_S_MAX
 from tests.support.inprocess_cluster import InProcessCluster
 
@@ -35,7 +36,8 @@ class PlayedRouter:
         self._call: Any = None
         self._reader: asyncio.Task[None] | None = None
         self.tokens: dict[tuple[str, int], list[int]] = {}
-        """By request and epoch, as they came; each message has to go on where the one before ended."""
+        """By request ("one", or "one/1" of attempt 1) and epoch: each message goes on where the one before
+        ended."""
         self.first: dict[tuple[str, int], int] = {}
         self.logprobs: dict[tuple[str, int], list[float]] = {}
         self.ends: dict[tuple[str, int], str] = {}
@@ -50,9 +52,10 @@ class PlayedRouter:
         attempt: int = 0,
         output: Sequence[int] = (),
         resumable: bool = True,
+        state: bytes = STATE,
         logprobs: int | None = None,
     ) -> list[str]:
-        """One request up to its commit; the kinds of the events."""
+        """One request up to its commit; the kinds of the events. Raises BatonError."""
         sampling = common_pb2.SamplingSpec(
             temperature=0, top_p=1, max_tokens=max_tokens, ignore_eos=True, logprobs=logprobs
         )
@@ -64,11 +67,12 @@ class PlayedRouter:
                 output=output,
                 sampling=sampling,
                 router=self._incarnation,
-                resumable=common_pb2.Resumable(tag=TAG, state=STATE) if resumable else None,
+                resumable=common_pb2.Resumable(tag=TAG, state=state) if resumable else None,
             ),
             timeout=CALL_S_MAX,
         )
-        return [event.WhichOneof("event") async for event in call]
+        with rpc_errors(self._prefill_name):
+            return [event.WhichOneof("event") async for event in call]
 
     async def subscribe(self, cursors: dict[tuple[str, int], int] | None = None) -> None:
         """Open a stream in place of the last one, and take in what comes."""
@@ -85,9 +89,9 @@ class PlayedRouter:
         """The stream breaks."""
         if self._call is not None:
             self._call.cancel()
-        if self._reader is not None:
-            await asyncio.wait([self._reader])
-        self._call = self._reader = None
+        reader, self._call, self._reader = self._reader, None, None
+        if reader is not None:
+            await reader
 
     async def done(self, *keys: common_pb2.RequestKey) -> None:
         await self._call.write(decode_pb2.SubscribeRequest(done=decode_pb2.SubscribeDone(keys=keys)))
@@ -132,7 +136,8 @@ class PlayedRouter:
 
     def _take(self, messages: Iterable[decode_pb2.RequestTokens]) -> None:
         for message in messages:
-            key = (message.key.request, message.key.epoch)
+            attempt = message.key.attempt
+            key = (message.key.request + (f"/{attempt}" if attempt else ""), message.key.epoch)
             if message.ids:
                 have = self.tokens.setdefault(key, [])
                 first = self.first.setdefault(key, message.first_index)

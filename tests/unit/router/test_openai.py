@@ -156,7 +156,7 @@ def test_errors_have_a_status_and_a_time() -> None:
 def test_log_probabilities_are_json(chat: bool) -> None:
     """Minus infinity has a stand-in, half a character has no bytes, and offsets count over chunks."""
     call = OpenAiCall(chat=chat, requests=(), n=1, stream=True, include_usage=False, logprobs=True)
-    replies = Replies(id="i", call=call, model="m", created=1, token_text=["ab", "\ufffd"].__getitem__)
+    replies = Replies(request_id="i", call=call, model="m", created=1, token_text=["ab", "\ufffd"].__getitem__)
     found = common_pb2.TokenLogprobs(logprob=-math.inf, top_ids=[0], top_logprobs=[-0.5])
     event = inference_pb2.GenerateEvent(tokens=inference_pb2.Tokens(ids=[0, 1], text="ab", logprobs=[found, found]))
     chunks = [replies.chunk(0, event), replies.chunk(0, event)]
@@ -174,7 +174,7 @@ def test_log_probabilities_are_json(chat: bool) -> None:
 def test_a_prompt_counts_once_however_many_answers_it_has() -> None:
     """Two prompts with two answers each: tokens of prompts twice, of answers four times."""
     call = parse_completion({"prompt": ["a", "b"], "n": 2})
-    replies = Replies(id="i", call=call, model="m", created=1, token_text=str)
+    replies = Replies(request_id="i", call=call, model="m", created=1, token_text=str)
     for index in range(4):
         replies.count(index, inference_pb2.GenerateEvent(started=inference_pb2.Started(prompt_tokens=10)))
         stats = inference_pb2.RequestStats(output_tokens=3, prompt_tokens_cached=4)
