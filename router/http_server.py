@@ -71,8 +71,10 @@ UPKEEP_MS = 500
 class OpenAiApp:
     """The endpoints of one router. Lives on its loop."""
 
-    def __init__(self, node: RouterNode) -> None:
+    def __init__(self, node: RouterNode, directory_trouble: Callable[[], str] = str) -> None:
+        """`directory_trouble` says what is the matter with the directory; empty for nothing."""
         self._node = node
+        self._directory_trouble = directory_trouble
         self._began = int(time.time())
 
     def asgi(self) -> Starlette:
@@ -109,7 +111,8 @@ class OpenAiApp:
                 parsed = self._node.texts.run_held(owner, parse_call, raw, chat, special_tokens, context_len_max)
                 call = await first_of(parsed, left(request.receive))
             token = None
-            if call.resumable and (sent := request.headers.getlist(LAST_EVENT_ID)):
+            sent = [value for value in request.headers.getlist(LAST_EVENT_ID) if value]
+            if call.resumable and sent:
                 token = repeated(call, read_token(sent), request_id, int(time.time()))
             elif call.said:
                 raise bad_field("resume_token_ids", f"resume_token_ids goes with the header {LAST_EVENT_ID}.")
@@ -162,8 +165,12 @@ class OpenAiApp:
     async def _health(self, _request: Request) -> Response:
         """Ready for requests: this router takes them, and there are nodes to serve them."""
         self._node.check_ready()
-        self._node.check_cluster()
-        return JSONResponse({"status": "ok"})
+        trouble = self._directory_trouble()
+        try:
+            self._node.check_cluster()
+        except BatonError as error:
+            raise error.reworded(f"{error.message} {trouble}".rstrip()) from error
+        return JSONResponse({"status": "ok", **({"directory": trouble} if trouble else {})})
 
     async def _live(self, _request: Request) -> Response:
         """Whether this process is to be restarted is another question than whether there is a cluster behind it."""
