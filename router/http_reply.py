@@ -114,7 +114,8 @@ class CallReply(Response):
             replies.count(index, event)
             chunk = replies.chunk(index, event)
             if self._places is not None:
-                self._places.follow(index, event.resume_token, replies.noted)
+                offset, prompt_tokens = replies.offset(index), replies.prompt_of(index)
+                self._places.follow(index, event.resume_token, text_offset=offset, prompt_tokens=prompt_tokens)
             if chunk is not None:
                 await self._send_data(json.dumps(chunk))
         if self._call.include_usage:

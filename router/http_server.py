@@ -111,7 +111,8 @@ class OpenAiApp:
                 parsed = self._node.texts.run_held(owner, parse_call, raw, chat, special_tokens, context_len_max)
                 call = await first_of(parsed, left(request.receive))
             token = None
-            if call.resumable and (sent := request.headers.getlist(LAST_EVENT_ID)):
+            sent = [value for value in request.headers.getlist(LAST_EVENT_ID) if value]
+            if call.resumable and sent:
                 token = repeated(call, read_token(sent), request_id, int(time.time()))
             elif call.said:
                 raise bad_field("resume_token_ids", f"resume_token_ids goes with the header {LAST_EVENT_ID}.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Final, TypeVar
 
@@ -439,10 +439,13 @@ class Replies:
                 self._prompts[index // self.call.n] = place.prompt_tokens
                 self.completion_tokens += place.tokens
 
-    def noted(self, index: int, place: Place) -> Place:
-        """The place, with what `go_on` has to know of it."""
-        prompt_tokens = self._prompts.get(index // self.call.n, 0) if place.finished else 0
-        return replace(place, text_offset=self._offsets.get(index, 0), prompt_tokens=prompt_tokens)
+    def offset(self, index: int) -> int:
+        """Characters of the answer's tokens so far, where their log-probabilities say it."""
+        return self._offsets.get(index, 0)
+
+    def prompt_of(self, index: int) -> int:
+        """Tokens of the answer's prompt."""
+        return self._prompts.get(index // self.call.n, 0)
 
     def count(self, index: int, event: inference_pb2.GenerateEvent) -> None:
         """Each event of each answer counts in the usage."""

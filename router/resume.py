@@ -10,7 +10,7 @@ import base64
 import binascii
 import hashlib
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -63,6 +63,9 @@ class ResumeToken:
     """Of a call over HTTP: what its chunks say."""
 
     def encode(self) -> str:
+        return _written(self.message())
+
+    def message(self) -> resume_pb2.ResumeToken:
         message = resume_pb2.ResumeToken(secret=self.secret, seed=self.seed, request_digest=self.digest, http=self.http)
         for place in self.places:
             message.places.add(
@@ -76,7 +79,7 @@ class ResumeToken:
                 text_offset=place.text_offset,
                 prompt_tokens=place.prompt_tokens,
             )
-        return base64.urlsafe_b64encode(message.SerializeToString()).decode().rstrip("=")
+        return message
 
     @classmethod
     def decode(cls, text: str, *, field: str = "resume_token") -> ResumeToken:
@@ -84,8 +87,7 @@ class ResumeToken:
         try:
             if len(text) > TOKEN_CHARS_MAX:
                 raise ValueError("too long")
-            raw = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
-            message = resume_pb2.ResumeToken.FromString(raw)
+            message = _read(text)
         except (ValueError, binascii.Error, DecodeError):
             message = resume_pb2.ResumeToken()
         well = len(message.secret) == SECRET_BYTES and 1 <= len(message.places) <= RESUMABLE_ANSWERS_MAX
@@ -100,6 +102,16 @@ class ResumeToken:
             places=tuple(map(_place, message.places)),
             http=message.http if message.HasField("http") else None,
         )
+
+
+def _written(message: resume_pb2.ResumeToken) -> str:
+    return base64.urlsafe_b64encode(message.SerializeToString()).decode().rstrip("=")
+
+
+def _read(text: str) -> resume_pb2.ResumeToken:
+    """Raises ValueError, binascii.Error or DecodeError."""
+    raw = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    return resume_pb2.ResumeToken.FromString(raw)
 
 
 def _is_http_call(message: resume_pb2.ResumeToken) -> bool:
@@ -168,16 +180,18 @@ class Places:
 
     def __init__(self, token: ResumeToken) -> None:
         """What the client has at the beginning: `Place()` for each answer of a new call."""
-        self._began = token
-        self._places = list(token.places)
+        self._message = token.message()
 
-    def follow(self, answer: int, resume_token: str, noted: Callable[[int, Place], Place]) -> None:
-        """An event of one answer has this token of its own. `noted` adds to its place."""
-        (place,) = ResumeToken.decode(resume_token).places
-        self._places[answer] = noted(answer, place)
+    def follow(self, answer: int, resume_token: str, *, text_offset: int, prompt_tokens: int) -> None:
+        """An event of one answer has this token of its own, which knows nothing of HTTP."""
+        place = self._message.places[answer]
+        place.CopyFrom(_read(resume_token).places[0])
+        place.text_offset = text_offset
+        if place.finished:
+            place.prompt_tokens = prompt_tokens
 
     def token(self) -> str:
-        return replace(self._began, places=tuple(self._places)).encode()
+        return _written(self._message)
 
 
 def tag(secret: bytes, key_name: str | None) -> bytes:

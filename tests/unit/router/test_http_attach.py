@@ -292,6 +292,36 @@ def test_what_is_wrong_is_said_by_name(caplog: pytest.LogCaptureFixture) -> None
         play(scene)
 
 
+def test_a_client_without_a_place_may_send_an_empty_one() -> None:
+    """Simple clients always send the header: before the first event it says nothing. A body that does not ask for a
+    resumable stream is answered as ever, whatever the header says."""
+
+    async def scene(client: Client, node: Written) -> None:
+        assert (await client("POST", "/v1/completions", BODY, {LAST_EVENT_ID: ""}))[0] == 200
+        plain = {"prompt": [1], "stream": True}
+        assert (await client("POST", "/v1/completions", plain, {LAST_EVENT_ID: "of another server"}))[0] == 200
+        assert [kind for kind, *_ in node.calls] == ["generate"] * 2
+
+    play(scene)
+
+
+def test_token_ids_are_returned_to_whoever_asks() -> None:
+    """Streamed with each chunk, also where its text is not whole yet, or all at once; and to nobody else."""
+
+    async def scene(client: Client, node: Written) -> None:
+        path = "/v1/completions"
+        for asked in ({"return_token_ids": True}, {}):
+            status, _, raw = await client("POST", path, {"prompt": [1, 2], "n": 2, **asked})
+            assert status == 200
+            found = [choice.get("token_ids") for choice in json.loads(raw)["choices"]]
+            assert found == [IDS if asked else None] * 2
+            stream = Stream()
+            stream.read(lines((await client("POST", path, {"prompt": [1, 2], "stream": True, **asked}))[2]))
+            assert stream.ids[0] == (IDS if asked else [])
+
+    play(scene)
+
+
 def test_a_client_forgets_its_request() -> None:
     """204, and the router is told by whose key. What the router refuses comes back."""
 

@@ -36,6 +36,7 @@ FIELDS = [
     "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p",
     "n", "stream", "stream_options", "logprobs", "top_logprobs", "echo", "stop", "seed", "logit_bias", "best_of",
     "suffix", "tools", "response_format", "stop_token_ids", "min_tokens", "ignore_eos", "chat_template_kwargs", "x",
+    "resumable", "resume_token_ids", "return_token_ids",
 ]  # fmt: skip
 leaves = (
     st.none() | st.booleans() | st.integers(-(2**65), 2**65) | st.floats() | st.text(max_size=4)
@@ -124,6 +125,25 @@ def test_what_would_make_another_answer_is_refused_by_name(name: str, value: obj
         assert isinstance(refused, BatonError)
         assert (refused.reason, refused.field) == (Reason.BAD_FIELD, name)
         assert isinstance(attempt(parse, json.dumps({**prompt, name: neutral}).encode()), OpenAiCall)
+
+
+@pytest.mark.parametrize(
+    ("said", "n", "taken"),
+    [
+        ([5, 6], 1, ((5, 6),)), ([[5, 6]], 1, ((5, 6),)), ([], 1, ()), ([], 2, ()), ([[5], []], 2, ((5,), ())),
+        ([5, 6], 2, None), ([[5]], 2, None), ([[5], 6], 2, None), ({}, 1, None), ([["5"]], 1, None), ([[[5]]], 1, None),
+    ],
+)  # fmt: skip
+def test_what_a_client_says_it_has(said: object, n: int, taken: object) -> None:
+    """A list for each answer, or one list for one answer; anything else is refused by its name."""
+    body = {"prompt": "hi", "n": n, "stream": True, "resumable": True, "resume_token_ids": said}
+    call = attempt(parse_completion, json.dumps(body).encode())
+    if taken is None:
+        assert isinstance(call, BatonError)
+        assert call.field == "resume_token_ids"
+    else:
+        assert isinstance(call, OpenAiCall)
+        assert call.said == taken
 
 
 def test_special_tokens_are_added_as_each_endpoint_does() -> None:

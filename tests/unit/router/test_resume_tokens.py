@@ -173,8 +173,10 @@ def test_places_of_several_answers_become_one_token() -> None:
     resume = Resume(secret=SECRET, seed=1, digest=2)
     second = Place(request=ID, tokens=1, chars=1, crc=3)
     both = Places(replace(resume.token(Place(), Place()), http=HTTP))
-    both.follow(1, resume.token(second).encode(), lambda answer, place: replace(place, text_offset=answer))
-    assert ResumeToken.decode(both.token()) == replace(resume.token(Place(), replace(second, text_offset=1)), http=HTTP)
+    for behind in (second, replace(second, finished=True)):
+        both.follow(1, resume.token(behind).encode(), text_offset=4, prompt_tokens=5)
+        noted = replace(behind, text_offset=4, prompt_tokens=5 if behind.finished else 0)
+        assert ResumeToken.decode(both.token()) == replace(resume.token(Place(), noted), http=HTTP)
 
 
 def test_what_chunks_say_is_checked() -> None:
