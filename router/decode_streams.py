@@ -119,7 +119,7 @@ class DecodeSubscription:
         Raises BatonError CANCELLED or PERMISSION_DENIED.
         """
         self._streams.inboxes[inbox.key] = inbox
-        inbox.early, inbox.subscription = [], self
+        inbox.early, inbox.decode = [], self.incarnation
         self.users += 1
         try:
             reply = await self._take_over(inbox.key, tag, left_s=left_s)
