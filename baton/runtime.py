@@ -107,6 +107,7 @@ class NodeRuntime:
         rng: random.Random,
         on_change: Callable[[], None] | None = None,
         lame_duck_ms: int = 0,
+        last_known: Callable[[], tuple[NodeRecord, ...]] = tuple,
     ) -> None:
         """A router has no `pod`: it sets no deletion cost. At `admin_listen` is served what is for operators.
 
@@ -154,6 +155,7 @@ class NodeRuntime:
             rng=rng,
             config=config.membership,
             on_change=on_change,
+            last_known=last_known,
         )
         self.deletion_cost = DeletionCost(pod or PodConfig(), clock=clock, rng=rng)
         self.drain = NodeDrain(

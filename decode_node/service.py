@@ -150,7 +150,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     async def Cancel(self, request: decode_pb2.CancelRequest, context: Any) -> decode_pb2.CancelReply:
         sender, key = check_header(request.header, own=self._own), key_from_proto(request.key)
         epoch = request.key.epoch
-        if self._node.is_taken_over(key, epoch) or self._node.waits_for_router(key):
+        if not self._node.ends_by(key, sender, epoch):
             return decode_pb2.CancelReply(known=True)
         notify_router = not self._node.is_router_of(key, sender, epoch)
         return decode_pb2.CancelReply(known=self._node.cancel(key, request.reason, notify_router=notify_router))

@@ -170,6 +170,12 @@ class RouterConfig(ProcessConfig):
         "how long a router that is to end or to be drained is not ready, but serves new requests still",
         "Load balancers look at readiness less often than this, or nothing stands before the router (0: none).",
     )
+    known_nodes_file: Path | None = setting(
+        None,
+        "file that the router keeps the last known nodes in, to serve from them when it starts while the directory is "
+        "away; none: it waits for the directory",
+        "Routers are restarted or added while the directory may be away. Each needs a file of its own.",
+    )
     retries: RetryConfig = field(default_factory=RetryConfig)
     cancel_ms_max: int = fixed(1_000)
     """How long one cancel call to a node may take."""

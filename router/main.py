@@ -18,6 +18,7 @@ from baton.clock import Clock
 from baton.drain import Holdings
 from baton.endpoint import is_loopback
 from baton.errors import BatonError, Reason
+from baton.known_nodes import KnownNodes, read_nodes
 from baton.log import get_log
 from baton.rpc import check_can_bind
 from baton.runtime import NodeRuntime, Progress
@@ -58,9 +59,13 @@ async def serve(
     sys.set_int_max_str_digits(INT_DIGITS_MAX)
     rng = Random(secrets.randbits(64))
 
+    known = KnownNodes(config.known_nodes_file) if config.known_nodes_file is not None else None
+
     def follow_directory() -> None:
         node.follow_directory(runtime.membership.nodes())
         pins.follow_directory()
+        if known is not None and not runtime.membership.stale:
+            known.follow(runtime.membership.nodes())
 
     runtime = NodeRuntime(
         config,
@@ -70,6 +75,7 @@ async def serve(
         rng=rng,
         on_change=follow_directory,
         lame_duck_ms=config.lame_duck_ms,
+        last_known=partial(read_nodes, config.known_nodes_file) if config.known_nodes_file is not None else tuple,
     )
     await runtime.check_listen()
     keys = await KeyFile.open(config.api_keys_file) if config.api_keys_file is not None else None
@@ -107,8 +113,8 @@ async def serve(
         runtime.server.check_callers_by(lambda metadata: keys.book.find(authorization_of(metadata)))
         reloading.spawn(keys.follow())
     try:
+        others = _open_http(config, node, metrics, keys, http, runtime.membership.trouble)
         endpoint = await runtime.open()
-        others = _open_http(config, node, metrics, keys, http)
         if keys is None:
             _warn_of_strangers(config)
         on_ready(endpoint, admin=runtime.admin_endpoint, **others)
@@ -120,6 +126,8 @@ async def serve(
         await asyncio.gather(runtime.stop_serving(), *(each.stop() for each in http.values()))
         await node.close()
         await runtime.close()
+        if known is not None:
+            await known.close()
 
 
 def _calls(runtime: NodeRuntime, http: Mapping[str, HttpServer]) -> int:
@@ -154,6 +162,7 @@ def _open_http(
     metrics: RouterMetrics | None,
     keys: KeyFile | None,
     servers: dict[str, HttpServer],
+    directory_trouble: Callable[[], str],
 ) -> dict[str, str]:
     """Start what is to be served over HTTP, and add it to `servers`; the endpoints. Raises BatonError."""
     endpoints = {}
@@ -161,7 +170,7 @@ def _open_http(
         from router.http_keys import KeyedApp
         from router.http_server import HttpServer, OpenAiApp
 
-        app: ASGIApp = OpenAiApp(node).asgi()
+        app: ASGIApp = OpenAiApp(node, directory_trouble).asgi()
         if keys is not None:
             app = KeyedApp(app, keys.book, rng=node.rng, request_log=node.request_log)
         servers["http"] = HttpServer(app, config, rng=node.rng, refused=partial(node.request_log.refused, door="http"))

@@ -9,6 +9,7 @@ import random
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -33,6 +34,7 @@ from tests.support.cluster_harness import (
     running,
     wait_for,
 )
+from tests.support.ports import free_ports
 
 FIRST, SECOND = "router-0", "router-1"
 NEVER_MS: Final = 600_000
@@ -109,6 +111,34 @@ def test_a_lame_duck_serves_and_is_not_ready(cluster: RunningCluster) -> None:
         assert await cluster.wait_exit(FIRST) == 0
 
     cluster.run(scene())
+
+
+def test_an_undrained_router_takes_calls_again(cluster: RunningCluster) -> None:
+    """It is drained, nobody gets a connection; then it is undrained, and answers at the port that it had."""
+
+    async def scene() -> None:
+        place = split_endpoint(cluster.cluster.endpoints[SECOND])
+        stub = inference_pb2_grpc.InferenceStub(cluster.channel(SECOND))
+        call = make_request([5, 6], max_tokens=4)
+        for _ in range(2):
+            await cluster.order(SECOND, "Drain")
+            assert state(await cluster.status(SECOND)) == "DRAINED"
+            await wait_for(lambda: refuses(place), "the door to close", story=cluster.story)
+            await cluster.order(SECOND, "Undrain")
+            with rpc_errors(SECOND):
+                response = await stub.GenerateUnary(call, timeout=CALL_S_MAX, wait_for_ready=True)
+            assert response.ids == mock_tokens([5, 6], 4)
+
+    cluster.run(scene())
+
+
+async def refuses(place: tuple[str, int]) -> bool:
+    try:
+        _, writer = await asyncio.open_connection(*place)
+    except ConnectionRefusedError:
+        return True
+    writer.close()
+    return False
 
 
 def test_calls_that_have_begun_to_come_are_answered(cluster: RunningCluster) -> None:
@@ -259,4 +289,47 @@ def test_nobody_notices_that_a_router_ends() -> None:
 
     spec = mock_spec(prefill=2, decode=2, blocks=1_200, both=slow, router_flags=flags)
     with running(replace(spec, routers=2, http="127.0.0.1:0")) as cluster:
+        cluster.run(scene(cluster))
+
+
+@pytest.mark.slow
+def test_a_router_starts_while_the_directory_is_away(tmp_path: Path) -> None:
+    """Two routers and the directory are killed. The router that keeps the last known nodes serves from them, and says
+    so; the other one waits and says that, until the directory is there."""
+    names = ("directory", FIRST, SECOND)
+    places = {name: f"127.0.0.1:{port}" for name, port in zip(names, free_ports(3), strict=True)}
+    flags: dict[str, dict[str, object]] = {name: {"http_listen": places[name]} for name in (FIRST, SECOND)}
+    flags[FIRST] |= {"known_nodes_file": tmp_path / "nodes", "listen": f"127.0.0.1:{free_ports(1)[0]}"}
+
+    async def healthy(name: str) -> tuple[int, str]:
+        try:
+            status, _, body = await asyncio.to_thread(http_call, places[name], "GET", "/health")
+        except OSError:
+            return 0, ""
+        return status, body.decode()
+
+    async def scene(cluster: RunningCluster) -> None:
+        for name in names:
+            cluster.send_signal(name, signal.SIGKILL)
+            await cluster.wait_exit(name)
+        await cluster.cluster.start_process(FIRST)
+        assert (await cluster.client.generate([5, 6], max_tokens=4)).ids == mock_tokens([5, 6], 4)
+        status, body = await healthy(FIRST)
+        assert (status, "new requests go to the 2 last known nodes" in body) == (200, True), body
+
+        async def says_why() -> bool:
+            status, body = await healthy(SECOND)
+            return status == 503 and "no node is known before it answers" in body
+
+        async def serves() -> bool:
+            return (await healthy(SECOND))[0] == 200
+
+        starting = asyncio.create_task(cluster.cluster.start_process(SECOND))
+        await wait_for(says_why, "the second router to say why it waits", story=cluster.story)
+        assert not starting.done()
+        await cluster.cluster.start_process("directory")
+        await starting
+        await wait_for(serves, "the second router to serve", story=cluster.story)
+
+    with running(replace(mock_spec(), routers=2, node_flags=flags, directory_listen=places["directory"])) as cluster:
         cluster.run(scene(cluster))

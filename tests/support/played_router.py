@@ -36,7 +36,8 @@ class PlayedRouter:
         self._call: Any = None
         self._reader: asyncio.Task[None] | None = None
         self.tokens: dict[tuple[str, int], list[int]] = {}
-        """By request and epoch, as they came; each message has to go on where the one before ended."""
+        """By request ("one", or "one/1" of attempt 1) and epoch: each message goes on where the one before
+        ended."""
         self.first: dict[tuple[str, int], int] = {}
         self.logprobs: dict[tuple[str, int], list[float]] = {}
         self.ends: dict[tuple[str, int], str] = {}
@@ -88,9 +89,9 @@ class PlayedRouter:
         """The stream breaks."""
         if self._call is not None:
             self._call.cancel()
-        if self._reader is not None:
-            await asyncio.wait([self._reader])
-        self._call = self._reader = None
+        reader, self._call, self._reader = self._reader, None, None
+        if reader is not None:
+            await reader
 
     async def done(self, *keys: common_pb2.RequestKey) -> None:
         await self._call.write(decode_pb2.SubscribeRequest(done=decode_pb2.SubscribeDone(keys=keys)))
@@ -135,7 +136,8 @@ class PlayedRouter:
 
     def _take(self, messages: Iterable[decode_pb2.RequestTokens]) -> None:
         for message in messages:
-            key = (message.key.request, message.key.epoch)
+            attempt = message.key.attempt
+            key = (message.key.request + (f"/{attempt}" if attempt else ""), message.key.epoch)
             if message.ids:
                 have = self.tokens.setdefault(key, [])
                 first = self.first.setdefault(key, message.first_index)

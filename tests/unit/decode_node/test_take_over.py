@@ -12,7 +12,7 @@ import pytest
 from batonpb import common_pb2, decode_pb2, transfer_pb2
 
 from baton.errors import BatonError, Reason
-from baton.ids import Attempt, Epoch, GrantId, Incarnation, Pair, RequestId, RequestKey, ReserveNumber
+from baton.ids import Epoch, GrantId, Incarnation, Pair, RequestId, ReserveNumber
 from baton.wire import RESUME_STATE_BYTES_MAX
 from decode_node.gone import GONE_MAX, GoneRequests
 from decode_node.job import check_resumable
@@ -26,6 +26,7 @@ from tests.support.played_router import STATE, TAG, PlayedRouter, key_of
 SLOW = {"engine.mock_layer_delay_ms": 0.5}
 LONG = 3_000
 PROMPT = random_prompt(random.Random(15), 50)
+WORDS = ("take over", "take over", "leave", "leave ended", "done", "cancel", "resolve", "break")
 FORMER, LATER, THIRD = 0xA, 0xB, 0xC
 
 
@@ -227,11 +228,12 @@ def test_a_router_takes_over_what_it_has_itself() -> None:
 
 
 def test_a_left_request_runs_on() -> None:
-    """Its router leaves it. A Cancel by the prefill node whose call ended with that, or by the router itself, does not
-    end it. Another router takes it over, and gets it whole."""
+    """Its router leaves it. A Cancel by the prefill node whose call ended with that, which may come first, or by the
+    router itself, does not end it. Another router takes it over, and gets it whole."""
 
     async def play(s: Scene) -> None:
         await s.running(max_tokens=200)
+        assert await s.third.cancel(key_of("one"))
         await s.left()
         assert await s.third.cancel(key_of("one")) and await s.former.cancel(key_of("one"))
         had = len(s.former.tokens["one", 0])
@@ -338,10 +340,11 @@ def test_the_client_forgets_a_running_request(left: bool) -> None:
         assert await s.later.take_over(key_of("one"), forget=True) == ("OVER", 0)
         await s.nothing_left()
         await s.until("the word", lambda: s.former.ends == ({} if left else {("one", 0): "TAKEN_OVER"}))
-        assert await s.former.resolve(key_of("one")) == (False, True)
-        assert await s.later.take_over(key_of("one")) == ("OVER", 0)
-        with pytest.raises(BatonError, match="Another router has taken the request one over"):
-            await s.former.prefill("one", PROMPT, LONG)
+        for attempt in (0, 1):
+            with pytest.raises(BatonError, match="Another router has taken the request one over"):
+                await s.former.prefill("one", PROMPT, LONG, attempt=attempt)
+            assert await s.former.resolve(key_of("one", attempt=attempt)) == (False, True)
+            assert await s.later.take_over(key_of("one", attempt=attempt)) == ("OVER", 0)
         await s.former.subscribe({("one", 0): 1})
         await s.until("the word", lambda: s.former.ends == {("one", 0): "TAKEN_OVER"})
 
@@ -468,6 +471,49 @@ def test_a_stopping_node_lets_go_of_what_was_left() -> None:
     played(play, **SLOW)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_three_routers_say_anything_at_any_time(seed: int) -> None:
+    """Answers run and finish while routers leave, take over, cancel, acknowledge and break off, by the epoch by which
+    they are had or by an older one. Each router gets each index once, in order, as the engine drew it. At last, without
+    anybody's word, every answer is forgotten and every block is free."""
+
+    async def play(s: Scene) -> None:
+        rng, routers = random.Random(seed), (s.former, s.later, s.third)
+        await s.third.subscribe()
+        for number in range(40):
+            await s.former.prefill(f"r{number}", PROMPT, 60)
+            for _ in range(8):
+                router, name = rng.choice(routers), f"r{rng.randrange(max(0, number - 3), number + 1)}"
+                known = decode_state(s.node).known
+                epoch = next((job.output.epoch for key, job in known.items() if key.request == name), 0)
+                key = key_of(name, max(0, epoch - rng.choice((0, 0, 1))))
+                word = rng.choice(
+                    ("take over", "take over", "leave", "leave ended", "done", "cancel", "resolve", "break")
+                )
+                if word == "take over":
+                    await router.take_over(key)
+                elif word.startswith("leave"):
+                    await router.leave(key, ended=word != "leave")
+                elif word == "done":
+                    await router.done(key)
+                elif word == "cancel":
+                    await router.cancel(key)
+                elif word == "resolve":
+                    await router.resolve(key)
+                else:
+                    await router.cut()
+                    await router.subscribe({each: router.first[each] + len(ids) for each, ids in router.tokens.items()})
+        await s.nothing_left()
+        expected = mock_tokens(PROMPT, 60)
+        for router in routers:
+            await router.cut()
+            assert all(ids == expected[: len(ids)] for ids in router.tokens.values())
+        assert sum(len(router.tokens) for router in routers) > 40
+
+    played(play, orphan_ms=500, resume_ms=500, finished_ms_max=1_000, **SLOW)
+
+
 @pytest.mark.parametrize(
     ("tag", "state", "says"),
     [
@@ -486,7 +532,7 @@ def test_what_is_over_is_remembered_for_a_while() -> None:
     """As long as finished answers are kept, and no more than the limit: the oldest goes first. What is over stays
     over, whatever is added."""
     gone = GoneRequests(keep_ms=1_000)
-    keys = [RequestKey(request=RequestId(str(number)), attempt=Attempt(0)) for number in range(GONE_MAX + 1)]
+    keys = [RequestId(str(number)) for number in range(GONE_MAX + 1)]
     for key in keys:
         gone.add(key, tag=TAG, epoch=1, over=True, now_s=1.0)
     assert len(gone) == GONE_MAX and gone.find(keys[0], 1.0) is None
