@@ -60,13 +60,23 @@ class NodeDrain:
     """Cordon, drain and back, of one node; on its event loop."""
 
     def __init__(
-        self, lifecycle: NodeLifecycle, *, clock: Clock, holds: Callable[[], Holdings], changed: Callable[[], None]
+        self,
+        lifecycle: NodeLifecycle,
+        *,
+        clock: Clock,
+        holds: Callable[[], Holdings],
+        changed: Callable[[], None],
+        lame_duck_ms: int = 0,
     ) -> None:
-        """`holds` says what the node holds now. `changed` is called after every change of state."""
+        """`holds` says what the node holds now. `changed` is called after every change of state. `lame_duck_ms` is how
+        long a READY node that is to be drained takes requests still."""
         self._lifecycle = lifecycle
         self._clock = clock
         self._holds = holds
         self._changed = changed
+        self._lame_duck_ms = lame_duck_ms
+        self._drains_at_s = 0.0
+        """When a LAME_DUCK is DRAINING."""
         self._stopping = False
         self._proving: asyncio.Task[None] | None = None
 
@@ -81,7 +91,7 @@ class NodeDrain:
         Raises BatonError BAD_LIFECYCLE if the state does not allow it, and for anything but DRAIN in a process that is
         stopping.
         """
-        assert event is not LifecycleEvent.EMPTY
+        assert event not in (LifecycleEvent.LEAVE, LifecycleEvent.EMPTY)
         if self._stopping and event is not LifecycleEvent.DRAIN:
             raise BatonError(
                 Reason.BAD_LIFECYCLE,
@@ -89,9 +99,12 @@ class NodeDrain:
                 f"So far: {self._lifecycle.story()}.",
                 metadata={"state": self._lifecycle.state.name, "event": event.name},
             )
+        if event is LifecycleEvent.DRAIN and self._lame_duck_ms and self._lifecycle.takes_requests:
+            if self._lifecycle.ready:
+                self._drains_at_s = self._clock.monotonic_s() + self._lame_duck_ms / 1e3
+            event = LifecycleEvent.LEAVE
         self._handle(event, why)
-        idle = self._proving is None or self._proving.done()
-        if self._lifecycle.state is Lifecycle.DRAINING and not self._is_empty() and idle:
+        if self._goes_on() and (self._proving is None or self._proving.done()):
             self._proving = asyncio.create_task(self._prove(), name="drain")
 
     async def serve_until(self, stop: asyncio.Event, drain: asyncio.Event | None, *, drain_ms_max: int) -> None:
@@ -105,7 +118,9 @@ class NodeDrain:
         self._stopping = True
         self.order(LifecycleEvent.DRAIN, "asked to end")
         if self._proving is not None:
-            await first_of(stop.wait(), asyncio.wait([self._proving]), self._clock.sleep_s(drain_ms_max / 1e3))
+            lame_duck_s = max(0.0, self._drains_at_s - self._clock.monotonic_s())
+            limit_s = lame_duck_s + drain_ms_max / 1e3
+            await first_of(stop.wait(), asyncio.wait([self._proving]), self._clock.sleep_s(limit_s))
         if self._lifecycle.state is not Lifecycle.DRAINED:
             left = ", ".join(f"{what}: {count}" for what, count in self._holds().left().items())
             log.warning("drain given up", limit_ms=drain_ms_max, stopped=stop.is_set(), left=left)
@@ -121,13 +136,15 @@ class NodeDrain:
             log.info("lifecycle", state=after.name, why=why[:WHY_CHARS_MAX])
             self._changed()
 
-    def _is_empty(self) -> bool:
-        """Whether nothing is left; then the node becomes DRAINED."""
-        if self._holds().left():
-            return False
-        self._handle(LifecycleEvent.EMPTY, "nothing is left")
-        return True
+    def _goes_on(self) -> bool:
+        """Whether the drain is not over, after a look at what it waits for."""
+        lame_duck = self._lifecycle.state is Lifecycle.LAME_DUCK
+        if lame_duck and self._clock.monotonic_s() >= self._drains_at_s:
+            self._handle(LifecycleEvent.DRAIN, "the lame-duck time is over")
+        if self._lifecycle.state is Lifecycle.DRAINING and not self._holds().left():
+            self._handle(LifecycleEvent.EMPTY, "nothing is left")
+        return self._lifecycle.state in (Lifecycle.LAME_DUCK, Lifecycle.DRAINING)
 
     async def _prove(self) -> None:
-        while self._lifecycle.state is Lifecycle.DRAINING and not self._is_empty():
+        while self._goes_on():
             await self._clock.sleep_s(PROOF_MS / 1e3)

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 
-def ping_options(heartbeat_ms: int, answer_ms_max: int) -> list[tuple[str, int]]:
-    """Options of a channel or a server: ping a silent connection, and end it where a ping stays unanswered.
+def ping_options(heartbeat_ms: int, answer_ms_max: int, *, idle: bool = True) -> list[tuple[str, int]]:
+    """Options of a channel or a server: ping a silent connection, and end it where a ping stays unanswered. `idle`:
+    also where it has no call.
 
     Despite its name, `keepalive_timeout` limits no ping in gRPC 1.74: `ping_timeout` does, by default a minute.
     """
@@ -18,7 +19,7 @@ def ping_options(heartbeat_ms: int, answer_ms_max: int) -> list[tuple[str, int]]
         ("grpc.keepalive_time_ms", heartbeat_ms),
         ("grpc.keepalive_timeout_ms", answer_ms_max),
         ("grpc.http2.ping_timeout_ms", answer_ms_max),
-        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.keepalive_permit_without_calls", int(idle)),
         ("grpc.http2.max_pings_without_data", 0),
     ]
 

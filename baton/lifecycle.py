@@ -1,4 +1,5 @@
-"""The life of a node, which the node owns: STARTING -> READY -> DRAINING -> DRAINED -> STOPPED, and CORDONED.
+"""The life of a node, which the node owns: STARTING -> READY -> DRAINING -> DRAINED -> STOPPED, and CORDONED. A
+router is a LAME_DUCK before it is DRAINING.
 
 The state machine is pure. Only `install_signal_handlers` touches the process.
 """
@@ -32,12 +33,15 @@ class Lifecycle(IntEnum):
     DRAINED = 5
     """Holds nothing, and has checked that."""
     STOPPED = 6
+    LAME_DUCK = 7
+    """Takes requests, but wants none: clients are to find other routers before it is DRAINING."""
 
 
 class LifecycleEvent(Enum):
     STARTED = "started"
     CORDON = "cordon"
     UNCORDON = "uncordon"
+    LEAVE = "leave"
     DRAIN = "drain"
     UNDRAIN = "undrain"
     EMPTY = "empty"  # no request, no grant, no unacknowledged outbound write
@@ -49,11 +53,15 @@ TRANSITIONS: Final[Mapping[tuple[Lifecycle, LifecycleEvent], Lifecycle]] = {
     (Lifecycle.STARTING, LifecycleEvent.STOP): Lifecycle.STOPPED,
     (Lifecycle.READY, LifecycleEvent.CORDON): Lifecycle.CORDONED,
     (Lifecycle.READY, LifecycleEvent.UNCORDON): Lifecycle.READY,
+    (Lifecycle.READY, LifecycleEvent.LEAVE): Lifecycle.LAME_DUCK,
     (Lifecycle.READY, LifecycleEvent.DRAIN): Lifecycle.DRAINING,
     (Lifecycle.READY, LifecycleEvent.UNDRAIN): Lifecycle.READY,
     (Lifecycle.CORDONED, LifecycleEvent.CORDON): Lifecycle.CORDONED,
     (Lifecycle.CORDONED, LifecycleEvent.UNCORDON): Lifecycle.READY,
     (Lifecycle.CORDONED, LifecycleEvent.DRAIN): Lifecycle.DRAINING,
+    (Lifecycle.LAME_DUCK, LifecycleEvent.LEAVE): Lifecycle.LAME_DUCK,
+    (Lifecycle.LAME_DUCK, LifecycleEvent.DRAIN): Lifecycle.DRAINING,
+    (Lifecycle.LAME_DUCK, LifecycleEvent.UNDRAIN): Lifecycle.READY,
     (Lifecycle.DRAINING, LifecycleEvent.DRAIN): Lifecycle.DRAINING,
     (Lifecycle.DRAINING, LifecycleEvent.UNDRAIN): Lifecycle.READY,
     (Lifecycle.DRAINING, LifecycleEvent.EMPTY): Lifecycle.DRAINED,
@@ -80,9 +88,14 @@ class NodeLifecycle:
         return self._state
 
     @property
-    def takes_requests(self) -> bool:
-        """Whether new requests may be placed here. Readiness is the same."""
+    def ready(self) -> bool:
+        """Whether new requests are to come here."""
         return self._state is Lifecycle.READY
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether those that come are served."""
+        return self._state in (Lifecycle.READY, Lifecycle.LAME_DUCK)
 
     @property
     def ended_empty(self) -> bool:

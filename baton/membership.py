@@ -80,7 +80,8 @@ class Membership:
     """Heartbeat and watch of one process, on one event loop. Does not own the directory client.
 
     `own_record` returns the record as it is now, before each push (`sequence` is set here); None: only watch.
-    `on_change` is called on the loop after `nodes()` or `stale` has changed; it must not raise.
+    `on_change` is called on the loop after `nodes()` or `stale` has changed; it must not raise. `last_known` returns
+    the nodes to begin with where the directory does not answer; it may block.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Membership:
         rng: random.Random,
         config: MembershipConfig,
         on_change: Callable[[], None] | None = None,
+        last_known: Callable[[], tuple[NodeRecord, ...]] = tuple,
     ) -> None:
         self._directory = directory
         self._own_record = own_record
@@ -99,6 +101,7 @@ class Membership:
         self._rng = rng
         self._config = config
         self._on_change = on_change
+        self._last_known = last_known
         self._records: tuple[NodeRecord, ...] = ()
         self._of_role: dict[Role, tuple[NodeRecord, ...]] = {}
         """Cache of `nodes(role)`, emptied when the records change."""
@@ -115,6 +118,15 @@ class Membership:
     def stale(self) -> bool:
         """The directory is out of reach or was not reached yet, so `nodes()` may be out of date."""
         return self._stale
+
+    def trouble(self) -> str:
+        """What is the matter with the directory, in a sentence; empty while it is reached."""
+        if not self._stale:
+            return ""
+        lost_s = self._clock.monotonic_s() - self._stale_since_s
+        count = len(self._records)
+        rest = f"new requests go to the {count} last known nodes" if count else "no node is known before it answers"
+        return f"The directory has been out of reach for {lost_s:.0f} s: {rest}."
 
     def check_known(self) -> None:
         """Raises BatonError DIRECTORY_LOST if `nodes()` is too old to place new requests by."""
@@ -144,8 +156,9 @@ class Membership:
         """Register, then keep pushing and watching in the background.
 
         It waits for a name that is taken, which may be taken by this node's killed predecessor, and for a directory
-        that does not answer yet. Raises BatonError with nothing left running: NAME_IN_USE after 1.5 `ttl_ms`,
-        PEER_UNREACHABLE or DEADLINE after `directory_wait_ms_max`, anything else at once.
+        that does not answer yet; if it has nodes to begin with, it registers in the background instead. Raises
+        BatonError with nothing left running: NAME_IN_USE after 1.5 `ttl_ms`, PEER_UNREACHABLE or DEADLINE after
+        `directory_wait_ms_max`, anything else at once.
         """
         assert not self._tasks, "started twice"
         if self._own_record is not None:
@@ -179,6 +192,8 @@ class Membership:
                 if error.reason is Reason.NAME_IN_USE:
                     wait_ms_max, delay_s = config.ttl_ms * _NAME_WAIT_TTLS, config.heartbeat_ms / 1e3
                 elif error.reason in _TRANSIENT:
+                    if attempt == 0 and await self._begin_with_last_known(error):
+                        return
                     wait_ms_max, delay_s = float(config.directory_wait_ms_max), self._pause_s(attempt)
                 else:
                     raise
@@ -188,6 +203,15 @@ class Membership:
                     log.warning("not registered yet", problem=error.message, wait_ms_max=wait_ms_max)
             attempt += 1
             await self._clock.sleep_s(delay_s)
+
+    async def _begin_with_last_known(self, error: BatonError) -> bool:
+        nodes = await asyncio.to_thread(self._last_known)
+        if nodes:
+            log.warning(
+                "not registered yet; going on with the last known nodes", nodes=len(nodes), problem=error.message
+            )
+            self._publish(nodes, stale=True)
+        return bool(nodes)
 
     def _pause_s(self, attempt: int) -> float:
         return backoff_s(attempt, self._config.backoff_ms_min, self._config.backoff_ms_max, self._rng)

@@ -40,6 +40,7 @@ from baton.log import get_log
 from baton.operator import OPERATOR_METHODS, refuse
 from baton.renewed_channel import RenewedChannel
 from baton.status import from_rpc_error, to_status
+from baton.tasks import end_task
 from baton.tls import CertifiedCallers, Kind, Tls, peer_names
 
 log = get_log("rpc")
@@ -79,6 +80,9 @@ TLS_CONNECTION_MS_MAX: Final = 24 * 3_600_000
 must be so again. Streams of nodes are opened anew."""
 CLIENT_LIVENESS: Final = LivenessConfig(heartbeat_ms=10_000, answer_ms_max=5_000)
 """Pings of a silent connection whose caller is no node. One that leaves them unanswered has its calls ended."""
+REOPEN_MS: Final = 50
+REOPEN_TRIES_QUIET: Final = 40
+"""A server that takes calls again tries to get its port back this often before it says that it cannot."""
 PUBLIC_SERVICES: Final = frozenset({"baton.v1.Inference"})
 """Called by clients, who may leave the deadline out."""
 
@@ -160,6 +164,11 @@ class RpcServer:
         self._edge = _Edge(limits=limits, rng=rng, callers=CertifiedCallers() if tls is not None else None)
         self._tls = tls
         self._server: grpc.aio.Server | None = None
+        """None before `start`, and while no calls are taken."""
+        self._closing: dict[asyncio.Task[None], grpc.aio.Server] = {}
+        self._place = ""
+        self._wanted_open = True
+        self._reopening: asyncio.Task[None] | None = None
         self._probes: grpc.aio.Server | None = None
         self._health: HealthService | None = None
 
@@ -182,7 +191,7 @@ class RpcServer:
 
     def add(self, service: str, register: Callable[[Any, grpc.aio.Server], None], servicer: object) -> None:
         """Serve `service` (full name, "baton.v1.Node") by `servicer`; `register` is the generated add function."""
-        assert self._server is None, "add before start"
+        assert not self._place, "add before start"
         self._services.append((service, register, servicer))
 
     async def start(self, listen: str, *, probe_listen: str | None = None) -> int:
@@ -191,7 +200,7 @@ class RpcServer:
 
         Raises BatonError PORT_IN_USE, LISTEN_REFUSED or BAD_ENDPOINT; nothing is left running then.
         """
-        assert self._server is None, "started twice"
+        assert not self._place, "started twice"
         await check_can_bind(listen)
         if probe_listen is not None:
             await check_can_bind(probe_listen, setting="probe_listen")
@@ -202,12 +211,48 @@ class RpcServer:
             _bind(self._probes, probe_listen, "probe_listen", None)
             await self._probes.start()
         await server.start()
-        self._server = server
+        self._server, self._place = server, join_endpoint(split_endpoint(listen)[0], bound)
         return bound
+
+    @property
+    def public_calls(self) -> int:
+        """Of clients, that are not over; those whose request is being read too."""
+        return self._edge.public_calls
+
+    def set_open(self, wanted: bool) -> None:
+        """Take calls, or none. Returns at once.
+
+        While closed nobody gets a connection, and those that are open end (GOAWAY) as soon as their calls have. gRPC
+        knows no way but to stop the server: of calls that are on their way just then some end with CANCELLED.
+        `probe_listen` stays open.
+        """
+        self._wanted_open = wanted
+        if not wanted and self._server is not None:
+            server, self._server = self._server, None
+            longest_s = self._limits.public_deadline_ms_max / 1e3 + INTERNAL_MARGIN_S
+            closing = asyncio.create_task(server.stop(longest_s), name="close")
+            self._closing[closing] = server
+            closing.add_done_callback(self._closing.pop)
+        elif wanted and self._server is None and (self._reopening is None or self._reopening.done()):
+            self._reopening = asyncio.create_task(self._reopen(), name="reopen")
+
+    async def _reopen(self) -> None:
+        for tries in range(1 << 30):
+            server = self._build()
+            try:
+                _bind(server, self._place, "listen", self._tls)
+                break
+            except BatonError as error:  # the listener that was closed may take a moment
+                if tries == REOPEN_TRIES_QUIET:
+                    log.error("cannot take calls again: trying on", problem=error.message)
+            await asyncio.sleep(REOPEN_MS / 1e3)
+        await server.start()
+        self._server = server
+        self.set_open(self._wanted_open)
 
     def set_ready(self, ready: bool) -> None:
         """Flip readiness, and with it the health of each service. Liveness stays as it is."""
-        assert self._server is not None, "set_ready before start"
+        assert self._place, "set_ready before start"
         if self._health is not None:
             self._health.set_ready(ready)
 
@@ -216,9 +261,10 @@ class RpcServer:
 
         A handler that does not end within `handler_end_ms_max` after that is logged and left.
         """
-        if self._server is None:
-            return
-        await self._server.stop(grace_s if grace_s > 0 else None)
+        await end_task(self._reopening)
+        servers = [*self._closing.values(), *([self._server] if self._server is not None else [])]
+        await asyncio.gather(*(server.stop(grace_s if grace_s > 0 else None) for server in servers))
+        await asyncio.gather(*self._closing)
         if self._probes is not None:
             await self._probes.stop(None)
         # gRPC has closed the calls, but does not wait for their handlers.
@@ -292,7 +338,7 @@ class RpcServer:
                 missing=error.name,
             )
             return
-        self._health = HealthService(names)
+        self._health = self._health or HealthService(names)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection([*names, HEALTH_SERVICE, REFLECTION_SERVICE], server)
 
@@ -311,6 +357,10 @@ class _Edge(grpc.aio.ServerInterceptor):
         self.refused: Callable[[BatonError], None] = lambda _error: None
         self.check_caller: Callable[[Iterable[tuple[str, str | bytes]]], object] = lambda _metadata: None
         self.authorize: Callable[[str, Any], Awaitable[None]] = refuse
+
+    @property
+    def public_calls(self) -> int:
+        return sum(map(_is_public, self._tasks.values()))
 
     async def ended(self, timeout_s: float) -> list[str]:
         """Wait until no handler runs; the methods of those that still do after `timeout_s`."""

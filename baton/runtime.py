@@ -93,7 +93,8 @@ class ProcessConfig:
 
 class NodeRuntime:
     """One node process. Its owner sets `load`, `holds` (what the node still answers for), `status` (adds details to the
-    answer of GetStatus) and `upkeep` (called every second). None of them may block."""
+    answer of GetStatus), `upkeep` (called every second) and `follow_lifecycle` (called with each change). None of them
+    may block."""
 
     def __init__(
         self,
@@ -105,6 +106,8 @@ class NodeRuntime:
         clock: Clock,
         rng: random.Random,
         on_change: Callable[[], None] | None = None,
+        lame_duck_ms: int = 0,
+        last_known: Callable[[], tuple[NodeRecord, ...]] = tuple,
     ) -> None:
         """A router has no `pod`: it sets no deletion cost. At `admin_listen` is served what is for operators.
 
@@ -137,6 +140,7 @@ class NodeRuntime:
         self.holds: Callable[[], Holdings] = Holdings
         self.status: Callable[[node_pb2.NodeStatus], None] = lambda _status: None
         self.upkeep: Callable[[], None] = lambda: None
+        self.follow_lifecycle: Callable[[], None] = lambda: None
         self.loop_lag = LoopLag(clock)
         self.ending = False
         """The process is shutting down."""
@@ -151,9 +155,16 @@ class NodeRuntime:
             rng=rng,
             config=config.membership,
             on_change=on_change,
+            last_known=last_known,
         )
         self.deletion_cost = DeletionCost(pod or PodConfig(), clock=clock, rng=rng)
-        self.drain = NodeDrain(self.lifecycle, clock=clock, holds=lambda: self.holds(), changed=self._lifecycle_changed)
+        self.drain = NodeDrain(
+            self.lifecycle,
+            clock=clock,
+            holds=lambda: self.holds(),
+            changed=self._lifecycle_changed,
+            lame_duck_ms=lame_duck_ms,
+        )
         self.admin.add(NODE_SERVICE, node_pb2_grpc.add_NodeServicer_to_server, _NodeService(self))
 
     def make_channels(self) -> Channels:
@@ -217,7 +228,7 @@ class NodeRuntime:
         """Take nothing new: not ready, out of the directory. Idempotent."""
         if self.endpoint:
             self._set_ready(False)
-        serving = self.lifecycle.state in (Lifecycle.READY, Lifecycle.CORDONED)
+        serving = self.lifecycle.takes_requests or self.lifecycle.state is Lifecycle.CORDONED
         self._become(LifecycleEvent.DRAIN if serving else LifecycleEvent.STOP, "asked to stop")
         self.ending = True
         self._wake_watchers()
@@ -253,7 +264,8 @@ class NodeRuntime:
         news.set()
 
     def _lifecycle_seen(self) -> None:
-        self._set_ready(self.lifecycle.takes_requests)
+        self._set_ready(self.lifecycle.ready)
+        self.follow_lifecycle()
         self.deletion_cost.follow(self.lifecycle.state)
         self._wake_watchers()
 

@@ -122,6 +122,11 @@ def from_rpc_error(error: grpc.aio.AioRpcError, *, peer: str | None = None) -> B
     return BatonError(reason, message, code=code, field=field, retry_after_ms=retry_after_ms, metadata=metadata)
 
 
+def is_of_node(error: grpc.aio.AioRpcError) -> bool:
+    """Whether a node made this status, and not gRPC or a proxy."""
+    return any(key == "grpc-status-details-bin" for key, _ in error.trailing_metadata() or ())
+
+
 def _plain(code: Code, details: str, peer: str | None) -> BatonError:
     reason = _PLAIN_REASONS.get(code, Reason.UNRECOGNISED)
     if code is Code.RESOURCE_EXHAUSTED and _TOO_LARGE in details:

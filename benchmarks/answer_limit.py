@@ -21,14 +21,10 @@ import random
 import statistics
 import sys
 import time
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from batonpb import inference_pb2
-
-from baton.rpc import ChannelLimits, Channels
-from cli.client import InferenceClient
+from baton.client import AsyncClient, Sampling
 from cli.supervisor import Cluster, ClusterSpec
 from engine.demo_model import DemoModelParams, write_demo_model
 
@@ -41,7 +37,7 @@ STOP_TOKEN_IDS = 20
 KINDS: dict[str, int | None] = {"limit named": LIMIT, "no limit": None}
 
 
-async def round_of(client: InferenceClient, limit: int | None, args: argparse.Namespace, seed: str) -> dict[str, float]:
+async def round_of(client: AsyncClient, limit: int | None, args: argparse.Namespace, seed: str) -> dict[str, float]:
     """Output tokens, seconds, and tokens a second of one round."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(3, 500) for _ in range(rng.randrange(1, PROMPT_TOKENS_MAX))] for _ in range(args.answers)]
@@ -50,14 +46,11 @@ async def round_of(client: InferenceClient, limit: int | None, args: argparse.Na
 
     async def worker() -> None:
         while prompts:
-            sampling = inference_pb2.Sampling(
+            sampling = Sampling(
                 temperature=1.5, seed=len(prompts), ignore_eos=True, stop_token_ids=stops, max_tokens=limit
             )
-            request = inference_pb2.GenerateRequest(
-                token_ids=inference_pb2.TokenIds(ids=prompts.pop()), sampling=sampling
-            )
-            async with aclosing(client.events(request)) as events:
-                lengths.append(sum([len(event.tokens.ids) async for event in events]))
+            async with client.stream(prompts.pop(), sampling=sampling, resumable=False) as pieces:
+                lengths.append(sum([len(piece.ids) async for piece in pieces]))
 
     begin_s = time.monotonic()
     await asyncio.gather(*(worker() for _ in range(args.requests)))
@@ -67,20 +60,18 @@ async def round_of(client: InferenceClient, limit: int | None, args: argparse.Na
 
 async def measure(args: argparse.Namespace) -> list[dict[str, dict[str, float]]]:
     spec = ClusterSpec(prefill=1, decode=1, threads=1, model=str(args.model_dir))
-    channels = Channels(limits=ChannelLimits())
     rounds = []
     cluster = Cluster(spec)
     try:
         await cluster.start()
-        client = InferenceClient(cluster.router, channels=channels, timeout_s=ANSWER_S_MAX)
-        await round_of(client, LIMIT, args, "warm-up")
-        for number in range(args.rounds):
-            kinds = list(KINDS.items())[:: 1 if number % 2 == 0 else -1]
-            rounds.append({kind: await round_of(client, limit, args, f"{number}") for kind, limit in kinds})
-            print(json.dumps(rounds[-1]), flush=True)
+        async with AsyncClient(cluster.router, timeout_s=ANSWER_S_MAX) as client:
+            await round_of(client, LIMIT, args, "warm-up")
+            for number in range(args.rounds):
+                kinds = list(KINDS.items())[:: 1 if number % 2 == 0 else -1]
+                rounds.append({kind: await round_of(client, limit, args, f"{number}") for kind, limit in kinds})
+                print(json.dumps(rounds[-1]), flush=True)
     finally:
         await cluster.stop()
-        await channels.close()
     return rounds
 
 

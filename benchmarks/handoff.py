@@ -31,13 +31,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from batonpb import inference_pb2
-
-from baton.errors import BatonError
-from baton.rpc import ChannelLimits, Channels
+from baton.client import AsyncClient, BatonError, Sampling, Stats
 from benchmarks.handoff_trace import Event, What, chrome_trace, figures, spans
 from cli.child import Child, stop_children
-from cli.client import InferenceClient
 from cli.services import Service, load_config
 from engine.core import Engine
 from engine.demo_model import DemoModelParams, write_demo_model
@@ -120,9 +116,8 @@ class Setting:
 
 
 @asynccontextmanager
-async def cluster(setting: Setting, transport: str) -> AsyncIterator[InferenceClient]:
+async def cluster(setting: Setting, transport: str) -> AsyncIterator[AsyncClient]:
     """A client of a router; the prefill node is here, the others are processes. All end at the end."""
-    channels = Channels(limits=ChannelLimits())
     engine = {
         "engine.model": setting.model,
         "engine.num_blocks": setting.blocks,
@@ -164,23 +159,25 @@ async def cluster(setting: Setting, transport: str) -> AsyncIterator[InferenceCl
             waiting.cancel()
             if serving.done():
                 serving.result()
-            yield InferenceClient(router, channels=channels, timeout_s=ANSWER_S_MAX)
+            async with AsyncClient(router, timeout_s=ANSWER_S_MAX, retries_max=0) as client:
+                yield client
         finally:
             stop.set()
             if serving is not None:
                 await asyncio.wait({serving})
-            await channels.close()
             for child in reversed(children):
                 await stop_children([child], grace_ms=5_000)
 
 
-async def ask(client: InferenceClient, ids: list[int], max_tokens: int) -> inference_pb2.RequestStats:
-    sampling = inference_pb2.Sampling(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=ids), sampling=sampling)
-    return (await client.generate(request)).stats
+async def ask(client: AsyncClient, ids: list[int], max_tokens: int) -> Stats:
+    sampling = Sampling(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    async with client.stream(ids, sampling=sampling, resumable=False) as pieces:
+        async for _ in pieces:
+            pass
+    return pieces.answer.stats
 
 
-async def until_placed(client: InferenceClient) -> None:
+async def until_placed(client: AsyncClient) -> None:
     """The first requests may find that the nodes are not listed yet. Also warms everything up."""
     for _ in range(100):
         with contextlib.suppress(BatonError):
@@ -191,8 +188,8 @@ async def until_placed(client: InferenceClient) -> None:
 
 
 async def one(
-    client: InferenceClient, recorder: Recorder, rng: random.Random, *, length: int, case: str
-) -> tuple[list[Event], inference_pb2.RequestStats]:
+    client: AsyncClient, recorder: Recorder, rng: random.Random, *, length: int, case: str
+) -> tuple[list[Event], Stats]:
     """One handoff of a new prompt."""
     ids = [rng.randrange(2, VOCAB) for _ in range(length)]
     cached = length * CACHED_EIGHTHS // 8 // BLOCK * BLOCK

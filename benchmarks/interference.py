@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from baton.rpc import ChannelLimits, Channels
+from baton.client import AsyncClient
 from benchmarks.interference_report import LONG_PROMPT, best_chunk, draw, report
 from cli.bench_load import OpenAiTarget, RouterTarget, Target, TargetError
 from cli.services import Service
@@ -174,15 +174,13 @@ async def ours(args: argparse.Namespace, *, mixed: bool) -> AsyncIterator[Target
         model=str(args.model_dir), blocks=BLOCKS,
         flags=dict.fromkeys((Service.PREFILL, Service.DECODE, Service.MIXED), engine),
     )  # fmt: skip
-    channels = Channels(limits=ChannelLimits())
     cluster = Cluster(spec)
     try:
         await cluster.start()
-        target = RouterTarget(cluster.router, channels=channels, timeout_s=ANSWER_S_MAX, temperature=0.0)
-        yield target
+        async with AsyncClient(cluster.router, timeout_s=ANSWER_S_MAX, retries_max=0) as client:
+            yield RouterTarget(client, router=cluster.router, temperature=0.0)
     finally:
         await cluster.stop()
-        await channels.close()
 
 
 @asynccontextmanager

@@ -24,7 +24,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from baton.rpc import ChannelLimits, Channels
+from baton.client import AsyncClient
 from cli.bench_load import RouterTarget, TargetError
 from cli.services import Service
 from cli.supervisor import Cluster, ClusterSpec
@@ -107,13 +107,12 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             Service.DECODE: {**places, "requests_max": args.requests},
         },
     )  # fmt: skip
-    channels = Channels(limits=ChannelLimits())
     samples: dict[str, list[tuple[float, int]]] = {}
     cluster = Cluster(spec)
     try:
         await cluster.start()
-        target = RouterTarget(cluster.router, channels=channels, timeout_s=ANSWER_S_MAX, temperature=0.8)
-        load = Load(target, args.seed)
+        client = AsyncClient(cluster.router, timeout_s=ANSWER_S_MAX, retries_max=0)
+        load = Load(RouterTarget(client, router=cluster.router, temperature=0.8), args.seed)
         workers = [asyncio.create_task(load.worker()) for _ in range(args.requests)]
         try:
             await asyncio.sleep(args.warm_up_s)
@@ -126,12 +125,12 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             for task in workers:
                 task.cancel()
             ends = await asyncio.gather(*workers, return_exceptions=True)
+            await client.close()
         for end in ends:
             if isinstance(end, Exception):
                 raise end
     finally:
         await cluster.stop()
-        await channels.close()
     found = {name: verdict(own) for name, own in samples.items()}
     counts = {"ended": load.ended - before, "given_up": load.given_up, "refused": load.refused}
     return {"engine": args.engine, "seconds": args.seconds, "requests": counts, "found": found, "samples": samples}

@@ -8,8 +8,8 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, fields
 from itertools import repeat
 from pathlib import Path
@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import click
 
-from baton.errors import BatonError, InvalidField, Reason
-from baton.rpc import Channels
+from baton.client import AsyncClient, BatonError, Reason
+from baton.errors import InvalidField
 from cli.bench_load import LoadConfig, Loader, OpenAiTarget, RouterTarget, Target
 from cli.bench_plan import (
     BLOCK_TOKENS,
@@ -36,7 +36,7 @@ from cli.bench_plan import (
     trace_requests,
 )
 from cli.bench_stats import Progress, Slo, check_plot, draw, report_data, report_text
-from cli.client import answer_timeout_option, api_key_option, open_channels, read_api_key, router_option
+from cli.client import answer_timeout_option, api_key_option, read_api_key, router_option
 from cli.invocation import EXIT_ERROR, EXIT_INTERRUPTED
 from cli.output import JSON, output_option, print_json
 from cli.parameters import TOKEN_ID_MAX, Number, options
@@ -73,6 +73,7 @@ class BenchOptions(LoadConfig):
     """One field for each option, as click gives it. Raises UsageError where options exclude each other."""
 
     router: str
+    resumable: bool
     api_key_file: Path | None
     url: str | None
     openai_model: str | None
@@ -142,6 +143,9 @@ class BenchOptions(LoadConfig):
 
 _bench_options: Final = options(
     router_option,
+    click.option(
+        "--resumable", is_flag=True, help="Go on with answers whose router is lost; repeat refused requests.",
+    ),
     api_key_option,
     click.option("--url", metavar="URL", help="A server with OpenAI's API over HTTP, in place of a router."),
     click.option("--openai-model", metavar="NAME", help="The model to name there; not every server asks for it."),
@@ -267,10 +271,9 @@ class _Run:
         slo = Slo(ttft_ms=options.slo_ttft_ms, itl_ms=options.slo_itl_ms, tpot_ms=options.slo_tpot_ms)
         with StopSignals() as signals:
             own = nullcontext() if self._spec is None else started(self._spec, signals, sys.stderr)
-            async with open_channels() as channels, own as cluster:
+            async with own as cluster, _target(options, cluster.router if cluster else options.router) as target:
                 if signals.received:
                     return EXIT_INTERRUPTED
-                target = _target(options, options.router if cluster is None else cluster.router, channels)
                 if not await signals.unless_stopped(target.check()):
                     return EXIT_INTERRUPTED
                 loader = Loader(options, _plan(options), target, slo=slo, now_s=time.monotonic)
@@ -325,16 +328,23 @@ def unwritable(path: Path) -> str | None:
     return None if os.access(path if path.exists() else parent, os.W_OK) else "this user may not"
 
 
-def _target(options: BenchOptions, router: str, channels: Channels) -> Target:
+@asynccontextmanager
+async def _target(options: BenchOptions, router: str) -> AsyncIterator[Target]:
+    """Raises BatonError BAD_ENDPOINT."""
     timeout_s, temperature, api_key = options.timeout_s, options.temperature, read_api_key(options.api_key_file)
     if options.url is None:
-        return RouterTarget(router, channels=channels, timeout_s=timeout_s, temperature=temperature, api_key=api_key)
+        # A refused request counts as failed, unless asked for otherwise.
+        retries_max = None if options.resumable else 0
+        async with AsyncClient(router, timeout_s=timeout_s, api_key=api_key, retries_max=retries_max) as client:
+            yield RouterTarget(client, router=router, temperature=temperature, resumable=options.resumable)
+        return
     try:
-        return OpenAiTarget(
+        target = OpenAiTarget(
             options.url, model=options.openai_model, timeout_s=timeout_s, temperature=temperature, api_key=api_key
         )
     except ValueError as error:
         raise BatonError(Reason.BAD_ENDPOINT, f"{error}.") from error
+    yield target
 
 
 def _cluster_spec(options: BenchOptions) -> ClusterSpec | None:

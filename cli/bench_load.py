@@ -12,20 +12,20 @@ import json
 import ssl
 from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 import h11
-from batonpb import inference_pb2
 
+from baton.client import AsyncClient, AsyncStream, BatonError, Reason, Sampling
+from baton.client.asynchronous import DNS_PREFIX
 from baton.endpoint import join_endpoint, split_endpoint
-from baton.errors import BatonError, InvalidField, Reason
-from baton.rpc import Channels
+from baton.errors import InvalidField
 from cli.bench_plan import Planned, prompt_ids
 from cli.bench_stats import Answered, Measured, Slo
-from cli.client import InferenceClient, no_router
+from cli.client import no_router
 
 RECEIVE_BYTES: Final = 64 * 1024
 CONNECT_S_MAX: Final = 5.0
@@ -70,34 +70,33 @@ class Target(Protocol):
 
 
 class RouterTarget:
-    """A router, over gRPC. Does not own `channels`."""
+    """A router, over gRPC. Does not own `client`."""
 
-    def __init__(
-        self, router: str, *, channels: Channels, timeout_s: float, temperature: float, api_key: str | None = None
-    ) -> None:
-        """Raises BatonError BAD_ENDPOINT."""
+    def __init__(self, client: AsyncClient, *, router: str, temperature: float, resumable: bool = False) -> None:
+        """`router` is what `client` was made with."""
         self.name = f"router at {router}"
-        self._client = InferenceClient(router, channels=channels, timeout_s=timeout_s, api_key=api_key)
-        self._temperature = temperature
+        self._client = client
         self._router = router
+        self._temperature = temperature
+        self._resumable = resumable
 
     async def check(self) -> None:
-        try:
-            await _connect_once(*split_endpoint(self._router))
-        except OSError as error:
-            raise no_router(self._router) from error
+        for router in self._router.split(","):
+            with suppress(OSError):
+                return await _connect_once(*split_endpoint(router.removeprefix(DNS_PREFIX)))
+        raise no_router(self._router)
 
     def prepare(self, ids: list[int], output_tokens: int) -> Callable[[], Messages]:
-        sampling = inference_pb2.Sampling(temperature=self._temperature, max_tokens=output_tokens, ignore_eos=True)
-        request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=ids), sampling=sampling)
-        return lambda: self._messages(request)
+        sampling = Sampling(temperature=self._temperature, max_tokens=output_tokens, ignore_eos=True)
+        stream = self._client.stream(ids, sampling=sampling, resumable=self._resumable)
+        return lambda: self._messages(stream)
 
-    async def _messages(self, request: inference_pb2.GenerateRequest) -> Messages:
+    async def _messages(self, stream: AsyncStream) -> Messages:
         try:
-            async with aclosing(self._client.events(request)) as events:
-                async for event in events:
-                    if event.HasField("tokens"):
-                        yield Message(len(event.tokens.ids), timed=True)
+            async with stream:
+                async for piece in stream:
+                    if piece.ids:
+                        yield Message(len(piece.ids), timed=True)
         except BatonError as error:
             raise TargetError(error.reason.value, error.message) from error
 

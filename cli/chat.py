@@ -13,14 +13,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
-from batonpb import inference_pb2
 
-from baton.errors import BatonError, Reason
-from baton.rpc import ChannelLimits, Channels
+from baton.client import Answer, AsyncClient, BatonError, Message, Reason, Sampling
 from cli.client import (
-    Answer,
-    AnswerBuilder,
-    InferenceClient,
     StreamPrinter,
     answer_data,
     answer_timeout_option,
@@ -28,6 +23,7 @@ from cli.client import (
     is_unreached,
     logprobs_text,
     no_router,
+    open_client,
     read_api_key,
     router_option,
     stats_text,
@@ -35,7 +31,7 @@ from cli.client import (
 from cli.invocation import EXIT_ERROR, EXIT_INTERRUPTED
 from cli.output import JSON, output_option
 from cli.parameters import check_utf8, not_utf8
-from cli.sampling import sampling_message, sampling_options
+from cli.sampling import sampling_of, sampling_options
 from cli.signals import StopSignals
 
 LINE_BYTES_MAX: Final = 8 * 1024 * 1024
@@ -107,21 +103,16 @@ class Conversation:
     def __init__(self, system: str = "") -> None:
         self.system = system
         """Empty: none."""
-        self.turns = inference_pb2.Chat()
+        self.turns: list[Message] = []
 
-    def messages(self, said: str) -> inference_pb2.Chat:
+    def messages(self, said: str) -> list[Message]:
         """All of it, with `said` as the user's next message."""
-        chat = inference_pb2.Chat()
-        if self.system:
-            chat.messages.add(role="system", content=self.system)
-        chat.MergeFrom(self.turns)
-        chat.messages.add(role="user", content=said)
-        return chat
+        system = [Message(role="system", content=self.system)] if self.system else []
+        return [*system, *self.turns, Message(role="user", content=said)]
 
     def keep(self, said: str, answer: str) -> None:
         """The turn belongs to the conversation from now on."""
-        self.turns.messages.add(role="user", content=said)
-        self.turns.messages.add(role="assistant", content=answer)
+        self.turns += [Message(role="user", content=said), Message(role="assistant", content=answer)]
 
 
 @click.command()
@@ -157,18 +148,19 @@ def chat(
     """
     for text, what in ((router, "--router"), (system, "--system"), (model or "", "--model")):
         check_utf8(text, what)
-    template = inference_pb2.GenerateRequest(sampling=sampling_message(sampling), model=model)
+    drawn = sampling_of(sampling)
     lines, api_key = Lines(), read_api_key(api_key_file)
     # One loop for all turns, at rest while a line is read: the terminal and Ctrl-C then are the line editor's alone.
     with asyncio.Runner() as runner:
-        channels = Channels(limits=ChannelLimits())
+        client = open_client(router, timeout_s=timeout_s, api_key=api_key)
         try:
-            client = InferenceClient(router, channels=channels, timeout_s=timeout_s, api_key=api_key)
-            session = ChatSession(runner, client, template, router=router, as_json=output == JSON, stats=stats)
+            session = ChatSession(
+                runner, client, drawn, model=model, router=router, as_json=output == JSON, stats=stats
+            )
             session.conversation.system = system.strip()
             return session.run(lines)
         finally:
-            runner.run(channels.close())
+            runner.run(client.close())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,18 +186,20 @@ class ChatSession:
     def __init__(
         self,
         runner: asyncio.Runner,
-        client: InferenceClient,
-        template: inference_pb2.GenerateRequest,
+        client: AsyncClient,
+        sampling: Sampling,
         *,
+        model: str | None = None,
         router: str,
         as_json: bool = False,
         stats: bool = False,
     ) -> None:
-        """`template` is every request without its messages; `router` is what errors name."""
+        """`router` is what errors name."""
         self.conversation = Conversation()
         self._runner = runner
         self._client = client
-        self._template = template
+        self._sampling = sampling
+        self._model = model
         self._router = router
         self._as_json = as_json
         self._stats = stats
@@ -251,7 +245,7 @@ class ChatSession:
         if order == "help":
             _remark(ORDERS_HELP)
         elif order == "reset":
-            self.conversation.turns.Clear()
+            self.conversation.turns.clear()
             _remark("A new conversation.")
         elif order == "system":
             self.conversation.system = text
@@ -264,7 +258,7 @@ class ChatSession:
         self._sent += 1
         turn = self._runner.run(self._answer(said))
         if turn.error is not None:
-            if is_unreached(turn.error, self._router) and not turn.answer.request_id and not self._reached:
+            if is_unreached(turn.error) and not turn.answer.request_id and not self._reached:
                 raise no_router(self._router)
             self._failed = True
         self._reached = True
@@ -280,18 +274,24 @@ class ChatSession:
         return turn
 
     async def _answer(self, said: str) -> _Turn:
-        request = inference_pb2.GenerateRequest(chat=self.conversation.messages(said))
-        request.MergeFrom(self._template)
+        messages = self.conversation.messages(said)
+        pieces = self._client.stream(messages, sampling=self._sampling, model=self._model)
         printer = StreamPrinter(io.StringIO() if self._as_json else sys.stdout, as_ids=False)
-        builder = AnswerBuilder()
+
+        async def show() -> None:
+            async with pieces:
+                async for piece in pieces:
+                    printer.show(piece)
+
         with StopSignals() as signals:
             try:
-                whole = await signals.unless_stopped(self._client.generate(request, printer.show, builder))
-                return _Turn(answer=builder.answer, stopped_by=None if whole else signals.received)
+                whole = await signals.unless_stopped(show())
+                return _Turn(answer=pieces.answer, stopped_by=None if whole else signals.received)
             except BatonError as error:
-                return _Turn(answer=builder.answer, error=error)
+                return _Turn(answer=pieces.answer, error=error)
             finally:
                 printer.end()
+                await self._client.settle()
 
     def _show(self, turn: _Turn) -> None:
         """What is left to show of a turn whose text is on the screen."""

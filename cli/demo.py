@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
-from batonpb import inference_pb2
 
+from baton.client import Answer, AsyncClient, BatonError, Reason, Sampling
 from baton.cores import own_cores
-from baton.errors import BatonError, InvalidField, Reason
+from baton.errors import InvalidField
 from baton.rpc import Channels
-from cli.client import Answer, InferenceClient, answer_data, open_channels
+from cli.client import answer_data
 from cli.demo_model import FAMILIES
 from cli.invocation import EXIT_ERROR, EXIT_INTERRUPTED
-from cli.nodes import NodeView, view_nodes
+from cli.nodes import NodeView, open_channels, view_nodes
 from cli.output import TEXT, format_table, output_option, print_json
 from cli.reference import Reference
 from cli.services import Service
@@ -41,12 +41,12 @@ from engine.types import SamplingParams
 class DemoRequest:
     name: str
     prompt: str
-    sampling: inference_pb2.Sampling
+    sampling: Sampling
     unary: bool = False
 
 
 def _ask(name: str, prompt: str, *, unary: bool = False, **sampling: Any) -> DemoRequest:
-    return DemoRequest(name=name, prompt=prompt, sampling=inference_pb2.Sampling(**sampling), unary=unary)
+    return DemoRequest(name=name, prompt=prompt, sampling=Sampling(**sampling), unary=unary)
 
 
 _TALE: Final = " ".join([
@@ -124,15 +124,15 @@ def _compare(request: DemoRequest, answer: Answer, reference: Reference) -> str:
     return "" if answer.text == text else f"the text is {answer.text!r}, its tokens say {text!r}"
 
 
-def _params(sampling: inference_pb2.Sampling) -> SamplingParams:
+def _params(sampling: Sampling) -> SamplingParams:
     """What the router makes of it, by the defaults that the interface states."""
-    assert sampling.max_tokens and sampling.HasField("temperature"), sampling
-    assert sampling.temperature == 0 or sampling.HasField("seed"), sampling
+    assert sampling.max_tokens and sampling.temperature is not None, sampling
+    assert sampling.temperature == 0 or sampling.seed is not None, sampling
     return SamplingParams(
         temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
-        seed=sampling.seed,
+        top_k=sampling.top_k or 0,
+        top_p=1.0 if sampling.top_p is None else sampling.top_p,
+        seed=sampling.seed or 0,
         max_tokens=sampling.max_tokens,
     )
 
@@ -272,30 +272,32 @@ async def _run(
 async def _send_all(cluster: Cluster) -> tuple[_Results, list[str]]:
     """Send everything; then what the nodes still hold when they should hold nothing."""
     results = []
-    async with open_channels() as channels:
-        client = InferenceClient(cluster.router, channels=channels, timeout_s=ANSWER_S_MAX)
+    async with AsyncClient(cluster.router, timeout_s=ANSWER_S_MAX) as client:
         for title, wave in (
             (f"{len(FIRST_WAVE)} requests at once; the first one as it comes:", FIRST_WAVE),
             (f"{len(SECOND_WAVE)} more that begin like earlier ones (both caches know the beginning):", SECOND_WAVE),
         ):
             click.echo(f"\n{title}")
             results += await _send_wave(client, wave)
-        leftovers = await wait_idle(cluster.directory, channels=channels, nodes_expected=len(cluster.names) - 1)
-    return results, leftovers
+    async with open_channels() as channels:
+        return results, await wait_idle(cluster.directory, channels=channels, nodes_expected=len(cluster.names) - 1)
 
 
-async def _send_wave(client: InferenceClient, wave: Sequence[DemoRequest]) -> _Results:
+async def _send_wave(client: AsyncClient, wave: Sequence[DemoRequest]) -> _Results:
     """The first answer grows token by token on its line; the others follow, whole, as they end."""
     first_ended = asyncio.Event()
 
     async def send(request: DemoRequest) -> Answer:
-        message = inference_pb2.GenerateRequest(text=request.prompt, sampling=request.sampling)
         live = request is wave[0]
         try:
             if request.unary:
-                answer = await client.generate_unary(message)
+                answer = await client.generate(request.prompt, sampling=request.sampling, resumable=False)
             else:
-                answer = await client.generate(message, _show if live else None)
+                async with client.stream(request.prompt, sampling=request.sampling) as pieces:
+                    async for piece in pieces:
+                        if live:
+                            click.echo(piece.text, nl=False)
+                answer = pieces.answer
         except BatonError as error:
             raise error.reworded(f"The demo's request {request.name} failed: {error.message}") from error
         if live:
@@ -317,10 +319,6 @@ async def _send_wave(client: InferenceClient, wave: Sequence[DemoRequest]) -> _R
         click.echo("")  # the line of an answer that will not go on
         raise failure
     return [(request, task.result()) for request, task in zip(wave, tasks, strict=True)]
-
-
-def _show(tokens: inference_pb2.Tokens) -> None:
-    click.echo(tokens.text, nl=False)
 
 
 def _fitted(name: str, text: str) -> str:

@@ -211,7 +211,7 @@ class StatusLooks:
                 f"{name} was restarted while it was waited for: the process that was to be drained has ended, and has "
                 f"not said that it was empty. Drain the new one if that is what you want: `baton drain {name}`.",
             )
-        drains = status.ending or state_name(status) in ("draining", "drained")
+        drains = status.ending or state_name(status) in ("lame_duck", "draining", "drained")
         self._undrained = 0 if drains else self._undrained + 1
         if self._undrained >= UNDRAINED_MAX:
             raise BatonError(Reason.BAD_LIFECYCLE, f"{name} is no longer being drained. So far: {status.story}.")
@@ -281,4 +281,6 @@ def _text(node: str, status: node_pb2.NodeStatus) -> str:
         if not status.safe_to_delete and left_text(status) == "nothing":
             verdict = "its pod is being marked as the first to go"
         return f"{node} is drained and holds {left_text(status)}: {verdict}."
+    if state == "lame_duck":
+        state = "a lame duck: it is not ready and serves new requests still, soon none"
     return f"{node} is {state}; it holds {left_text(status)}."

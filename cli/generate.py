@@ -6,18 +6,15 @@ import asyncio
 import io
 import secrets
 import sys
-from contextlib import aclosing
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
 import click
-from batonpb import inference_pb2
 
-from baton.errors import BatonError
+from baton.client import Answer, AsyncClient, AsyncStream, BatonError, Piece, Prompt
 from cli.client import (
-    Answer,
-    AnswerBuilder,
-    InferenceClient,
     StreamPrinter,
     answer_data,
     answer_timeout_option,
@@ -25,7 +22,7 @@ from cli.client import (
     is_unreached,
     logprobs_text,
     no_router,
-    open_channels,
+    open_client,
     read_api_key,
     router_option,
     stats_text,
@@ -33,10 +30,8 @@ from cli.client import (
 from cli.invocation import EXIT_INTERRUPTED
 from cli.output import JSON, output_option, print_json
 from cli.parameters import IntegerList, check_utf8, read_stdin
-from cli.sampling import sampling_message, sampling_options
+from cli.sampling import sampling_of, sampling_options
 from cli.signals import StopSignals
-from router.choices import Answer as Events
-from router.choices import run_choices
 from router.openai import CHOICES_MAX
 
 
@@ -88,11 +83,23 @@ def generate(
         raise click.UsageError("--no-stream is for one answer; leave it out, or --answers.")
     for text, what in ((router, "--router"), (model or "", "--model"), (prompt or "", "the prompt")):
         check_utf8(text, what)
-    request = inference_pb2.GenerateRequest(sampling=sampling_message(sampling), model=model)
-    if token_ids is not None:
-        request.token_ids.ids.extend(token_ids)
-    else:
-        request.text = read_stdin("the prompt") if prompt == "-" else str(prompt)
+    if prompt == "-":
+        prompt = read_stdin("the prompt")
+    asked: Prompt = (prompt or "") if token_ids is None else token_ids
+    drawn = sampling_of(sampling)
+    if answers > 1 and drawn.seed is None:
+        drawn = replace(drawn, seed=secrets.randbits(64))
+    client = open_client(router, timeout_s=timeout_s, api_key=read_api_key(api_key_file))
+
+    def ask(choice: int) -> AsyncStream:
+        return client.stream(asked, sampling=replace(drawn, choice=choice), model=model)
+
+    async def whole() -> list[Answer]:
+        answer = await client.generate(asked, sampling=drawn, model=model, resumable=False)
+        printer.show(Piece(answer.ids, answer.text))
+        printer.complete(0, answer)
+        return [answer]
+
     as_json = output == JSON
     printer = AnswerPrinter(
         io.StringIO() if as_json else sys.stdout,
@@ -100,7 +107,7 @@ def generate(
         answers=answers,
         stats=stats and not as_json,
     )
-    done = asyncio.run(_run(request, printer, router, timeout_s, api_key=read_api_key(api_key_file), unary=no_stream))
+    done = asyncio.run(_run(client, whole() if no_stream else all_answers(ask, printer), printer, router))
     if done is None:
         click.echo("Cancelled.", err=True)
         return EXIT_INTERRUPTED
@@ -123,7 +130,7 @@ class AnswerPrinter:
         self._waiting: dict[int, Answer] = {}
         self._next = 0
 
-    def show(self, tokens: inference_pb2.Tokens) -> None:
+    def show(self, tokens: Piece) -> None:
         if self.answers == 1:
             self.live.show(tokens)
 
@@ -135,7 +142,7 @@ class AnswerPrinter:
             if self.answers > 1:
                 print(f"--- {self._next} of {self.answers}", file=self._stream)
                 printer = StreamPrinter(self._stream, as_ids=self._as_ids)
-                printer.show(inference_pb2.Tokens(ids=ready.ids, text=ready.text))
+                printer.show(Piece(ready.ids, ready.text))
             printer.end()
             if ready.logprobs and self._stream is sys.stdout:
                 click.echo(logprobs_text(ready), err=True)
@@ -143,19 +150,16 @@ class AnswerPrinter:
                 click.echo(stats_text(ready), err=True)
 
 
+Ask = Callable[[int], AsyncStream]
+"""One answer, by its number."""
+
+
 async def _run(
-    request: inference_pb2.GenerateRequest,
-    printer: AnswerPrinter,
-    router: str,
-    timeout_s: float,
-    *,
-    api_key: str | None,
-    unary: bool,
+    client: AsyncClient, work: Coroutine[Any, Any, list[Answer]], printer: AnswerPrinter, router: str
 ) -> list[Answer] | None:
     """None when the user has cancelled. Raises BatonError."""
-    async with open_channels() as channels:
-        client = InferenceClient(router, channels=channels, timeout_s=timeout_s, api_key=api_key)
-        working = asyncio.ensure_future((_unary if unary else _stream)(client, request, printer))
+    async with client:
+        working = asyncio.ensure_future(work)
         with StopSignals() as signals:
             try:
                 if await signals.unless_stopped(working):
@@ -166,40 +170,34 @@ async def _run(
                 printer.live.end()
                 if not printer.live.empty:
                     raise error.reworded(f"The answer broke off. {error.message}") from error
-                if is_unreached(error, router):
+                if is_unreached(error):
                     raise no_router(router) from error
                 raise
 
 
-async def _unary(
-    client: InferenceClient, request: inference_pb2.GenerateRequest, printer: AnswerPrinter
-) -> list[Answer]:
-    answer = await client.generate_unary(request)
-    printer.show(inference_pb2.Tokens(ids=answer.ids, text=answer.text))
-    printer.complete(0, answer)
-    return [answer]
+async def all_answers(ask: Ask, printer: AnswerPrinter) -> list[Answer]:
+    """The first one goes ahead until it has its second token: its prompt is in the caches before the others begin.
+    Raises BatonError, when all have ended."""
+    ahead = asyncio.Event()
 
+    async def answer(choice: int) -> Answer:
+        if choice > 0:
+            await ahead.wait()
+        async with ask(choice) as pieces:
+            async for piece in pieces:
+                if piece.first_index > 0:
+                    ahead.set()
+                printer.show(piece)
+        ahead.set()
+        printer.complete(choice, pieces.answer)
+        return pieces.answer
 
-async def _stream(
-    client: InferenceClient, request: inference_pb2.GenerateRequest, printer: AnswerPrinter
-) -> list[Answer]:
-    """All answers, from one seed; the first one's prompt is in the caches before the others begin."""
-    if printer.answers > 1 and not request.sampling.HasField("seed"):
-        request.sampling.seed = secrets.randbits(64)
-
-    def ask(message: inference_pb2.GenerateRequest, choice: int) -> Events:
-        own = inference_pb2.GenerateRequest()
-        own.CopyFrom(message)
-        own.sampling.choice = choice
-        return client.events(own)
-
-    builders = [AnswerBuilder() for _ in range(printer.answers)]
-    async with aclosing(run_choices(ask, [request], printer.answers)) as events:
-        async for index, event in events:
-            builders[index].push(event)
-            if event.HasField("tokens"):
-                printer.show(event.tokens)
-            elif event.HasField("finished"):
-                printer.complete(index, builders[index].answer)
-    assert all(builder.complete for builder in builders), "the stream ended without an end of the answer"
-    return [builder.answer for builder in builders]
+    failure: BaseException | None = None
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(answer(choice)) for choice in range(printer.answers)]
+    except* BatonError as failed:
+        failure = failed.exceptions[0]
+    if failure is not None:
+        raise failure
+    return [task.result() for task in tasks]

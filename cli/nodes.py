@@ -7,7 +7,8 @@ The plain data for `-o json` is part of the commands' interface: keys are never 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from math import ceil
 from typing import Any, Final, TypeVar
@@ -19,9 +20,9 @@ from baton.clock import Clock
 from baton.directory_setting import describe_directory, open_directory
 from baton.endpoint import is_loopback
 from baton.errors import BatonError, Reason
-from baton.rpc import Channels, rpc_errors
+from baton.rpc import ChannelLimits, Channels, rpc_errors
+from baton.tls import Tls
 from baton.wire import NodeRecord, Role
-from cli.client import open_channels
 from cli.invocation import EXIT_ERROR
 from cli.output import JSON, format_pairs, format_table, message_data, output_option, print_json
 from cli.parameters import options, timeout_option
@@ -230,6 +231,16 @@ async def get_status(endpoint: str, *, channels: Channels, call_ms_max: int) -> 
         stub = node_pb2_grpc.NodeStub(channels.get(endpoint))
         status: node_pb2.NodeStatus = await stub.GetStatus(node_pb2.GetStatusRequest(), timeout=call_ms_max / 1e3)
     return status
+
+
+@asynccontextmanager
+async def open_channels(tls: Tls | None = None) -> AsyncIterator[Channels]:
+    """Channels to nodes, closed at the end."""
+    channels = Channels(limits=ChannelLimits(), tls=tls)
+    try:
+        yield channels
+    finally:
+        await channels.close()
 
 
 def run_with_channels(work: Callable[[Channels], Awaitable[_T]]) -> _T:

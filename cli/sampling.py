@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 import click
-from batonpb import inference_pb2
 
+from baton.client import Sampling
 from cli.parameters import UINT32, UINT64, IdBias, Number, check_utf8, options
 from router.request import LOGPROBS_MAX
 
@@ -53,10 +53,10 @@ sampling_options: Final = options(
         help="Show the log-probability of each token, and of the N most likely tokens at its place.",
     ),
 )  # fmt: skip
-"""Their values come as keyword arguments for `sampling_message`."""
+"""Their values come as keyword arguments for `sampling_of`."""
 
 
-def sampling_message(given: dict[str, Any]) -> inference_pb2.Sampling:
+def sampling_of(given: dict[str, Any]) -> Sampling:
     """From the keyword arguments of `sampling_options`; what is not given is left to the router. Raises UsageError."""
     for stop in given["stop"]:
         check_utf8(stop, "--stop")
@@ -65,4 +65,4 @@ def sampling_message(given: dict[str, Any]) -> inference_pb2.Sampling:
         if token in biases:
             raise click.UsageError(f"--logit-bias names token {token} more than once.")
         biases[token] = bias
-    return inference_pb2.Sampling(**{**given, "logit_bias": biases})
+    return Sampling(**{**given, "logit_bias": biases})

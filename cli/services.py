@@ -120,6 +120,10 @@ _EXAMPLES: Final = {
 _SIGNALS_OF_DIRECTORY: Final = "SIGINT or SIGTERM stops it, a second one ends it at once."
 _SIGNALS_OF_NODES: Final = """SIGTERM drains it: it takes nothing new, finishes what runs (for drain-ms-max at most),
 then it ends. SIGINT stops it now. A repeated signal ends it at once."""
+_SIGNALS_OF_ROUTERS: Final = """SIGTERM drains it: it is not ready but serves new requests for lame-duck-ms, then takes
+nothing new, finishes what runs (for drain-ms-max at most), then it ends. SIGINT stops it now. A repeated signal ends it
+at once."""
+_SIGNALS: Final = {Service.DIRECTORY: _SIGNALS_OF_DIRECTORY, Service.ROUTER: _SIGNALS_OF_ROUTERS}
 _HELP: Final = """{summary}
 
 Prints `ready NAME ENDPOINT{others}` to stdout when it serves; its log goes to stderr.
@@ -144,7 +148,7 @@ def service_command(name: str, summary: str) -> click.Command:
         callback=click.pass_context(lambda ctx, **parameters: _command(service, ctx, parameters)),
         help=_HELP.format(
             summary=summary,
-            signals=_SIGNALS_OF_DIRECTORY if service is Service.DIRECTORY else _SIGNALS_OF_NODES,
+            signals=_SIGNALS.get(service, _SIGNALS_OF_NODES),
             others=" admin=ENDPOINT" if service is Service.ROUTER else "",
             section=service.value,
             prefix=service.env_prefix,

@@ -24,8 +24,13 @@ class DecodeConfig(ReceiverNodeConfig):
     )
     orphan_ms: int = setting(
         10_000,
-        "a request whose router is away for this long is cancelled",
-        "Routers restart slowly, or lost requests hold room for too long.",
+        "a request that has no router for this long is cancelled",
+        "Routers restart slowly, clients attach late, or lost requests hold room for too long.",
+    )
+    resume_ms: int = setting(
+        30_000,
+        "how long the finished answer to a resumable request is kept for a client that may attach",
+        "Clients come back later, or memory is short, or drains should end sooner.",
     )
     finished_max: int = fixed(4_096)
     """Finished answers kept until the router has them."""
@@ -38,7 +43,7 @@ class DecodeConfig(ReceiverNodeConfig):
         ReceiverNodeConfig.__post_init__(self)
         if self.requests_max > self.engine.sequences_max:
             raise InvalidField("requests_max", f"must not exceed engine.sequences_max ({self.engine.sequences_max})")
-        check_positive(self, "requests_max", "finished_max", "finished_ms_max", "orphan_ms")
+        check_positive(self, "requests_max", "finished_max", "finished_ms_max", "orphan_ms", "resume_ms")
         if self.resumed_wait_ms < RESUMED_WAIT_MS_MIN:
             raise InvalidField(
                 "resumed_wait_ms",

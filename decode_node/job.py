@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
+from typing import Final
 
-from batonpb import common_pb2, transfer_pb2
+from batonpb import common_pb2, prefill_pb2, transfer_pb2
 
 from baton.errors import BatonError, Reason, bad_field
-from baton.ids import BlockId, GrantId, RequestKey
+from baton.ids import BlockId, GrantId, Incarnation, RequestKey
+from baton.wire import RESUME_STATE_BYTES_MAX
 from decode_node.streams import RequestOutput
 from engine.scheduler import Sequence
 from node.pool import DevicePool, check_request
+
+TAG_BYTES: Final = 32
+"""Of a SHA-256."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -38,15 +43,51 @@ class Job:
     kept: bool
     first_token: int = -1
     first_logprobs: common_pb2.TokenLogprobs | None = None
+    timer: asyncio.Timeout | None = None
+    """What ends the wait that its life is in: for its end, then for somebody to fetch it."""
 
     @property
     def key(self) -> RequestKey:
         return self.seq.key
 
     @property
+    def tag(self) -> bytes:
+        """Who shows it may take the request over. Empty: nobody."""
+        return b"" if self.output.resumable is None else self.output.resumable.tag
+
+    @property
     def runs(self) -> bool:
         """The engine has it, or has had it."""
-        return self.kept or (self.committed.done() and self.committed.result())
+        return self.kept or self.is_committed
+
+    @property
+    def is_committed(self) -> bool:
+        return self.committed.done() and self.committed.result()
+
+    @property
+    def goes_on(self) -> bool:
+        """It is committed, and is being computed or has its whole answer."""
+        lapses = self.timer is not None and self.timer.expired()
+        return self.is_committed and self.output.error is None and not self.output.forgotten.is_set() and not lapses
+
+    def reschedule(self, at_s: float) -> None:
+        if self.timer is not None and not self.timer.expired():
+            self.timer.reschedule(at_s)
+
+
+def output_of(request: transfer_pb2.ReserveRequest | prefill_pb2.PrefillRequest, seq: Sequence) -> RequestOutput:
+    """Of one that begins here, with what the client has of it."""
+    resumable = None
+    if request.HasField("resumable"):
+        resumable = common_pb2.Resumable()
+        resumable.CopyFrom(request.resumable)  # the request itself need not be kept
+    return RequestOutput(
+        key=seq.key,
+        router=Incarnation(request.router),
+        resumable=resumable,
+        tokens=list(request.output),
+        first_index=len(request.output),
+    )
 
 
 def why_never(tokens: Tokens[int], prompt_len: int, sampling: common_pb2.SamplingSpec, pool: DevicePool) -> str | None:
@@ -60,6 +101,18 @@ def why_never(tokens: Tokens[int], prompt_len: int, sampling: common_pb2.Samplin
     if need > blocks.blocks_usable:
         return f"prompt and answer need {need} blocks, the region has {blocks.ledger.num_blocks}{blocks.less_others}"
     return None
+
+
+def check_resumable(resumable: common_pb2.Resumable) -> None:
+    """Raises BatonError BAD_FIELD."""
+    if len(resumable.tag) != TAG_BYTES:
+        raise bad_field("resumable.tag", f"A tag has {TAG_BYTES} bytes, not {len(resumable.tag)}.")
+    if len(resumable.state) > RESUME_STATE_BYTES_MAX:
+        raise bad_field(
+            "resumable.state",
+            f"A resumable request may leave {RESUME_STATE_BYTES_MAX} bytes with its node, not {len(resumable.state)}. "
+            "Ask for fewer log-probabilities or stop strings, or send it without `resumable`.",
+        )
 
 
 def check_first_token(request: transfer_pb2.CommitRequest, *, vocab_size: int) -> None:

@@ -7,9 +7,11 @@ it on; it always runs to its end, in which both references to its blocks are dro
 from __future__ import annotations
 
 import asyncio
+import hmac
 from collections.abc import Callable
+from typing import Final
 
-from batonpb import transfer_pb2
+from batonpb import common_pb2, decode_pb2, prefill_pb2, transfer_pb2
 
 from baton.drain import Holdings
 from baton.errors import BatonError, Code, Reason
@@ -19,7 +21,8 @@ from baton.repeats import RepeatLog
 from baton.tasks import Tasks
 from baton.wire import NodeLoad
 from decode_node.config import DecodeConfig
-from decode_node.job import Job, check_first_token
+from decode_node.gone import GoneRequests
+from decode_node.job import Job, check_first_token, output_of
 from decode_node.reserving import Reserving
 from decode_node.streams import RequestOutput, TokenStreams
 from engine.core import TokenEvent
@@ -31,6 +34,7 @@ from engine.types import (
     FinishReason,
     KvSink,
     NullSink,
+    key_from_proto,
     logprobs_to_proto,
 )
 from kvtransfer.checksums import checksums_from_proto
@@ -39,6 +43,9 @@ from kvtransfer.receiver import Receiver
 from node.pool import DevicePool
 
 log = get_log("decode")
+
+LEFT_BYTES_MAX: Final = 256 * 1024 * 1024
+"""Of finished answers that no router has. Without its answer a request is computed again."""
 
 
 class DecodeNode:
@@ -54,7 +61,8 @@ class DecodeNode:
         self.pool = pool
         self.ledger = pool.ledger
         self._loop = loop = asyncio.get_running_loop()
-        self.streams = TokenStreams(loop)
+        self.streams = TokenStreams(loop.time)
+        self._gone = GoneRequests(keep_ms=config.resume_ms)
         self._engine = pool.engine
         self._blocks = pool.blocks
         self._spill = None if pool.host is None else pool.host.spill
@@ -68,13 +76,13 @@ class DecodeNode:
         """Called when a request or its blocks may have made room, outside of a step too."""
 
     async def live(self, job: Job) -> None:
-        """The whole life of one request in this node, from its grant to the router's acknowledgement.
+        """The whole life of one request in this node, from its grant until nobody needs its answer any more.
 
         One that a mixed node keeps is in the engine and open to its router already (`keep`).
         """
         output = job.output
         try:
-            async with asyncio.timeout_at(job.deadline_s):
+            async with asyncio.timeout_at(job.deadline_s) as job.timer:
                 if not job.kept:
                     if not await asyncio.shield(job.committed):
                         return  # revoked, or cancelled before the commit: the receiver has let go
@@ -108,10 +116,11 @@ class DecodeNode:
             return
         self.streams.notify(output.router)
         try:
-            async with asyncio.timeout(self.config.finished_ms_max / 1000):
+            async with asyncio.timeout_at(self._kept_until_s(output)) as job.timer:
                 await output.forgotten.wait()
         except TimeoutError:
-            self._repeats.warning("answer was never fetched", peer=f"{output.router:016x}", request=job.key.request)
+            if not output.left:
+                self._repeats.warning("answer was never fetched", peer=f"{output.router:016x}", request=job.key.request)
         finally:
             self.streams.close(output)
             self._forget(job)
@@ -120,14 +129,16 @@ class DecodeNode:
 
     def reserve(self, request: transfer_pb2.ReserveRequest, pair: Pair) -> transfer_pb2.ReserveReply:
         """Grant blocks for the prompt and set the answer's growth aside, or say why not. A repeat gets the first one's
-        answer."""
+        answer. Raises BatonError TAKEN_OVER."""
+        self.check_not_taken_over(key_from_proto(request.key))
         reserved = self.reserving.ask(request, pair, self.receiver)
         if isinstance(reserved, transfer_pb2.ReserveReply):
             return reserved
         answer = reserved.answer
         if reserved.seq is not None:
             deadline_s = self._loop.time() + request.deadline_left_ms / 1000
-            self._start(reserved.seq, answer, Incarnation(request.router), deadline_s, footprint=reserved.footprint)
+            output = output_of(request, reserved.seq)
+            self._start(reserved.seq, answer, output, deadline_s, footprint=reserved.footprint)
         return transfer_pb2.ReserveReply(
             granted=transfer_pb2.Grant(
                 grant=answer.grant,
@@ -170,8 +181,9 @@ class DecodeNode:
 
     # What a mixed node asks, for requests that it keeps.
 
-    def keep(self, seq: Sequence, *, router: Incarnation, deadline_s: float) -> None:
-        """Live with a sequence that the engine has from its prompt on: no grant and no copy. There is a place for it.
+    def keep(self, seq: Sequence, request: prefill_pb2.PrefillRequest, *, deadline_s: float) -> None:
+        """Live with a sequence that the engine has from its prompt on: no grant and no copy. There is a place for it,
+        and no other router has taken it over.
 
         The engine holds its blocks, and its promise is named by a grant id that no writer knows.
         """
@@ -179,7 +191,9 @@ class DecodeNode:
         self.receiver.supersede(seq.key)
         self.reserving.resumed_first.waits_no_more(seq.key)
         footprint = len(seq.block_table) + (self.ledger.promise_left(seq.promise_key) or 0)
-        self.streams.open(self._start(seq, None, router, deadline_s, footprint=footprint).output)
+        output = output_of(request, seq)
+        self._start(seq, None, output, deadline_s, footprint=footprint)
+        self.streams.open(output)
 
     def commit_kept(self, key: RequestKey) -> None:
         """The prefill half has the first token: from here on only the router, or the deadline, ends the request."""
@@ -203,9 +217,82 @@ class DecodeNode:
                 job.output.forgotten.set()
         return job is not None
 
-    def is_router_of(self, key: RequestKey, sender: Incarnation) -> bool:
+    def is_router_of(self, key: RequestKey, sender: Incarnation, epoch: int) -> bool:
         job = self._by_key.get(key)
-        return job is not None and job.output.router == sender
+        return job is not None and job.output.heeds(sender, epoch)
+
+    def is_taken_over(self, key: RequestKey, epoch: int) -> bool:
+        """Whether another router has it since, or has or had an attempt before it here: words of this epoch change
+        nothing."""
+        job, gone = self._by_key.get(key), self._gone.find(key.request, self._loop.time())
+        if job is not None:
+            return job.output.epoch > epoch
+        return (gone is not None and gone.epoch > epoch) or any(
+            each.output.epoch and each.key.request == key.request and each.key.attempt < key.attempt
+            for each in self._jobs.values()
+        )
+
+    def check_not_taken_over(self, key: RequestKey) -> None:
+        """Of one that is to begin here. Raises BatonError TAKEN_OVER."""
+        if self.is_taken_over(key, 0):
+            raise BatonError(Reason.TAKEN_OVER, f"Another router has taken the request {key.request} over.")
+
+    def ends_by(self, key: RequestKey, sender: Incarnation, epoch: int) -> bool:
+        """Whether a Cancel by `sender` ends it. A resumable request that has committed is its router's alone: a prefill
+        node cancels whatever its call ends with, also if the router has left."""
+        job = self._by_key.get(key)
+        if job is not None and job.is_committed and job.output.resumable is not None:
+            return job.output.heeds(sender, epoch)
+        return not self.is_taken_over(key, epoch)
+
+    def take_over(self, request: decode_pb2.TakeOverRequest, router: Incarnation) -> decode_pb2.TakeOverReply:
+        """Make `router` the one that has it, if it is resumable and goes on or is finished. Or forget it. If this node
+        cannot go on with it, it never will."""
+        key = key_from_proto(request.key)
+        job, gone = self._by_key.get(key), self._gone.find(key.request, self._loop.time())
+        if gone is None and job is None:
+            if not self.is_taken_over(key, 0):  # neither an attempt before it
+                self.cancel(key, "it was not here when a router wanted to take it over")
+            return decode_pb2.TakeOverReply(outcome=decode_pb2.TAKE_OVER_OUTCOME_ABSENT)
+        tag = gone.tag if gone is not None else job.tag if job is not None else b""
+        if not tag or not hmac.compare_digest(tag, request.tag):
+            return decode_pb2.TakeOverReply(outcome=decode_pb2.TAKE_OVER_OUTCOME_FOREIGN)
+        over, epoch = (gone.over, gone.epoch) if gone is not None else (False, 0)
+        if job is not None:
+            self.streams.take_over(job.output, router)
+            epoch = job.output.epoch
+            if job.goes_on and not (over or request.forget):
+                return self._taken_over(job, deadline_left_ms=request.deadline_left_ms)
+            self.cancel(key, "its client went on elsewhere before it was committed, or wants no more of it")
+        over = over or request.forget
+        self._gone.add(key.request, tag=tag, epoch=epoch, over=over, now_s=self._loop.time())
+        outcome = decode_pb2.TAKE_OVER_OUTCOME_OVER if over else decode_pb2.TAKE_OVER_OUTCOME_ABSENT
+        return decode_pb2.TakeOverReply(outcome=outcome)
+
+    def _taken_over(self, job: Job, *, deadline_left_ms: int) -> decode_pb2.TakeOverReply:
+        output = job.output
+        assert output.resumable is not None, job.key
+        job.deadline_s = self._loop.time() + deadline_left_ms / 1000
+        job.reschedule(self._kept_until_s(output) if output.ended.is_set() else job.deadline_s)
+        return decode_pb2.TakeOverReply(
+            outcome=decode_pb2.TAKE_OVER_OUTCOME_TAKEN, epoch=output.epoch, state=output.resumable.state
+        )
+
+    def leave(self, router: Incarnation, key: RequestKey, epoch: int, *, ended: bool) -> None:
+        """The router serves it no longer: it waits for another, if it is resumable. `ended`: the answer has an end that
+        only a router sees."""
+        job = self._by_key.get(key)
+        if job is None or not job.output.heeds(router, epoch):
+            return
+        output = job.output
+        if output.resumable is None:
+            self.done(router, key, epoch)
+            return
+        self.streams.leave(output)
+        if ended and output.opened:
+            output.end(finish=common_pb2.FINISH_REASON_STOP)
+        if output.ended.is_set():
+            job.reschedule(self._kept_until_s(output))
 
     def resolve(self, key: RequestKey) -> bool:
         """Did this attempt commit, and goes on here? If not it never will."""
@@ -218,15 +305,14 @@ class DecodeNode:
             self.cancel(key, "it was not committed when its router asked")
         return self.receiver.resolve(key) and goes_on
 
-    def done(self, router: Incarnation, key: RequestKey) -> None:
+    def done(self, router: Incarnation, key: RequestKey, epoch: int) -> None:
         """The router has the whole answer, or wants no more of it."""
-        output = self.streams.done(router, key)
-        if output is not None and not output.ended.is_set():
+        job = self._by_key.get(key)
+        if job is None or not job.output.heeds(router, epoch):
+            return
+        job.output.forgotten.set()
+        if not job.output.ended.is_set():
             self.cancel(key, "no longer wanted")
-
-    def knows(self, key: RequestKey) -> bool:
-        """It was granted here, and is not over and forgotten."""
-        return key in self._by_key
 
     # What the receiver instructs (ReceiverHost).
 
@@ -278,12 +364,15 @@ class DecodeNode:
     # Upkeep.
 
     def reap(self) -> None:
-        """Called every second: requests of routers that are away, answers that nobody fetches."""
+        """Called every second: requests without a router, answers that nobody fetches."""
         for output in self.streams.orphans(self.config.orphan_ms):
-            self._repeats.warning("orphan cancelled", peer=f"{output.router:016x}", request=output.key.request)
-            self.cancel(output.key, "its router is away")
+            if not output.left:
+                self._repeats.warning("orphan cancelled", peer=f"{output.router:016x}", request=output.key.request)
+            self.cancel(output.key, "it has no router")
         for output in self.streams.finished[: -self.config.finished_max]:
             output.forgotten.set()
+        self.streams.drop_left(LEFT_BYTES_MAX)
+        self._gone.upkeep(self._loop.time())
         self._repeats.upkeep()
         self.receiver.upkeep()
 
@@ -301,7 +390,7 @@ class DecodeNode:
 
     @property
     def answers_unacknowledged(self) -> int:
-        """Requests that are over here and whose router has not said that it has the whole answer."""
+        """Requests that are over here, and whose answer a router or a client may still want."""
         return len(self._lives) - len(self._jobs)
 
     def load(self) -> NodeLoad:
@@ -327,8 +416,8 @@ class DecodeNode:
     # Steps of a request's life.
 
     def _start(
-        self, seq: Sequence, granted: AnswerGranted | None, router: Incarnation, deadline_s: float, *, footprint: int
-    ) -> Job:
+        self, seq: Sequence, granted: AnswerGranted | None, output: RequestOutput, deadline_s: float, *, footprint: int
+    ) -> None:
         """Begin the life of a request that was granted, or (None) that the engine has already."""
         for older in list(self._jobs.values()):  # of the same request; the receiver does this for granted ones
             if older.kept and older.key.request == seq.key.request and older.key.attempt < seq.key.attempt:
@@ -341,7 +430,7 @@ class DecodeNode:
             prefix=() if granted is None else granted.prefix,
             blocks=() if granted is None else granted.blocks,
             deadline_s=deadline_s,
-            output=RequestOutput(key=seq.key, router=router, first_index=seq.output_count),
+            output=output,
             committed=self._loop.create_future(),
             footprint=footprint,
             resumed=kept,
@@ -350,7 +439,6 @@ class DecodeNode:
         self._jobs[job.grant] = self._by_key[job.key] = job
         self._requests_taken += 1
         self._lives.spawn(self.live(job))
-        return job
 
     def _resume(self, job: Job) -> bool:
         """Give the committed sequence to the engine, with the grant's references to every block.
@@ -369,6 +457,13 @@ class DecodeNode:
         self._engine.resume(seq)
         return True
 
+    def _kept_until_s(self, output: RequestOutput) -> float:
+        """Of an answer that has ended now, or changed hands."""
+        return self._loop.time() + (self.config.resume_ms if output.left else self.config.finished_ms_max) / 1000
+
     def _forget(self, job: Job) -> None:
+        output = job.output
+        if output.epoch:  # routers that had it may still ask
+            self._gone.add(job.key.request, tag=job.tag, epoch=output.epoch, over=False, now_s=self._loop.time())
         if self._by_key.get(job.key) is job:  # a later grant of the same attempt may have taken its place
             del self._by_key[job.key]

@@ -10,10 +10,12 @@ from batonpb import common_pb2, decode_pb2, decode_pb2_grpc, transfer_pb2, trans
 
 from baton.drain import node_draining
 from baton.errors import BatonError, Reason, bad_field
-from baton.ids import GrantId, Incarnation, Pair, RequestKey, ReserveNumber
+from baton.ids import GrantId, Incarnation, Pair, ReserveNumber
 from baton.runtime import NodeRuntime
 from baton.wire import check_header, model_from_proto
+from decode_node.job import check_resumable
 from decode_node.node import DecodeNode
+from decode_node.streams import add_lost
 from engine.types import key_from_proto
 from kvtransfer.link import (
     check_compatible,
@@ -81,6 +83,8 @@ class ReceiverService(transfer_pb2_grpc.TransferServicer):
             raise bad_field("key.request", "A Reserve needs a request id.")
         if not request.prompt:
             raise bad_field("prompt", "A Reserve needs the prompt's token ids.", reason=Reason.EMPTY_PROMPT)
+        if request.HasField("resumable"):
+            check_resumable(request.resumable)
         if not self._lifecycle.takes_requests and not self._receiver.grants.has_answered(
             pair, ReserveNumber(request.number)
         ):
@@ -120,36 +124,43 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         if first is None or first.WhichOneof("message") != "open":
             raise bad_field("open", "The first message of Subscribe must be `open`.")
         router = check_header(first.open.header, own=self._own)
-        cursors = {key_from_proto(c.key): c.next_index for c in first.open.cursors}
         # So that the router knows that it is connected before there is a token.
         await context.send_initial_metadata(())
-        over = [key for key in cursors if not self._node.knows(key)]
-        if over:
-            yield _over(over)
-        batches = self._node.streams.subscribe(router, cursors, self._dones(router, messages))
+        lost, cursors = decode_pb2.TokenBatch(), {}
+        for cursor in first.open.cursors:
+            key, epoch = key_from_proto(cursor.key), cursor.key.epoch
+            if self._node.is_router_of(key, router, epoch):
+                cursors[key] = cursor.next_index
+            else:  # the router was away meanwhile, and would wait for ever
+                add_lost(lost, key, epoch, taken_over=self._node.is_taken_over(key, epoch))
+        if lost.requests:
+            yield lost
+        batches = self._node.streams.subscribe(router, cursors, self._words(router, messages))
         async with aclosing(batches):
             async for batch in batches:
                 yield batch
 
-    async def _dones(self, router: Incarnation, requests: AsyncIterator[decode_pb2.SubscribeRequest]) -> None:
+    async def _words(self, router: Incarnation, requests: AsyncIterator[decode_pb2.SubscribeRequest]) -> None:
         async for request in requests:
             for key in request.done.keys:
-                self._node.done(router, key_from_proto(key))
+                self._node.done(router, key_from_proto(key), key.epoch)
+            for left in request.leave.requests:
+                self._node.leave(router, key_from_proto(left.key), left.key.epoch, ended=left.ended)
 
     async def Cancel(self, request: decode_pb2.CancelRequest, context: Any) -> decode_pb2.CancelReply:
         sender, key = check_header(request.header, own=self._own), key_from_proto(request.key)
-        notify_router = not self._node.is_router_of(key, sender)
+        epoch = request.key.epoch
+        if not self._node.ends_by(key, sender, epoch):
+            return decode_pb2.CancelReply(known=True)
+        notify_router = not self._node.is_router_of(key, sender, epoch)
         return decode_pb2.CancelReply(known=self._node.cancel(key, request.reason, notify_router=notify_router))
 
     async def Resolve(self, request: decode_pb2.ResolveRequest, context: Any) -> decode_pb2.ResolveReply:
         check_header(request.header, own=self._own)
-        return decode_pb2.ResolveReply(committed=self._node.resolve(key_from_proto(request.key)))
+        key = key_from_proto(request.key)
+        if self._node.is_taken_over(key, request.key.epoch):
+            return decode_pb2.ResolveReply(taken_over=True)
+        return decode_pb2.ResolveReply(committed=self._node.resolve(key))
 
-
-def _over(keys: list[RequestKey]) -> decode_pb2.TokenBatch:
-    """A router that was away asks for requests that were cancelled meanwhile: it would wait for them for ever."""
-    batch = decode_pb2.TokenBatch()
-    for key in keys:
-        message = batch.requests.add(error="it is not here any more")
-        message.key.request, message.key.attempt = key.request, key.attempt
-    return batch
+    async def TakeOver(self, request: decode_pb2.TakeOverRequest, context: Any) -> decode_pb2.TakeOverReply:
+        return self._node.take_over(request, check_header(request.header, own=self._own))

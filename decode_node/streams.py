@@ -1,12 +1,14 @@
-"""Token streams: one for each router, with a cursor for each request over its tokens. Control thread only.
+"""The answers of this node, who has them, and the stream of each router that carries them. Control thread only.
 
-There is no queue: the next message to a router that reads slowly or was away has all tokens behind its cursors.
+There is no queue: the next message to a router that reads slowly or was away has all tokens behind its cursors. Only
+`subscribe` waits for anything.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+import math
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,15 +23,29 @@ log = get_log("streams")
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RequestOutput:
-    """The answer of a request so far. `tokens` only grows; `finish` or `error` is set once and ends it."""
+    """`tokens` only grows; `finish` or `error` is set once and ends it.
+
+    It belongs to one router at a time. A router may *leave* a resumable one, which is then nobody's, and another may
+    take it over, which raises `epoch`.
+    """
 
     key: RequestKey
     router: Incarnation
-    first_index: int = 0
-    """Index of `tokens[0]` in the answer: before it is what the client had from earlier attempts."""
+    """That has it, or had it last."""
+    resumable: common_pb2.Resumable | None = None
+    """None: it ends with its router."""
+    epoch: int = 0
+    """How often it was taken over."""
+    left: bool = False
+    """No router has it."""
+    moved_s: float = -math.inf
+    """When it was last left or taken over."""
     tokens: list[int] = field(default_factory=list)
+    """From index 0: what the client had from earlier attempts comes first."""
+    first_index: int = 0
+    """Of the first token drawn here. The router that it began with has those before."""
     logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)
-    """One for each token where the request asks for them, else empty."""
+    """One for each token from `first_index` on where the request asks for them, else empty."""
     finish: common_pb2.FinishReason | None = None
     error: str | None = None
     error_reason: Reason | None = None
@@ -38,13 +54,16 @@ class RequestOutput:
     """The router's stream carries it (or did)."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     forgotten: asyncio.Event = field(default_factory=asyncio.Event)
-    """The router has it all, or wants no more of it."""
+    """Nobody needs it any more."""
 
     def append(self, token: int, logprobs: common_pb2.TokenLogprobs | None) -> None:
+        """One that was being computed when the answer ended is dropped."""
+        if self.ended.is_set():
+            return
         self.tokens.append(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
-            assert len(self.logprobs) == len(self.tokens), self.key
+            assert len(self.logprobs) == len(self.tokens) - self.first_index, self.key
 
     def end(
         self,
@@ -53,58 +72,87 @@ class RequestOutput:
         error: str | None = None,
         reason: Reason | None = None,
     ) -> None:
-        """Idempotent: the first end counts."""
+        """Idempotent: the first end counts. A failed answer that is nobody's is of no use to a later router either."""
         if not self.ended.is_set():
             self.finish, self.error, self.error_reason = finish, error, reason
             self.ended.set()
+            if self.left and finish is None:
+                self.forgotten.set()
+
+    @property
+    def bytes(self) -> int:
+        """What it takes in memory, about."""
+        top = len(self.logprobs[0].top_ids) if self.logprobs else 0
+        state = len(self.resumable.state) if self.resumable is not None else 0
+        return 40 * len(self.tokens) + (200 + 16 * top) * len(self.logprobs) + state
+
+    def heeds(self, router: Incarnation, epoch: int) -> bool:
+        """Whether the router that says so has it."""
+        return not self.left and (self.router, self.epoch) == (router, epoch)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _Subscription:
-    cursors: dict[RequestKey, int]
+class Subscription:
+    router: Incarnation
+    cursors: dict[RequestKey, int] = field(default_factory=dict)
     ends_sent: set[RequestKey] = field(default_factory=set)
+    lost: list[tuple[RequestKey, int]] = field(default_factory=list)
+    """What other routers have taken over, with the epoch by which this router had it: it is to be told."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
     closed: bool = False
 
 
 class TokenStreams:
-    """All outputs of this node by router, and the subscription that each router has open."""
+    """Which router has which output, and the subscription that each router has open."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._outputs: dict[Incarnation, dict[RequestKey, RequestOutput]] = {}
-        self._subscriptions: dict[Incarnation, _Subscription] = {}
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
+        self._outputs: dict[RequestKey, RequestOutput] = {}
+        self._of_router: dict[Incarnation, dict[RequestKey, RequestOutput]] = {}
+        """Without those that were left."""
+        self._subscriptions: dict[Incarnation, Subscription] = {}
         self._away_since_s: dict[Incarnation, float] = {}
+        """Routers that have an output, and no stream."""
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    def __contains__(self, key: RequestKey) -> bool:
+        return key in self._outputs
 
     def open(self, output: RequestOutput) -> None:
-        """From now on the router's stream carries this output."""
-        of_router = self._outputs.setdefault(output.router, {})
-        assert output.key not in of_router, output.key
-        of_router[output.key] = output
+        """From now on its router's stream carries this output, if it has a router."""
+        assert output.key not in self._outputs, output.key
+        self._outputs[output.key] = output
         output.opened = True
-        if output.router not in self._subscriptions:
-            self._away_since_s.setdefault(output.router, self._loop.time())
-        self.notify(output.router)
+        if not output.left:
+            self._give(output)
 
     def close(self, output: RequestOutput) -> None:
-        of_router = self._outputs.get(output.router, {})
-        of_router.pop(output.key, None)
-        if not of_router:
-            self._outputs.pop(output.router, None)
-            self._away_since_s.pop(output.router, None)
-        subscription = self._subscriptions.get(output.router)
-        if subscription is not None:
-            subscription.cursors.pop(output.key, None)
-            subscription.ends_sent.discard(output.key)
+        if self._outputs.pop(output.key, None) is not None and not output.left:
+            self._take(output)
 
-    def close_all(self) -> None:
-        """End every subscription: the node is stopping."""
-        for subscription in self._subscriptions.values():
-            subscription.closed = True
-            subscription.news.set()
+    def leave(self, output: RequestOutput) -> None:
+        """Its router serves it no longer. It waits for another."""
+        assert not output.left, output.key
+        if output.opened:
+            self._take(output)
+        output.left, output.moved_s = True, self._now_s()
+        if output.ended.is_set() and output.finish is None:
+            output.forgotten.set()
 
-    def find(self, key: RequestKey) -> RequestOutput | None:
-        return next((of_router[key] for of_router in self._outputs.values() if key in of_router), None)
+    def take_over(self, output: RequestOutput, router: Incarnation) -> None:
+        """From now on it is this router's, whose stream carries it from index 0. The former one is told."""
+        former = self._subscriptions.get(output.router)
+        if former is not None and not output.left and output.router != router:
+            former.lost.append((output.key, output.epoch))
+            former.news.set()
+        if output.opened and not output.left:
+            self._take(output)
+        output.router, output.left, output.moved_s = router, False, self._now_s()
+        output.epoch += 1
+        if output.opened:
+            self._give(output)
 
     def notify(self, router: Incarnation) -> None:
         """New tokens or an end for this router: once per engine step is enough."""
@@ -112,47 +160,82 @@ class TokenStreams:
         if subscription is not None:
             subscription.news.set()
 
-    def done(self, router: Incarnation, key: RequestKey) -> RequestOutput | None:
-        """The router needs no more of a request, finished or not. Returns the output if it is still here."""
-        output = self._outputs.get(router, {}).get(key)
-        if output is not None:
-            output.forgotten.set()
-        return output
-
     def orphans(self, orphan_ms: int) -> list[RequestOutput]:
-        """Outputs that have not ended and whose router has had no stream here for `orphan_ms`."""
-        before_s = self._loop.time() - orphan_ms / 1000
-        away = [router for router, since_s in self._away_since_s.items() if since_s <= before_s]
-        return [o for router in away for o in self._outputs.get(router, {}).values() if not o.ended.is_set()]
+        """Outputs that have not ended, and for `orphan_ms` have been nobody's, or their router has had no stream."""
+        before_s = self._now_s() - orphan_ms / 1000
+        return [
+            output
+            for output in self._outputs.values()
+            if not output.ended.is_set()
+            and output.moved_s <= before_s
+            and (output.left or self._away_since_s.get(output.router, self._now_s()) <= before_s)
+        ]
 
     @property
     def finished(self) -> list[RequestOutput]:
-        """Ended outputs that their router has not acknowledged, oldest first."""
-        return [o for of_router in self._outputs.values() for o in of_router.values() if o.ended.is_set()]
+        """Ended outputs that nobody has acknowledged, oldest first."""
+        return [output for output in self._outputs.values() if output.ended.is_set()]
 
-    async def subscribe(
-        self, router: Incarnation, cursors: Mapping[RequestKey, int], reading: Coroutine[Any, Any, None]
-    ) -> AsyncGenerator[decode_pb2.TokenBatch, None]:
-        """Messages for one router from its cursors on (0 where it names none), until a newer stream replaces it.
-
-        `reading` takes in what the router sends on the same stream, and runs as long as this does.
-        """
+    def attach(self, router: Incarnation, cursors: Mapping[RequestKey, int]) -> Subscription:
+        """The router has a new stream, which replaces an older one."""
         older = self._subscriptions.get(router)
         if older is not None:
             older.closed = True
             older.news.set()
-        mine = _Subscription(cursors=dict(cursors))
-        self._subscriptions[router] = mine
+        mine = self._subscriptions[router] = Subscription(router=router, cursors=dict(cursors))
         self._away_since_s.pop(router, None)
         mine.news.set()
-        reader = self._loop.create_task(reading)
+        return mine
+
+    def detach(self, subscription: Subscription) -> None:
+        """Its stream has ended."""
+        router = subscription.router
+        if self._subscriptions.get(router) is subscription:
+            del self._subscriptions[router]
+            if router in self._of_router:
+                self._away_since_s[router] = self._now_s()
+
+    def collect(self, subscription: Subscription) -> decode_pb2.TokenBatch:
+        """Everything behind the cursors, and move them."""
+        batch = decode_pb2.TokenBatch()
+        lost, subscription.lost = subscription.lost, []
+        for key, epoch in lost:
+            add_lost(batch, key, epoch, taken_over=True)
+        for output in self._of_router.get(subscription.router, {}).values():
+            _add_news(batch, output, subscription)
+        return batch
+
+    def close_all(self) -> None:
+        """End every subscription: the node is stopping."""
+        for subscription in self._subscriptions.values():
+            subscription.closed = True
+            subscription.news.set()
+
+    def drop_left(self, bytes_max: int) -> None:
+        """Forget the oldest finished answers that nobody has, down to so many bytes."""
+        held = 0
+        for output in reversed(self._outputs.values()):
+            if output.left and output.ended.is_set():
+                held += output.bytes
+                if held > bytes_max:
+                    output.forgotten.set()
+
+    async def subscribe(
+        self, router: Incarnation, cursors: Mapping[RequestKey, int], reading: Coroutine[Any, Any, None]
+    ) -> AsyncGenerator[decode_pb2.TokenBatch, None]:
+        """Messages for one router, until a newer stream replaces it. Where it names no cursor: from where it began.
+
+        `reading` takes in what the router sends on the same stream, and runs as long as this does.
+        """
+        mine = self.attach(router, cursors)
+        reader = asyncio.get_running_loop().create_task(reading)
         try:
             while True:
                 await mine.news.wait()
                 mine.news.clear()
                 if mine.closed:
                     return
-                batch = self._collect(router, mine)
+                batch = self.collect(mine)
                 if batch.requests:
                     yield batch
         finally:
@@ -160,31 +243,56 @@ class TokenStreams:
             for failure in await asyncio.gather(reader, return_exceptions=True):
                 if isinstance(failure, Exception):
                     log.warning("a router's side of its stream broke off", router=f"{router:x}", error=str(failure))
-            if self._subscriptions.get(router) is mine:
-                del self._subscriptions[router]
-                if router in self._outputs:
-                    self._away_since_s[router] = self._loop.time()
+            self.detach(mine)
 
-    def _collect(self, router: Incarnation, subscription: _Subscription) -> decode_pb2.TokenBatch:
-        """Everything behind the cursors, and move them."""
-        batch = decode_pb2.TokenBatch()
-        for key, output in self._outputs.get(router, {}).items():
-            cursor = max(output.first_index, subscription.cursors.get(key, 0))
-            new = output.tokens[cursor - output.first_index :]
-            ended = output.ended.is_set() and key not in subscription.ends_sent
-            if not new and not ended:
-                continue
-            message = batch.requests.add(
-                first_index=cursor, ids=new, logprobs=output.logprobs[cursor - output.first_index :]
-            )
-            message.key.request, message.key.attempt = key.request, key.attempt
-            subscription.cursors[key] = cursor + len(new)
-            if ended:
-                subscription.ends_sent.add(key)
-                if output.finish is not None:
-                    message.finish = output.finish
-                else:
-                    message.error = output.error or "unknown"
-                    if output.error_reason is not None:
-                        message.error_reason = output.error_reason.value
-        return batch
+    def _give(self, output: RequestOutput) -> None:
+        self._of_router.setdefault(output.router, {})[output.key] = output
+        if output.router not in self._subscriptions:
+            self._away_since_s.setdefault(output.router, self._now_s())
+        self.notify(output.router)
+
+    def _take(self, output: RequestOutput) -> None:
+        """Its router has it no longer."""
+        of_router = self._of_router[output.router]
+        del of_router[output.key]
+        if not of_router:
+            del self._of_router[output.router]
+            self._away_since_s.pop(output.router, None)
+        subscription = self._subscriptions.get(output.router)
+        if subscription is not None:
+            subscription.cursors.pop(output.key, None)
+            subscription.ends_sent.discard(output.key)
+
+
+def add_lost(batch: decode_pb2.TokenBatch, key: RequestKey, epoch: int, *, taken_over: bool) -> None:
+    """Tell a router that has a request by this epoch that it gets nothing more of it."""
+    message = batch.requests.add(error="it is not here any more")
+    message.key.request, message.key.attempt, message.key.epoch = key.request, key.attempt, epoch
+    if taken_over:
+        message.error, message.error_reason = "another router has taken it over", Reason.TAKEN_OVER.value
+
+
+def _add_news(batch: decode_pb2.TokenBatch, output: RequestOutput, subscription: Subscription) -> None:
+    began = 0 if output.epoch else output.first_index
+    cursor = max(began, subscription.cursors.get(output.key, 0))
+    ended = output.ended.is_set() and output.key not in subscription.ends_sent
+    key = output.key
+    if cursor < output.first_index:
+        # These have no log-probabilities here.
+        earlier = batch.requests.add(first_index=cursor, ids=output.tokens[cursor : output.first_index])
+        earlier.key.request, earlier.key.attempt, earlier.key.epoch = key.request, key.attempt, output.epoch
+        cursor = subscription.cursors[key] = output.first_index
+    new = output.tokens[cursor:]
+    if not new and not ended:
+        return
+    message = batch.requests.add(first_index=cursor, ids=new, logprobs=output.logprobs[cursor - output.first_index :])
+    message.key.request, message.key.attempt, message.key.epoch = key.request, key.attempt, output.epoch
+    subscription.cursors[key] = cursor + len(new)
+    if ended:
+        subscription.ends_sent.add(key)
+        if output.finish is not None:
+            message.finish = output.finish
+        else:
+            message.error = output.error or "unknown"
+            if output.error_reason is not None:
+                message.error_reason = output.error_reason.value

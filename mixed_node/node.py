@@ -16,9 +16,9 @@ import secrets
 
 from baton.drain import Holdings
 from baton.errors import BatonError, Reason
-from baton.ids import GrantId, Incarnation, RequestKey
+from baton.ids import GrantId, RequestKey
 from baton.wire import NodeLoad
-from decode_node.job import why_never
+from decode_node.job import check_resumable, why_never
 from decode_node.node import DecodeNode
 from engine.core import TokenEvent
 from engine.scheduler import EngineFullError, Sequence, SequenceMode
@@ -67,6 +67,8 @@ class MixedNode:
         return why_never(job.tokens, job.prompt_len, job.request.sampling, self._pool)
 
     def start(self, job: Job) -> Sequence | None:
+        if job.request.HasField("resumable"):
+            check_resumable(job.request.resumable)
         self._check_new(job.key)
         prefix = self._blocks.match_prompt(job.tokens, job.request.cache_salt)
         known = self._blocks.blocks_for(len(job.tokens))
@@ -84,7 +86,7 @@ class MixedNode:
             self._blocks.ledger.unpromise(promise)
             return None
         self._first[job.key] = job.drawn
-        self.decode.keep(seq, router=Incarnation(job.request.router), deadline_s=job.deadline_s)
+        self.decode.keep(seq, job.request, deadline_s=job.deadline_s)
         self._kept += 1
         return seq
 
@@ -96,7 +98,8 @@ class MixedNode:
 
     def _check_new(self, key: RequestKey) -> None:
         """A Cancel or Resolve may have come first, and it wins."""
-        if self.decode.streams.find(key) is not None:
+        self.decode.check_not_taken_over(key)
+        if key in self.decode.streams:
             raise BatonError(Reason.REQUEST_EXISTS, f"Attempt {key.attempt} of request {key.request} is here already.")
         if self.decode.receiver.grants.is_over(key):
             raise BatonError(Reason.CANCELLED, f"Attempt {key.attempt} of request {key.request} is over already.")

@@ -50,7 +50,7 @@ class LocalRunner(Protocol):
         """Compute it from the start, with its own blocks and promise. None: there is no room.
 
         `job.drawn` gets its first token, or the ABORTED event. Raises BatonError REQUEST_EXISTS; CANCELLED: the router
-        has already given up this attempt.
+        has already given up this attempt; TAKEN_OVER.
         """
         ...
 

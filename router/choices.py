@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from typing import TypeVar
 
 from batonpb import inference_pb2
 
@@ -14,19 +15,21 @@ EVENTS_HELD_MAX = 64
 """Events that wait for a slow client; the answers wait then, too."""
 
 Answer = AsyncGenerator[inference_pb2.GenerateEvent, None]
-Ask = Callable[[inference_pb2.GenerateRequest, int], Answer]
+_T = TypeVar("_T")
+Ask = Callable[[_T, int], Answer]
 """`RouterNode.generate` for one request and the number of the choice."""
 News = tuple[int, inference_pb2.GenerateEvent] | BaseException | None
 """An event and its answer's index, the error that ends all, or None where one answer has ended."""
 
 
 async def run_choices(
-    ask: Ask, requests: Sequence[inference_pb2.GenerateRequest], n: int
+    ask: Ask[_T], requests: Sequence[_T], n: int, *, at_once: bool = False
 ) -> AsyncGenerator[tuple[int, inference_pb2.GenerateEvent], None]:
     """`n` answers to each request, as (index, event); answer j to request i has the index i * n + j.
 
-    The first answer to a request goes ahead until it has its second token: its prompt's blocks are then in the caches
-    of both nodes for the others. Closing the iterator ends all answers and waits for them. Raises the first BatonError.
+    Unless all are to begin `at_once`, the first answer to a request goes ahead until it has its second token: its
+    prompt's blocks are then in the caches of both nodes for the others. Closing the iterator ends all answers and waits
+    for them. Raises the first BatonError.
     """
     assert requests
     assert n > 0
@@ -39,6 +42,8 @@ async def run_choices(
     tasks: list[asyncio.Task[None]] = []
     for i, request in enumerate(requests):
         ahead = asyncio.Event()
+        if at_once:
+            ahead.set()
         answers = (_answer(ask, request, j, i * n + j, ahead, news) for j in range(n))
         tasks += [asyncio.create_task(answer) for answer in answers]
     try:
@@ -63,8 +68,8 @@ async def run_choices(
 
 
 async def _answer(
-    ask: Ask,
-    request: inference_pb2.GenerateRequest,
+    ask: Ask[_T],
+    request: _T,
     choice: int,
     index: int,
     ahead: asyncio.Event,

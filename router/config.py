@@ -165,6 +165,17 @@ class RouterConfig(ProcessConfig):
         "how long a client with too many unread tokens must have read nothing before it is disconnected",
         "Clients pause for longer in the middle of an answer.",
     )
+    lame_duck_ms: int = setting(
+        5_000,
+        "how long a router that is to end or to be drained is not ready, but serves new requests still",
+        "Load balancers look at readiness less often than this, or nothing stands before the router (0: none).",
+    )
+    known_nodes_file: Path | None = setting(
+        None,
+        "file that the router keeps the last known nodes in, to serve from them when it starts while the directory is "
+        "away; none: it waits for the directory",
+        "Routers are restarted or added while the directory may be away. Each needs a file of its own.",
+    )
     retries: RetryConfig = field(default_factory=RetryConfig)
     cancel_ms_max: int = fixed(1_000)
     """How long one cancel call to a node may take."""
@@ -191,7 +202,8 @@ class RouterConfig(ProcessConfig):
         if self.max_tokens_default is not None:
             check_positive(self, "max_tokens_default")
         self.trusted_networks()
-        check_positive(self, *(name for name, kind in RouterConfig.__annotations__.items() if kind == "int"))
+        numbers = [name for name, kind in RouterConfig.__annotations__.items() if kind == "int"]
+        check_positive(self, *(name for name in numbers if name != "lame_duck_ms" or self.lame_duck_ms))
 
     def trusted_networks(self) -> tuple[Network, ...]:
         try:

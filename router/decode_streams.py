@@ -6,11 +6,11 @@ A stream is opened on first use, and dropped when nobody needs it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Final, TypeVar
 
-from batonpb import common_pb2, decode_pb2, decode_pb2_grpc
+from batonpb import common_pb2, decode_pb2, decode_pb2_grpc, resume_pb2
 
 from baton.clock import Clock
 from baton.errors import BatonError, Reason
@@ -22,106 +22,17 @@ from baton.rpc import Channels, rpc_errors
 from baton.tasks import Tasks
 from baton.wire import NodeRecord, Role
 from router.config import RouterConfig
+from router.inbox import Inbox, Parting, foreign_error, internal_error, taken_over_error
 
 log = get_log("subscriptions")
 
+_T = TypeVar("_T")
+
 RESTARTED: Final = "it has restarted"
 """Another process has its address, by the directory's word or by its own."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Inbox:
-    """What one attempt has received: its grant, and its tokens, each index once. Those already here are dropped.
-
-    Filled by the prefill call (index 0) and by the decode node's stream (0 to the end). Bounded by max_tokens.
-    """
-
-    key: RequestKey
-    first_index: int = 0
-    """Index of `tokens[0]` in the answer: what is before it came from earlier attempts."""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)
-    """One for each token where the request asks for them, else empty."""
-    finish: common_pb2.FinishReason | None = None
-    error: BatonError | None = None
-    given_up: bool = False
-    """The decode node itself has said that it will not go on."""
-    out_of_reach: bool = False
-    """This router has lost the decode node's stream. Others may still reach the node."""
-    lost_before: bool = False
-    """It had when the node granted, and has not reached the node since."""
-    never_reached: bool = False
-    """The attempt failed because of that."""
-    queued_s: float | None = None
-    """When the prefill node said that it has the request. None: it did not."""
-    granted: bool = False
-    """The prefill node has said that a decode node has taken the attempt, or that none is needed."""
-    subscription: DecodeSubscription | None = None
-    """Where its tokens come from once a decode node has granted."""
-    resolved: int = 0
-    """How often the decode node was asked whether it goes on."""
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-    read: int = 0
-    """Tokens that the client has taken."""
-    writing_s: float | None = None
-    """Since when the client is being given what it has not taken."""
-    on_put: Callable[[Inbox], None] | None = None
-    """Called after each `put`."""
-
-    @property
-    def taken(self) -> bool:
-        """A decode node has the attempt, or none is needed. Tokens take another way than news of the grant, and may
-        come first."""
-        return self.granted or bool(self.tokens)
-
-    @property
-    def unread(self) -> int:
-        return len(self.tokens) - self.read
-
-    def put(self, first_index: int, ids: list[int], logprobs: Sequence[common_pb2.TokenLogprobs] = ()) -> None:
-        """Take tokens in, and their log-probabilities if there are any.
-
-        A gap is a bug of the sender: the request fails rather than skips a token.
-        """
-        have = self.next_index
-        if first_index > have:
-            text = f"Tokens {have} to {first_index - 1} of the answer were never received."
-            self.fail(BatonError(Reason.INTERNAL, text))
-            return
-        self.tokens.extend(ids[have - first_index :])
-        self.logprobs.extend(logprobs[have - first_index :])
-        self.news.set()
-        if self.on_put is not None:
-            self.on_put(self)
-
-    def end(self, finish: common_pb2.FinishReason) -> None:
-        self.finish = finish
-        self.news.set()
-
-    def fail(self, error: BatonError) -> None:
-        if self.error is None and self.finish is None:
-            self.error = error
-            self.news.set()
-
-    def lose(self, error: BatonError) -> None:
-        """Fail with the decode node's stream."""
-        self.out_of_reach = True
-        self.never_reached = self.lost_before and self.error is None and self.finish is None
-        self.fail(error)
-
-    def give_up(self, error: BatonError) -> None:
-        """Fail, by the decode node's own word."""
-        self.given_up = True
-        self.fail(error)
-
-    def go_on(self) -> None:
-        """The decode node has answered: the failure was another's."""
-        self.error = None
-        self.lost_before = self.never_reached = False
-
-    @property
-    def next_index(self) -> int:
-        return self.first_index + len(self.tokens)
+FORGET_RETRY_MS: Final = 1_000
+LAST_WORDS_MS_MAX: Final = 500
+"""How long a stream that closes takes to tell its node what this router no longer serves."""
 
 
 class DecodeSubscription:
@@ -135,8 +46,10 @@ class DecodeSubscription:
         self._stub = decode_pb2_grpc.DecodeStub(streams.channels.get(endpoint))
         self._reach = Reach(endpoint, streams.config.liveness, streams.clock)
         self._inboxes: dict[RequestKey, Inbox] = {}
-        self._dones: list[RequestKey] = []
+        self._dones: list[common_pb2.RequestKey] = []
+        self._leaves: list[decode_pb2.LeftRequest] = []
         self._wake = asyncio.Event()
+        self._all_said = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.out_of_reach = False
         """Lost, and not connected since. The log says so once; streams to a dead process are tried until the directory
@@ -160,12 +73,18 @@ class DecodeSubscription:
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name=f"subscribe-{self.name}")
 
-    def let_go(self, inbox: Inbox) -> None:
-        """The attempt is over: the node forgets a finished answer, and stops an unfinished one."""
-        if self._inboxes.pop(inbox.key, None) is not None:
-            self._done(inbox.key)
-        if inbox.finish is None:
-            self._streams.tasks.spawn(self._cancel(inbox.key))
+    def let_go(self, inbox: Inbox, parting: Parting = Parting.DROP) -> None:
+        """This router no longer serves the attempt."""
+        known = self._inboxes.get(inbox.key) is inbox
+        if known:
+            del self._inboxes[inbox.key]
+        if parting in (Parting.LEAVE, Parting.LEAVE_ENDED):
+            self._leave(_key_proto(inbox.key, inbox.epoch), ended=parting is Parting.LEAVE_ENDED)
+        elif parting is Parting.DROP and known:
+            self._dones.append(_key_proto(inbox.key, inbox.epoch))
+            self._say()
+        if parting is Parting.DROP and inbox.finish is None:
+            self._streams.tasks.spawn(self._cancel(inbox))
         else:
             self.users -= 1
 
@@ -184,26 +103,90 @@ class DecodeSubscription:
         """Nobody needs it, nor its channel. Closing a channel ends the calls on it as if they were cancelled."""
         return not self._inboxes and self.users == 0
 
-    async def has_committed(self, key: RequestKey) -> bool:
+    async def has_committed(self, inbox: Inbox) -> bool:
         """Whether the node says that the attempt goes on there; if not, it never will. Bounded tries; no answer is a
         no."""
+        request = decode_pb2.ResolveRequest(header=self._header(), key=_key_proto(inbox.key, inbox.epoch))
+        reply = await self._ask(lambda s: self._stub.Resolve(request, timeout=s), "resolve unanswered", inbox.key)
+        if reply is not None and reply.taken_over:
+            inbox.error = taken_over_error()
+        return reply is not None and reply.committed and not reply.taken_over
+
+    async def take_over(self, inbox: Inbox, tag: bytes, *, left_s: float) -> resume_pb2.ResumeState | None:
+        """Make the attempt this router's: its tokens come into the inbox, from index 0, until `let_go`. Returns what
+        its former router has left with it, or None where the node does not have it or does not answer.
+
+        Raises BatonError CANCELLED or PERMISSION_DENIED.
+        """
+        self._streams.inboxes[inbox.key] = inbox
+        inbox.early, inbox.decode = [], self.incarnation
+        self.users += 1
+        try:
+            reply = await self._take_over(inbox.key, tag, left_s=left_s)
+            if reply is None or reply.outcome != decode_pb2.TAKE_OVER_OUTCOME_TAKEN:
+                return None
+            state = resume_pb2.ResumeState.FromString(reply.state)
+            inbox.epoch, early, inbox.early = reply.epoch, inbox.early, None
+        finally:
+            if inbox.early is not None:
+                self._streams.remove(inbox)
+                self.users -= 1
+        inbox.granted = inbox.committed = True
+        inbox.begun_logprobs = state.output_logprobs if state.logprobs else None
+        self.add(inbox)
+        for message in early:
+            self._put(inbox, message)
+        return state
+
+    async def forget(self, key: RequestKey, tag: bytes) -> None:
+        """The client wants no more of the request. Raises BatonError PERMISSION_DENIED, or PEER_UNREACHABLE."""
+        try:
+            reply = await self._take_over(key, tag, left_s=0, forget=True)
+        except BatonError as error:
+            if error.reason is Reason.CANCELLED:
+                return
+            raise
+        if reply is None:
+            text = f"The node {self.name}, which has the request, does not answer. Send this again."
+            raise BatonError(Reason.PEER_UNREACHABLE, text, retry_after_ms=FORGET_RETRY_MS)
+
+    async def _take_over(
+        self, key: RequestKey, tag: bytes, *, left_s: float, forget: bool = False
+    ) -> decode_pb2.TakeOverReply | None:
+        """None: no answer. Raises BatonError CANCELLED or PERMISSION_DENIED."""
+        request = decode_pb2.TakeOverRequest(
+            header=self._header(),
+            key=_key_proto(key),
+            tag=tag,
+            deadline_left_ms=max(0, int(left_s * 1000)),
+            forget=forget,
+        )
+        reply = await self._ask(lambda s: self._stub.TakeOver(request, timeout=s), "take-over unanswered", key)
+        if reply is not None and reply.outcome == decode_pb2.TAKE_OVER_OUTCOME_FOREIGN:
+            raise foreign_error()
+        if reply is not None and reply.outcome == decode_pb2.TAKE_OVER_OUTCOME_OVER:
+            raise BatonError(Reason.CANCELLED, "The client has ended this request itself: there is nothing left of it.")
+        return reply
+
+    async def _ask(self, ask: Callable[[float], Awaitable[_T]], unanswered: str, key: RequestKey) -> _T | None:
+        """Ask the node, with a timeout in seconds. Bounded tries; None: no answer."""
         limits = self._streams.config.retries
-        request = decode_pb2.ResolveRequest(header=self._header(), key=_key_proto(key))
         for _ in range(limits.resolve_tries_max):
             try:
                 with rpc_errors(self.name):
-                    reply = await self._stub.Resolve(request, timeout=limits.resolve_ms_max / 1000)
-                return bool(reply.committed)
+                    return await ask(limits.resolve_ms_max / 1000)
             except BatonError as error:
-                self._streams.repeats.info("resolve unanswered", peer=self.name, request=key.request, why=error.message)
+                self._streams.repeats.info(unanswered, peer=self.name, request=key.request, why=error.message)
                 if error.reason is Reason.INCARNATION_MISMATCH:
                     break
-        return False
+        return None
 
-    async def _cancel(self, key: RequestKey) -> None:
+    async def _cancel(self, inbox: Inbox) -> None:
         """Bounded tries; a node that answers none of them is left to its own timers."""
-        limits, why = self._streams.config, ""
-        request = decode_pb2.CancelRequest(header=self._header(), key=_key_proto(key), reason="the router let go")
+        limits, why, key = self._streams.config, "", inbox.key
+        request = decode_pb2.CancelRequest(
+            header=self._header(), key=_key_proto(key, inbox.epoch), reason="the router let go"
+        )
         try:
             for _ in range(limits.cancel_tries_max):
                 try:
@@ -222,6 +205,12 @@ class DecodeSubscription:
 
     async def close(self) -> None:
         if self._task is not None:
+            if (self._dones or self._leaves) and not self._task.done() and not self.out_of_reach:
+                self._all_said.clear()
+                self._wake.set()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LAST_WORDS_MS_MAX / 1000):
+                        await self._all_said.wait()
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
@@ -295,29 +284,46 @@ class DecodeSubscription:
             # Not of this stream's inboxes: tokens may come before the prefill node's word of the grant.
             inbox = self._streams.inboxes.get(key)
             if inbox is None:
-                self._done(key)  # the router has dropped the request: the node is to let go of it
-                continue
-            inbox.put(message.first_index, list(message.ids), message.logprobs)
-            if message.HasField("finish"):
-                inbox.end(message.finish)
-            elif message.HasField("error"):
-                inbox.give_up(_given_up(self.name, message))
+                self._leave(message.key)  # the router has dropped the request, or left it: so is the node to
+            elif inbox.early is not None:
+                inbox.early.append(message)
+            else:
+                self._put(inbox, message)
 
-    def _done(self, key: RequestKey) -> None:
-        """Nothing more is wanted of this request; the stream says so to the node."""
-        self._dones.append(key)
+    def _put(self, inbox: Inbox, message: decode_pb2.RequestTokens) -> None:
+        if message.key.epoch < inbox.epoch:
+            return  # to this router too, which had the attempt before
+        inbox.epoch, inbox.committed = message.key.epoch, True  # higher: a repeat of its TakeOver has come late
+        inbox.put(message.first_index, list(message.ids), message.logprobs)
+        if message.HasField("finish"):
+            inbox.end(message.finish)
+        elif message.HasField("error"):
+            inbox.give_up(_given_up(self.name, message))
+
+    def _leave(self, key: common_pb2.RequestKey, *, ended: bool = False) -> None:
+        self._leaves.append(decode_pb2.LeftRequest(key=key, ended=ended))
+        self._say()
+
+    def _say(self) -> None:
+        """The stream tells the node what has been added to be told."""
+        self._all_said.clear()
         self._wake.set()
 
     async def _requests(self, wake: asyncio.Event) -> AsyncIterator[decode_pb2.SubscribeRequest]:
         """What this router says on one stream, until another stream has taken over."""
         opening = decode_pb2.SubscribeOpen(header=self._header())
         for key, inbox in self._inboxes.items():
-            opening.cursors.add(key=_key_proto(key), next_index=inbox.next_index)
+            opening.cursors.add(key=_key_proto(key, inbox.epoch), next_index=inbox.next_index)
         yield decode_pb2.SubscribeRequest(open=opening)
         while True:
             if self._dones:
                 dones, self._dones = self._dones, []
-                yield decode_pb2.SubscribeRequest(done=decode_pb2.SubscribeDone(keys=map(_key_proto, dones)))
+                yield decode_pb2.SubscribeRequest(done=decode_pb2.SubscribeDone(keys=dones))
+            if self._leaves:
+                leaves, self._leaves = self._leaves, []
+                yield decode_pb2.SubscribeRequest(leave=decode_pb2.SubscribeLeave(requests=leaves))
+            if not self._dones and not self._leaves:
+                self._all_said.set()  # the last message is on its way: gRPC asks for the next one
             await wake.wait()
             if wake is not self._wake:
                 return
@@ -327,15 +333,13 @@ class DecodeSubscription:
         return common_pb2.Header(sender=self._streams.own, receiver=self.incarnation)
 
 
-def internal_error() -> BatonError:
-    return BatonError(Reason.INTERNAL, "Internal error of the router; its log has the details.")
-
-
-def _key_proto(key: RequestKey) -> common_pb2.RequestKey:
-    return common_pb2.RequestKey(request=key.request, attempt=key.attempt)
+def _key_proto(key: RequestKey, epoch: int = 0) -> common_pb2.RequestKey:
+    return common_pb2.RequestKey(request=key.request, attempt=key.attempt, epoch=epoch)
 
 
 def _given_up(name: str, message: decode_pb2.RequestTokens) -> BatonError:
+    if message.error_reason == Reason.TAKEN_OVER.value:
+        return taken_over_error()
     if message.error_reason == Reason.SCORES_NOT_FINITE.value:
         return BatonError(Reason.SCORES_NOT_FINITE, message.error)
     return BatonError(Reason.HANDOFF_FAILED, f"{name} gave the request up: {message.error}.")
@@ -377,6 +381,15 @@ class DecodeStreams:
             self._subscriptions[incarnation] = subscription
         return subscription
 
+    def find(self, incarnation: Incarnation) -> DecodeSubscription | None:
+        return self._subscriptions.get(incarnation)
+
+    def remove(self, inbox: Inbox) -> None:
+        """It takes nothing any more. Another one of the same attempt, which this router has taken over from itself,
+        stays."""
+        if self.inboxes.get(inbox.key) is inbox:
+            del self.inboxes[inbox.key]
+
     def use(self, endpoint: str) -> bool:
         """Whether one of them goes there."""
         return any(subscription.endpoint == endpoint for subscription in self._subscriptions.values())
@@ -414,5 +427,4 @@ class DecodeStreams:
         return dropped
 
     async def close(self) -> None:
-        for subscription in self._subscriptions.values():
-            await subscription.close()
+        await asyncio.gather(*(subscription.close() for subscription in self._subscriptions.values()))

@@ -79,6 +79,10 @@ class Served:
     date: bytes = b""
     """The header of answers."""
     stopping: bool = False
+    keep_alive: bool = True
+    """Whether a connection stays open behind an answer that begins now."""
+    keep_idle: bool = True
+    """Whether one without a call stays open, whatever its last answer has said."""
 
     def caller(self, peer: Address | None, head: Head) -> Address | None:
         """Whom the call counts for: None for our own proxies."""
@@ -181,6 +185,11 @@ class HttpConnection(asyncio.Protocol):
             due_s = self._due_s = max(due_s, now_s + LINGER_MS_MAX / 1000)
         return now_s >= due_s
 
+    @property
+    def idle(self) -> bool:
+        """Between two calls, or before the first."""
+        return self._call is None and not self._head_begun
+
     def stop(self) -> None:
         """Take no further call."""
         if self._call is None and self._discarded is None:
@@ -197,7 +206,7 @@ class HttpConnection(asyncio.Protocol):
         if call is not self._call:
             return
         self._call = None
-        if not keep_alive:
+        if not keep_alive or not self.served.keep_idle:
             self._close(read=call.read)
             return
         self._head_begun = False
@@ -403,7 +412,7 @@ class HttpCall:
         named = {name.lower(): value.lower() for name, value in headers}
         bare = status in (204, 304) or self._head.method == "HEAD"
         self._keep_alive = (
-            self._keep_alive and self.read and not self._served.stopping and named.get(b"connection") != b"close"
+            self._keep_alive and self.read and self._served.keep_alive and named.get(b"connection") != b"close"
         )
         lines = [b"date: " + self._served.date, *(name + b": " + value for name, value in headers)]
         if not bare and b"content-length" not in named:

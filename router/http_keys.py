@@ -14,7 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.errors import BatonError
 from baton.tracing import new_request_id, read_metadata
-from router.http_server import ADMISSION, error_response
+from router.http_reply import error_response
+from router.http_server import ADMISSION, KEY_NAME, REQUESTS_PATH
 from router.keys import Admission, KeyBook, KeyUse, authorization_of
 from router.node import RequestLog
 
@@ -23,7 +24,7 @@ WITHOUT_KEY: Final = frozenset({"/health", "/live", "/version"})
 
 class KeyedApp:
     """Lets those calls to `app` through that have a good key, and room under its limits. All but those of WITHOUT_KEY
-    need one; only POST counts."""
+    need one; only POST counts, and to attach, which takes what a POST took before."""
 
     def __init__(
         self,
@@ -46,12 +47,12 @@ class KeyedApp:
         admission: Admission | None = None
         try:
             use = self._book.find(authorization_of(headers.items()))
-            if scope["method"] == "POST":
+            if scope["method"] == "POST" or (scope["method"] == "GET" and scope["path"].startswith(REQUESTS_PATH)):
                 admission = use.admit(now_s(), spread=self._rng.random())
         except BatonError as error:
             await self._refuse(error, use, headers)(scope, receive, send)
             return
-        scope.setdefault("state", {})[ADMISSION] = admission
+        scope.setdefault("state", {}).update({ADMISSION: admission, KEY_NAME: use.key.name})
         try:
             await self._app(scope, receive, _with_limits(use, now_s, send))
         finally:

@@ -1,22 +1,18 @@
-"""The OpenAI endpoints and health over HTTP. `docs/openai.md` describes them.
-
-An answer is sent whole or as a stream of events. The call ends when its client goes away.
-"""
+"""The OpenAI endpoints and health over HTTP. `docs/openai.md` describes them."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from random import Random
-from typing import Any, Final, NoReturn
+from typing import Final
 
-from batonpb import common_pb2, inference_pb2
+from batonpb import inference_pb2
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -31,135 +27,32 @@ from baton.errors import BatonError, Reason, bad_field
 from baton.ids import RequestId
 from baton.log import get_log
 from baton.retry_time import whole_seconds_ms
-from baton.tracing import CallMetadata, Traceparent, new_request_id, read_metadata
+from baton.tracing import Traceparent, new_request_id, read_metadata
 from router import openai
 from router.byte_shares import TextOwner
 from router.choices import Answer, run_choices
 from router.config import RouterConfig
+from router.http_attach import LAST_EVENT_ID, call_of, new_token, read_token, repeated, resumes, set_seeds
 from router.http_connection import SOURCE, SURPLUS, HttpConnection, Served
+from router.http_reply import CallReply, client_left, error_response, left
 from router.http_slots import Slots
 from router.keys import Admission
-from router.node import CutOff, RouterNode, client_guard
+from router.node import CutOff, RouterNode
 from router.openai import Json, OpenAiCall, Replies
 from router.request import ClientCall
+from router.resume import SECRET_BYTES, Places, ResumeToken
 from router.text_jobs import parse_call
 from router.text_workers import SHORT_BYTES_MAX
 from router.turns import Turns
 
 log = get_log("http")
 
-ERROR_SEND_MS_MAX = 5_000
 ADMISSION: Final = "admission"
-"""In the state of a call that came with an API key."""
-
-Events = AsyncGenerator[tuple[int, inference_pb2.GenerateEvent], None]
-
-
-def error_response(error: BatonError, *, chat: bool = False, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """`headers` are added to those that the error has."""
-    body, status = openai.error_json(error, chat=chat), openai.error_status(error)
-    return JSONResponse(body, status, {**openai.error_headers(error), **(headers or {})})
-
-
-class CallReply(Response):
-    """The answer to one call; `events` begins when it is sent. Cancelling it, or a client that leaves, closes them."""
-
-    def __init__(
-        self, events: Callable[[CutOff], Events], replies: Replies, *, headers: dict[str, str], timeout_s: float
-    ) -> None:
-        super().__init__()
-        self._call = replies.call
-        self._events = events
-        self._replies = replies
-        self._extra = headers
-        self._timeout_s = timeout_s
-        self._begun = False
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._asgi, self._send = (scope, receive, send), send
-        await first_of(self._run(), _disconnected(receive))
-
-    async def _run(self) -> None:
-        answer = self._stream if self._call.stream else self._whole
-        try:
-            async with (
-                asyncio.timeout(self._timeout_s),
-                client_guard() as cut_off,
-                aclosing(self._events(cut_off)) as events,
-            ):
-                await answer(events)
-            return
-        except TimeoutError:
-            error = BatonError(Reason.DEADLINE, f"The answer took longer than {self._timeout_s:g} s, the limit.")
-        except BatonError as raised:
-            error = raised
-        except Exception:
-            log.exception("an answer failed", id=self._replies.id)
-            error = BatonError(Reason.INTERNAL, "This router failed to answer; its log says why.")
-        try:
-            await self._fail(error)
-        finally:
-            del error  # or it would refer to itself, by this frame in its traceback
-
-    async def _fail(self, error: BatonError) -> None:
-        if self._begun:
-            with suppress(TimeoutError):  # a client that reads nothing: its connection is closed
-                async with asyncio.timeout(ERROR_SEND_MS_MAX / 1000):
-                    await self._send_data(openai.error_json(error, chat=self._call.chat))
-                    await self._end()
-        else:
-            await error_response(error, chat=self._call.chat, headers=self._extra)(*self._asgi)
-
-    async def _whole(self, events: Events) -> None:
-        call = self._call
-        tokens: list[list[inference_pb2.Tokens]] = [[] for _ in range(len(call.requests) * call.n)]
-        reasons = [common_pb2.FINISH_REASON_UNSPECIFIED] * len(tokens)
-        async for index, event in events:
-            self._replies.count(index, event)
-            if event.HasField("tokens"):
-                tokens[index].append(event.tokens)
-            elif event.HasField("finished"):
-                reasons[index] = event.finished.reason
-        answer = self._replies.whole(list(zip(tokens, reasons, strict=True)))
-        self._begun = True
-        await JSONResponse(answer, headers=self._extra)(*self._asgi)
-
-    async def _stream(self, events: Events) -> None:
-        """Nothing is sent before the first token: until then an error still has a status of its own."""
-        async for index, event in events:
-            self._replies.count(index, event)
-            chunk = self._replies.chunk(index, event)
-            if chunk is not None:
-                await self._send_data(chunk)
-        if self._call.include_usage:
-            await self._send_data(self._replies.usage_chunk())
-        await self._end()
-
-    async def _send_data(self, data: Json) -> None:
-        if not self._begun:
-            self._begun = True
-            headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **self._extra}
-            await self._send({"type": "http.response.start", "status": 200, "headers": Headers(headers).raw})
-        body = f"data: {json.dumps(data)}\n\n".encode()
-        await self._send({"type": "http.response.body", "body": body, "more_body": True})
-
-    async def _end(self) -> None:
-        await self._send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
-
-
-async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _left(receive: Callable[[], Awaitable[Any]]) -> NoReturn:
-    await _disconnected(receive)
-    raise _client_left()
-
-
-def _client_left() -> BatonError:
-    return BatonError(Reason.CANCELLED, "The client has left.")
-
+"""In the state of a call that came with an API key, where it counts for it."""
+KEY_NAME: Final = "key name"
+"""In the state of every call that came with an API key."""
+REQUESTS_PATH: Final = "/v1/requests/"
+"""Of resumable requests."""
 
 BODY_BYTES_PER_S = 1_024
 """What a body must bring once `http_body_ms_free` is over."""
@@ -178,8 +71,10 @@ UPKEEP_MS = 500
 class OpenAiApp:
     """The endpoints of one router. Lives on its loop."""
 
-    def __init__(self, node: RouterNode) -> None:
+    def __init__(self, node: RouterNode, directory_trouble: Callable[[], str] = str) -> None:
+        """`directory_trouble` says what is the matter with the directory; empty for nothing."""
         self._node = node
+        self._directory_trouble = directory_trouble
         self._began = int(time.time())
 
     def asgi(self) -> Starlette:
@@ -187,6 +82,8 @@ class OpenAiApp:
             routes=[
                 Route("/v1/completions", self._complete, methods=["POST"]),
                 Route("/v1/chat/completions", self._complete, methods=["POST"]),
+                Route(REQUESTS_PATH + "{call}/stream", self._attach, methods=["GET"]),
+                Route(REQUESTS_PATH + "{call}", self._forget, methods=["DELETE"]),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._model),
                 Route("/health", self._health),
@@ -204,6 +101,7 @@ class OpenAiApp:
         try:
             called = read_metadata([(name.lower(), value) for name, value in request.headers.items()])
             request_id = request.state.request_id = called.request_id or request_id
+            self._node.check_open()
             source = request.scope["state"][SOURCE]
             owner = TextOwner(address=source, key=admission.key.name if admission is not None else None)
             with self._node.texts.holding(owner) as hold:
@@ -211,14 +109,45 @@ class OpenAiApp:
                 special_tokens = admission is not None and admission.key.special_tokens
                 context_len_max = self._node.context_len_max()
                 parsed = self._node.texts.run_held(owner, parse_call, raw, chat, special_tokens, context_len_max)
-                call = await first_of(parsed, _left(request.receive))
-            if admission is not None:
-                admission.widen(len(call.requests) * call.n)
-            return self._reply(call, called, request_id, source, admission)
+                call = await first_of(parsed, left(request.receive))
+            token = None
+            sent = [value for value in request.headers.getlist(LAST_EVENT_ID) if value]
+            if call.resumable and sent:
+                token = repeated(call, read_token(sent), request_id, int(time.time()))
+            elif call.said:
+                raise bad_field("resume_token_ids", f"resume_token_ids goes with the header {LAST_EVENT_ID}.")
+            return self._reply(request, call, called.traceparent, token)
         except BatonError as error:
-            if error.reason is not Reason.CANCELLED:
-                self._node.request_log.refused(error, door="http", request_id=request_id)
-            return error_response(error, chat=chat, headers={"x-request-id": request_id})
+            return self._refused(request, error, chat=chat)
+
+    async def _attach(self, request: Request) -> Response:
+        """The rest of a stream, without the body that asked for it."""
+        if request.method == "HEAD":  # which would take the answer over and read nothing of it
+            raise HTTPException(405, headers={"allow": "GET"})
+        request.state.request_id = new_request_id(self._node.rng)
+        try:
+            self._node.check_open()
+            called = read_metadata([(name.lower(), value) for name, value in request.headers.items()])
+            token, call = _shown(request)
+            return self._reply(request, call, called.traceparent, token)
+        except BatonError as error:
+            return self._refused(request, error)
+
+    async def _forget(self, request: Request) -> Response:
+        """The client has the whole answer, or wants no more of it."""
+        request.state.request_id = new_request_id(self._node.rng)
+        try:
+            token, _ = _shown(request)
+            await self._node.forget(token, getattr(request.state, KEY_NAME, None))
+        except BatonError as error:
+            return self._refused(request, error)
+        return Response(status_code=204, headers={"x-request-id": request.state.request_id})
+
+    def _refused(self, request: Request, error: BatonError, *, chat: bool = False) -> Response:
+        request_id = request.state.request_id
+        if error.reason is not Reason.CANCELLED:
+            self._node.request_log.refused(error, door="http", request_id=request_id)
+        return error_response(error, chat=chat, headers={"x-request-id": request_id})
 
     async def _models(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_json()]})
@@ -235,9 +164,13 @@ class OpenAiApp:
 
     async def _health(self, _request: Request) -> Response:
         """Ready for requests: this router takes them, and there are nodes to serve them."""
-        self._node.check_open()
-        self._node.check_cluster()
-        return JSONResponse({"status": "ok"})
+        self._node.check_ready()
+        trouble = self._directory_trouble()
+        try:
+            self._node.check_cluster()
+        except BatonError as error:
+            raise error.reworded(f"{error.message} {trouble}".rstrip()) from error
+        return JSONResponse({"status": "ok", **({"directory": trouble} if trouble else {})})
 
     async def _live(self, _request: Request) -> Response:
         """Whether this process is to be restarted is another question than whether there is a cluster behind it."""
@@ -247,48 +180,63 @@ class OpenAiApp:
         return JSONResponse({"version": baton_version()})
 
     def _reply(
-        self,
-        call: OpenAiCall,
-        called: CallMetadata,
-        request_id: RequestId,
-        source: str | None,
-        admission: Admission | None,
+        self, request: Request, call: OpenAiCall, parent: Traceparent | None, token: ResumeToken | None
     ) -> CallReply:
-        node, now_s = self._node, asyncio.get_running_loop().time
-        node.check_open()
-        trace = called.traceparent or Traceparent.new(node.rng, sampled=False)
+        """`token` is that of a client that attaches. Raises BatonError."""
+        node, now_s, attaches = self._node, asyncio.get_running_loop().time, token is not None
+        answers = len(token.places) if token is not None else len(call.requests) * call.n
+        admission: Admission | None = getattr(request.state, ADMISSION, None)
+        if admission is not None:
+            admission.widen(answers)
+        request_id, created = request.state.request_id, int(time.time())
+        set_seeds(call.requests, node.rng.getrandbits(64) if token is None else token.seed, attaches=attaches)
+        if call.resumable and token is None:
+            token = new_token(call, request_id, created, secret=node.token_bytes(SECRET_BYTES))
+        if token is not None and token.http is not None:
+            request_id, created = RequestId(token.http.id), token.http.created_unix_s
+            request.state.request_id = request_id
+        each = resumes(call, token, attaches=attaches) if token is not None else [None] * answers
+        trace = parent or Traceparent.new(node.rng, sampled=False)
         timeout_s = node.config.rpc.public_deadline_ms_default / 1000
         deadline_s = now_s() + timeout_s
-        if not call.requests[0].sampling.HasField("seed"):
-            for each in call.requests:  # one for all answers to a prompt, which differ by their choice
-                each.sampling.seed = node.rng.getrandbits(64)
 
-        def events(cut_off: CutOff) -> Events:
-            def ask(message: inference_pb2.GenerateRequest, choice: int) -> Answer:
-                child = trace.child(node.rng)
-                client = ClientCall(
-                    id=request_id,
-                    trace=child,
-                    deadline_s=deadline_s,
-                    choice=choice,
-                    source=source,
-                    cut_off=cut_off,
-                )
-                if admission is not None:
-                    client = admission.sign(client, now_s, repeats_prompt=choice > 0)
+        def ask(cut_off: CutOff, prompt: int, choice: int) -> Answer:
+            resume = each[prompt * call.n + choice]
+            client = ClientCall(
+                id=request_id,
+                trace=trace.child(node.rng),
+                deadline_s=deadline_s,
+                choice=choice,
+                source=request.scope["state"][SOURCE],
+                resume=resume,
+                cut_off=cut_off,
+            )
+            if admission is not None:
+                client = admission.sign(client, now_s, prompt=prompt)
+            message = call.requests[prompt] if call.requests else None
+            if resume is None or resume.place is None:
+                assert message is not None
                 return node.generate(message, client)
-
-            return run_choices(ask, call.requests, call.n)
+            return _nothing() if resume.place.finished else node.attach(message, client)
 
         codec = node.prompts.codec
         replies = Replies(
-            id=f"{'chatcmpl' if call.chat else 'cmpl'}-{request_id}",
+            request_id=request_id,
             call=call,
-            model=call.requests[0].model or node.model().name,
-            created=int(time.time()),
+            model=(call.requests[0].model if call.requests else "") or node.model().name,
+            created=created,
             token_text=codec.token_text if codec is not None else str,
         )
-        return CallReply(events, replies, headers={"x-request-id": request_id}, timeout_s=timeout_s)
+        places = None
+        if token is not None:
+            replies.go_on(token.places)
+            places = Places(token)
+        return CallReply(
+            lambda cut_off: run_choices(partial(ask, cut_off), range(answers // call.n), call.n, at_once=attaches),
+            replies,
+            places=places,
+            timeout_s=timeout_s,
+        )
 
     async def _read_body(self, request: Request, hold: Callable[[int], None]) -> bytearray:
         """The whole body. Raises BatonError where it is too long, or does not come."""
@@ -309,7 +257,7 @@ class OpenAiApp:
         except TimeoutError as error:
             raise BatonError(Reason.DEADLINE, "The body of the request did not come in time.") from error
         except ClientDisconnect as error:
-            raise _client_left() from error
+            raise client_left() from error
 
 
 class HttpServer:
@@ -362,12 +310,24 @@ class HttpServer:
         self._keep_up()
         return endpoint
 
+    @property
+    def calls(self) -> int:
+        """Under way."""
+        return len(self._served.tasks)
+
+    def keep_connections(self, keep: bool, *, idle: bool) -> None:
+        """Whether connections stay open behind an answer that begins from now on; and whether idle ones do."""
+        self._served.keep_alive, self._served.keep_idle = keep, idle
+        for connection in () if idle else tuple(self._served.connections):
+            if connection.idle:
+                connection.stop()
+
     async def stop(self) -> None:
         """Take no new connection, give running answers the grace time, end the rest. Idempotent."""
         served = self._served
         if served.stopping or self._opening is None:
             return
-        served.stopping = True
+        served.stopping, served.keep_alive, served.keep_idle = True, False, False
         (await self._opening).close()
         for connection in tuple(served.connections):
             connection.stop()
@@ -415,6 +375,22 @@ class HttpServer:
 
 _FOR_PROBES: Final = frozenset({"/live", "/health"})
 """Answered on every connection: a full router is not to be restarted."""
+
+
+def _shown(request: Request) -> tuple[ResumeToken, OpenAiCall]:
+    """By what the client shows that the call in the path is its own. Raises BatonError, or 404 where it is of another
+    call."""
+    token = read_token(request.headers.getlist(LAST_EVENT_ID))
+    call = call_of(token, request.path_params["call"])
+    if call is None:
+        raise HTTPException(404, f"The {LAST_EVENT_ID} is of another request")
+    return token, call
+
+
+async def _nothing() -> Answer:
+    """Of an answer that the client has to its end."""
+    for event in list[inference_pb2.GenerateEvent]():
+        yield event
 
 
 def _is_chat(request: Request) -> bool:

@@ -273,7 +273,8 @@ class Admission:
         """As it was when the call came."""
         self._spread = spread
         self._answers = 1
-        self._prompt_tokens = 0
+        self._prompts: dict[int, int] = {}
+        """Tokens of those that have been counted."""
 
     def widen(self, answers: int) -> None:
         """The call turns out to ask for so many answers. Raises BatonError RATE_LIMIT_EXCEEDED, or PERMISSION_DENIED
@@ -291,22 +292,23 @@ class Admission:
             self.use.running += more
             self._answers = answers
 
-    def sign(self, call: ClientCall, now_s: Callable[[], float], *, repeats_prompt: bool = False) -> ClientCall:
-        """The call of this key's, with what it may and what it has to report. `repeats_prompt`: its prompt has been
-        counted with another answer to it."""
+    def sign(self, call: ClientCall, now_s: Callable[[], float], *, prompt: int = 0) -> ClientCall:
+        """The call of this key's, with what it may and what it has to report. `prompt` numbers those of one call: each
+        counts with the first answer to it that is computed."""
         return replace(
             call,
             key_name=self.key.name,
             key_salt=self.key.cache_salt or "",
             priority=self.key.priority_class,
             special_tokens=self.key.special_tokens,
-            take_prompt=(lambda _tokens: None) if repeats_prompt else lambda n: self._take_prompt(n, now_s()),
+            take_prompt=lambda n: self._take_prompt(prompt, n, now_s()),
             take_output=lambda n: self.use.take_output(n, now_s()),
         )
 
-    def _take_prompt(self, tokens: int, now_s: float) -> None:
-        self.use.take_prompt(tokens, now_s, before=self._prompt_tokens)
-        self._prompt_tokens += tokens
+    def _take_prompt(self, prompt: int, tokens: int, now_s: float) -> None:
+        if prompt not in self._prompts:
+            self.use.take_prompt(tokens, now_s, before=sum(self._prompts.values()))
+            self._prompts[prompt] = tokens
 
     def end(self) -> None:
         """Idempotent."""

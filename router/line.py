@@ -135,6 +135,14 @@ class Line:
         self._arrived -= 1
         self._put(place)
 
+    def skip(self, place: Place) -> None:
+        """It does not wait: nodes have it already, or its client has the beginning of its answer."""
+        assert place.stage is Stage.ARRIVED
+        self._arrived -= 1
+        self._bytes -= place.size_bytes
+        self._out += 1
+        place.stage = Stage.PLACED
+
     def refused(self, place: Place, now_s: float) -> None:
         """Nodes have no room for it now: it waits at its old place."""
         self._leave_nodes(place)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from baton.clock import Clock
 from baton.drain import Holdings
 from baton.endpoint import is_loopback
 from baton.errors import BatonError, Reason
+from baton.known_nodes import KnownNodes, read_nodes
 from baton.log import get_log
 from baton.rpc import check_can_bind
 from baton.runtime import NodeRuntime, Progress
@@ -58,12 +59,23 @@ async def serve(
     sys.set_int_max_str_digits(INT_DIGITS_MAX)
     rng = Random(secrets.randbits(64))
 
+    known = KnownNodes(config.known_nodes_file) if config.known_nodes_file is not None else None
+
     def follow_directory() -> None:
         node.follow_directory(runtime.membership.nodes())
         pins.follow_directory()
+        if known is not None and not runtime.membership.stale:
+            known.follow(runtime.membership.nodes())
 
     runtime = NodeRuntime(
-        config, Role.ROUTER, admin_listen=config.admin_listen, clock=Clock(), rng=rng, on_change=follow_directory
+        config,
+        Role.ROUTER,
+        admin_listen=config.admin_listen,
+        clock=Clock(),
+        rng=rng,
+        on_change=follow_directory,
+        lame_duck_ms=config.lame_duck_ms,
+        last_known=partial(read_nodes, config.known_nodes_file) if config.known_nodes_file is not None else tuple,
     )
     await runtime.check_listen()
     keys = await KeyFile.open(config.api_keys_file) if config.api_keys_file is not None else None
@@ -84,7 +96,9 @@ async def serve(
         received=metrics.received if metrics is not None else None,
         check_known=runtime.membership.check_known,
     )
-    runtime.holds = lambda: Holdings(requests=node.requests)
+    http: dict[str, HttpServer] = {}
+    runtime.holds = lambda: Holdings(requests=max(node.requests, _calls(runtime, http)))
+    runtime.follow_lifecycle = lambda: _follow_lifecycle(runtime, http)
     runtime.load = lambda: NodeLoad(waiting_requests=node.waiting, running_requests=node.requests - node.waiting)
     runtime.upkeep = node.upkeep
     runtime.server.trust_proxies(config.trusted_networks())
@@ -98,10 +112,9 @@ async def serve(
     if keys is not None:
         runtime.server.check_callers_by(lambda metadata: keys.book.find(authorization_of(metadata)))
         reloading.spawn(keys.follow())
-    http: dict[str, HttpServer] = {}
     try:
+        others = _open_http(config, node, metrics, keys, http, runtime.membership.trouble)
         endpoint = await runtime.open()
-        others = _open_http(config, node, metrics, keys, http)
         if keys is None:
             _warn_of_strangers(config)
         on_ready(endpoint, admin=runtime.admin_endpoint, **others)
@@ -113,6 +126,19 @@ async def serve(
         await asyncio.gather(runtime.stop_serving(), *(each.stop() for each in http.values()))
         await node.close()
         await runtime.close()
+        if known is not None:
+            await known.close()
+
+
+def _calls(runtime: NodeRuntime, http: Mapping[str, HttpServer]) -> int:
+    """Of clients, under way: those that are being read are no requests yet."""
+    return runtime.server.public_calls + (http["http"].calls if "http" in http else 0)
+
+
+def _follow_lifecycle(runtime: NodeRuntime, http: Mapping[str, HttpServer]) -> None:
+    runtime.server.set_open(runtime.lifecycle.takes_requests)
+    if "http" in http:
+        http["http"].keep_connections(runtime.lifecycle.ready, idle=runtime.lifecycle.takes_requests)
 
 
 def _make_metrics(config: RouterConfig, runtime: NodeRuntime, keys: KeyFile | None) -> RouterMetrics | None:
@@ -136,6 +162,7 @@ def _open_http(
     metrics: RouterMetrics | None,
     keys: KeyFile | None,
     servers: dict[str, HttpServer],
+    directory_trouble: Callable[[], str],
 ) -> dict[str, str]:
     """Start what is to be served over HTTP, and add it to `servers`; the endpoints. Raises BatonError."""
     endpoints = {}
@@ -143,7 +170,7 @@ def _open_http(
         from router.http_keys import KeyedApp
         from router.http_server import HttpServer, OpenAiApp
 
-        app: ASGIApp = OpenAiApp(node).asgi()
+        app: ASGIApp = OpenAiApp(node, directory_trouble).asgi()
         if keys is not None:
             app = KeyedApp(app, keys.book, rng=node.rng, request_log=node.request_log)
         servers["http"] = HttpServer(app, config, rng=node.rng, refused=partial(node.request_log.refused, door="http"))

@@ -25,6 +25,7 @@ ITL_BUCKETS_S: Final = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25,
 E2E_BUCKETS_S: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 HANDOFF_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5)
 BLOCK_CLASSES: Final = tuple(each.name for each in fields(BlockLoad) if each.name not in ("promised", "pinned"))
+ATTACH_OUTCOMES: Final = ("taken", "computed_again", "refused")
 _NODE_ROLES: Final = (Role.PREFILL, Role.DECODE, Role.MIXED)
 _OUTCOMES: Final = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
 
@@ -50,6 +51,14 @@ class RouterMetrics:
         self.resumptions = self._counter(
             "baton_resumptions", "Attempts that failed after their grant, and were taken up on other nodes."
         )
+        self.attaches = self._counter(
+            "baton_attaches",
+            "Calls of clients that came back for an answer, by outcome: taken (over from its node), computed_again, or "
+            "refused.",
+            "outcome",
+        )
+        for outcome in ATTACH_OUTCOMES:
+            self.attaches.labels(outcome)
         self.corrupt = self._counter(
             "baton_handoffs_corrupt",
             "Handoffs refused because sampled records did not arrive as sent: hardware of the pair is failing.",
@@ -174,6 +183,9 @@ class _Observed(ObservedRequest):
 
     def resumed(self) -> None:
         self._metrics.resumptions.inc()
+
+    def attached(self, outcome: str) -> None:
+        self._metrics.attaches.labels(outcome).inc()
 
     def corrupt(self, prefill_node: str, decode_node: str, transport: str) -> None:
         self._metrics.corrupt.labels(prefill_node, decode_node, transport).inc()

@@ -8,13 +8,16 @@ before its unread tokens take room from others.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import random
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from batonpb import common_pb2, inference_pb2
+from batonpb import common_pb2, inference_pb2, resume_pb2
 
 from baton.clock import Clock
 from baton.errors import BatonError, Code, Reason
@@ -29,12 +32,31 @@ from baton.wire import ModelInfo, NodeRecord, Role
 from engine.model_config import SamplingDefaults
 from router.byte_shares import TextOwner
 from router.config import RouterConfig
-from router.decode_streams import DecodeStreams, DecodeSubscription, Inbox
+from router.decode_streams import DecodeStreams, DecodeSubscription
+from router.inbox import Inbox, Parting, foreign_error, taken_over_error
+from router.job import Job
 from router.line import Place
 from router.placement import RegionWatch, answer_tokens, tokens_max
 from router.prefill_nodes import NOT_READY_RETRY_MS, PrefillCalls, PrefillNodes
 from router.prompts import PromptEncoder
-from router.request import NEUTRAL, UINT32_MAX, ClientCall, Job, ObservedRequest, check_request
+from router.request import (
+    NEUTRAL,
+    UINT32_MAX,
+    CheckedRequest,
+    ClientCall,
+    ObservedRequest,
+    check_request,
+    text_of,
+)
+from router.resume import (
+    SECRET_BYTES,
+    Resume,
+    ResumeToken,
+    Unseen,
+    ends_answer,
+    tag,
+)
+from router.resume import Place as ResumePlace
 from router.retries import ASK_ANOTHER, GONE, RESOLVES_MAX, RESUMABLE, ResumptionPace, Retries, Verdict, pause_ms
 from router.text import AnswerText
 from router.text_jobs import encode_prompt
@@ -52,10 +74,14 @@ LIMITS: Final = RepeatLimits(interval_ms=10_000, full_max=20)
 _CLIENTS_OWN_CODES: Final = frozenset({Code.INVALID_ARGUMENT, Code.NOT_FOUND})
 _CLIENTS_OWN_REASONS: Final = frozenset({Reason.NO_TOKENIZER, Reason.NO_CHAT_TEMPLATE})
 """It asks for what this model or router does not have, whatever state the cluster is in."""
-_KEYS_OWN_REASONS: Final = frozenset({Reason.INVALID_API_KEY, Reason.RATE_LIMIT_EXCEEDED, Reason.PERMISSION_DENIED})
+_KEYS_OWN_REASONS: Final = frozenset(
+    {Reason.INVALID_API_KEY, Reason.RATE_LIMIT_EXCEEDED, Reason.PERMISSION_DENIED, Reason.TAKEN_OVER, Reason.CANCELLED}
+)
 """Nothing is wrong here: whoever watches for warnings is not to be woken by strangers."""
 HANDED_OFF_MS_MAX: Final = 1_000
 """How long a finished answer waits for the prefill node to confirm its handoff."""
+FIRST_NEWS_MS_MAX: Final = 1_000
+"""How long a client that attaches waits for the first word of the directory: this router has just started."""
 DEADLINE_MARGIN_S: Final = 0.05
 """A call may be ended a little before what we hold for its deadline."""
 
@@ -145,9 +171,11 @@ class RouterNode:
         sampling_defaults: SamplingDefaults = NEUTRAL,
         received: Callable[[float], ObservedRequest] | None = None,
         check_known: Callable[[], None] = lambda: None,
+        token_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         """`sampling_defaults` are the model's. `received` is called with the time of each request that comes in.
-        `check_known` raises BatonError while the nodes are not known well enough to place a new request."""
+        `check_known` raises BatonError while the nodes are not known well enough to place a new request. `token_bytes`
+        makes secrets."""
         self.config = config
         self.prompts = prompts
         self.rng = rng
@@ -159,7 +187,11 @@ class RouterNode:
         self._sampling_defaults = sampling_defaults
         self._received = received or (lambda _now_s: ObservedRequest())
         self._check_known = check_known
+        self.token_bytes = token_bytes
         self._records: Sequence[NodeRecord] = ()
+        self._first_news = asyncio.Event()
+        self._resumable: dict[RequestId, Job] = {}
+        """Resumable requests that this router serves."""
         self._pace = ResumptionPace(config.retries, now_s=loop.time(), rng=rng)
         self._tasks = Tasks(loop, log)
         self._repeats = RepeatLog(log, loop.time, key="node")
@@ -172,10 +204,24 @@ class RouterNode:
         self.texts = TextWorkers(prompts, rng.random)
         self._regions = RegionWatch()
 
-    async def generate(
-        self, request: inference_pb2.GenerateRequest, call: ClientCall
+    def resumable(self, digest: int) -> Resume:
+        """For a new call that its client may go on with; `digest` is that of its request."""
+        return Resume(secret=self.token_bytes(SECRET_BYTES), seed=self.rng.getrandbits(64), digest=digest)
+
+    def attach(
+        self, request: inference_pb2.GenerateRequest | None, call: ClientCall
     ) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
-        """One request, from the client's call to its last token. Closing the iterator frees it on every node.
+        """Go on with an answer behind `call.resume.place`, from wherever it is, or with the request, computed again.
+        Else like `generate`."""
+        assert call.resume is not None
+        assert call.resume.place is not None
+        return self.generate(request, call)
+
+    async def generate(
+        self, request: inference_pb2.GenerateRequest | None, call: ClientCall
+    ) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
+        """One request, from the client's call to its last token. Closing the iterator frees it on every node, or leaves
+        a resumable one to other routers.
 
         Raises BatonError: what is wrong with the request, or why it could not be run.
         """
@@ -185,29 +231,19 @@ class RouterNode:
         observed = self._received(began_s)
         self.requests += 1
         try:
-            place = self._line.enter(call.priority, request.ByteSize())
-            job = await self._check(request, call, observed, place)
-            call.take_prompt(len(job.checked.prompt))
-            started = inference_pb2.Started(request_id=call.id, prompt_tokens=len(job.checked.prompt))
-            yield inference_pb2.GenerateEvent(started=started)
-            text = AnswerText(self.prompts.codec, job.checked)
-            async with aclosing(self._tokens(job)) as batches:
-                async for first_index, ids, logprobs in batches:
-                    taken, new = text.push(ids)
-                    observed.tokens(self._loop.time(), taken)
-                    call.take_output(taken)
-                    yield _tokens_event(first_index, ids[:taken], new, logprobs[:taken])
-                    if text.found:
-                        break
-            rest = text.flush()
-            if rest:
-                yield _tokens_event(text.tokens, [], rest, [])
-            if text.found:
-                job.finish = common_pb2.FINISH_REASON_STOP
-            job.stats.output_tokens = text.tokens
-            finished = _finished_event(job)
-            observed.finished(job.finish, job.stats)
-            yield finished
+            place = self._line.enter(call.priority, 0 if request is None else request.ByteSize())
+            job = await self._begin(request, call, observed, place)
+            if not job.taken_over:
+                call.take_prompt(len(job.checked.prompt))
+            async with aclosing(self._events(job)) as events:
+                async for event in events:
+                    new = job.for_client(event)
+                    if new is None:
+                        continue
+                    if new.tokens.ids:
+                        observed.tokens(self._loop.time(), len(new.tokens.ids))
+                        call.take_output(len(new.tokens.ids))
+                    yield new
         except BatonError as error:
             observed.failed(error.reason)
             self.request_log.failed(error, call=call, job=job, began_s=began_s)
@@ -222,28 +258,165 @@ class RouterNode:
         finally:
             observed.ended()
             if job is not None:
+                self._let_go(job)
+                if self._resumable.get(job.id) is job:
+                    del self._resumable[job.id]
                 job.cut_off_with = None
             self.requests -= 1
             if place is not None:
                 self._line.leave(place)
 
-    async def _check(
-        self, request: inference_pb2.GenerateRequest, call: ClientCall, observed: ObservedRequest, place: Place
+    async def _events(self, job: Job) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
+        """All of the answer, from its first token on."""
+        started = inference_pb2.Started(request_id=job.call.id, prompt_tokens=job.stats.prompt_tokens)
+        yield inference_pb2.GenerateEvent(started=started)
+        text = AnswerText(self.prompts.codec, job.checked)
+        async with aclosing(self._tokens(job)) as batches:
+            async for first_index, ids, logprobs in batches:
+                taken, new = text.push(ids)
+                job.text_ended = text.found
+                yield _tokens_event(first_index, ids[:taken], new, logprobs[:taken])
+                if text.found:
+                    break
+        rest = text.flush()
+        if rest:
+            yield _tokens_event(text.tokens, [], rest, [])
+        if text.found:
+            job.finish = common_pb2.FINISH_REASON_STOP
+        job.stats.output_tokens = text.tokens
+        finished = _finished_event(job)
+        job.observed.finished(job.finish, job.stats)
+        yield finished
+
+    async def _begin(
+        self,
+        request: inference_pb2.GenerateRequest | None,
+        call: ClientCall,
+        observed: ObservedRequest,
+        place: Place,
     ) -> Job:
+        """Take over the attempt that the client has a part of, or check the request. Raises BatonError."""
+        resume, inbox = call.resume, None
+        attaches = resume is not None and resume.place is not None
+        try:
+            if attaches and (taken := await self._take_over(call)) is not None:
+                inbox, state = taken
+                call = replace(call, id=RequestId(state.call))
+                checked, prompt_tokens = text_of(state), state.prompt_tokens
+            else:
+                checked = await self._check(request, call)
+                prompt_tokens = len(checked.prompt)
+        except BatonError:
+            if attaches:
+                observed.attached("refused")
+            raise
+        job = Job(
+            id=new_request_id(self.rng) if inbox is None else inbox.key.request,
+            call=call,
+            request=request,
+            checked=checked,
+            began_s=self._loop.time(),
+            observed=observed,
+            place=place,
+            retries=Retries(config=self.config.retries, search_ms_max=self.config.placement_wait_ms_max),
+            stats=inference_pb2.RequestStats(prompt_tokens=prompt_tokens),
+            inbox=inbox,
+            taken_over=inbox is not None,
+        )
+        if resume is not None:
+            job.unseen = Unseen(resume.place or ResumePlace())
+            self._resumable[job.id] = job
+        if inbox is not None and (stream := self.streams.find(inbox.decode)) is not None:
+            job.stats.decode_node = stream.name
+            job.nodes[job.stats.decode_node] = None
+            self._line.skip(place)
+        if attaches:
+            observed.attached("taken" if job.taken_over else "computed_again")
+        return job
+
+    async def _take_over(self, call: ClientCall) -> tuple[Inbox, resume_pb2.ResumeState] | None:
+        """The attempt that a client which attaches has a part of, wherever it is, and what was left with it. None: no
+        node has it, or none answers. Raises BatonError CANCELLED or PERMISSION_DENIED."""
+        resume = call.resume
+        assert resume is not None
+        assert resume.place is not None
+        own_tag = resume.tag(call.key_name)
+        key, stream = await self._find(resume.place, own_tag, taken_over_error())
+        if stream is None:
+            return None
+        inbox = Inbox(key=key, told=True)
+        state = await stream.take_over(inbox, own_tag, left_s=call.deadline_s - self._loop.time())
+        return None if state is None else (inbox, state)
+
+    async def _find(
+        self, place: ResumePlace, own_tag: bytes, error: BatonError
+    ) -> tuple[RequestKey, DecodeSubscription | None]:
+        """The attempt that a client has a part of, and its node, if there is one that is known. Where this router
+        serves it, its client there gets `error`. Raises BatonError PERMISSION_DENIED."""
+        key = RequestKey(request=place.request, attempt=place.attempt)
+        if (job := self._resumable.get(place.request)) is not None:
+            assert job.call.resume is not None
+            if not hmac.compare_digest(job.call.resume.tag(job.call.key_name), own_tag):
+                raise foreign_error()
+            self._end(job, error)
+            return (key, None) if job.inbox is None else (job.inbox.key, self.streams.find(job.inbox.decode))
+        if not place.decode:
+            return key, None
+        if not self._records:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FIRST_NEWS_MS_MAX / 1000):
+                    await self._first_news.wait()
+        return key, self.streams.find(place.decode)
+
+    def _end(self, job: Job, error: BatonError) -> None:
+        """From outside, at any stage: its client gets this error."""
+        job.cut_off_with = error
+        if job.inbox is not None:
+            job.inbox.fail(error)
+        if job.call.cut_off is not None:
+            job.call.cut_off(error)
+
+    async def forget(self, token: ResumeToken, key_name: str | None) -> None:
+        """The client has the whole answers, or wants no more of them. Idempotent. Raises BatonError PERMISSION_DENIED,
+        or PEER_UNREACHABLE where a node did not hear of it."""
+        own_tag = tag(token.secret, key_name)
+        await asyncio.gather(*(self._forget(place, own_tag) for place in token.places if place.request))
+
+    async def _forget(self, place: ResumePlace, own_tag: bytes) -> None:
+        error = BatonError(Reason.CANCELLED, "The client has ended this request by another call.")
+        key, stream = await self._find(place, own_tag, error)
+        if stream is not None:
+            await stream.forget(key, own_tag)
+
+    async def _check(self, request: inference_pb2.GenerateRequest | None, call: ClientCall) -> CheckedRequest:
         """Check the request, against the model of a cluster that may still be coming up. Raises BatonError."""
+        if request is None:
+            raise BatonError(
+                Reason.NOT_RESUMABLE,
+                "No node has this answer any more, or none that has it can be reached. Repeat the request with the "
+                "resume token (over HTTP by POST): it is computed again, and goes on behind what you have.",
+            )
         self._check_known()
         give_up_s = self._loop.time() + self.config.placement_wait_ms_max / 1000
         for looks in range(1 << 30):
             if self._prefill_nodes.ready or self._loop.time() >= give_up_s:
                 break
             await self._pause(looks, resumed=False)
+        kind, resume = request.WhichOneof("prompt"), call.resume
         prompt: Sequence[int] = request.token_ids.ids  # copied once its length has been checked
-        if request.WhichOneof("prompt") in ("text", "chat"):
+        if kind in ("text", "chat"):
             raw = request.SerializeToString()
             owner = TextOwner(address=call.source, key=call.key_name)
             prompt = await self.texts.run(owner, encode_prompt, raw, call.special_tokens, self.context_len_max())
+        said: Sequence[int] = ()
+        if resume is not None:
+            if not request.sampling.HasField("seed"):
+                request.sampling.seed = resume.seed
+            chat = resume.chat or kind == "chat"
+            if not chat or call.special_tokens or not self.prompts.may_not_say(resume.said):
+                said = resume.said
         model, limit = self.model(), self.config.max_tokens_default
-        checked = check_request(
+        return check_request(
             request,
             model=model,
             prompt=prompt,
@@ -253,16 +426,7 @@ class RouterNode:
             defaults=self._sampling_defaults,
             choice=call.choice,
             key_salt=call.key_salt,
-        )
-        return Job(
-            id=new_request_id(self.rng),
-            call=call,
-            checked=checked,
-            began_s=self._loop.time(),
-            observed=observed,
-            place=place,
-            retries=Retries(config=self.config.retries, search_ms_max=self.config.placement_wait_ms_max),
-            stats=inference_pb2.RequestStats(prompt_tokens=len(checked.prompt)),
+            said=said,
         )
 
     def _outside_error(self, job: Job | None, call: ClientCall) -> BatonError | None:
@@ -277,11 +441,23 @@ class RouterNode:
     async def _tokens(self, job: Job) -> AsyncGenerator[TokenPart, None]:
         """The answer's tokens in order, each index once, from as many attempts as it takes, one at a time."""
         looks = rounds = 0
-        await self._line.first(job)
         for number in range(1 << 30):
             job.attempts = number + 1
-            key = RequestKey(request=job.id, attempt=Attempt(number))
-            inbox = Inbox(key=key, first_index=len(job.output))
+            if job.cut_off_with is not None:
+                raise job.cut_off_with
+            if not job.taken_over:
+                if said := job.take_said():
+                    yield len(job.output) - len(said), said, []
+                finish = ends_answer(job.output, job.checked.sampling, job.checked.eos_token_ids)
+                if finish is not None:
+                    job.finish = finish
+                    return
+                if not number:
+                    await self._first(job)
+                key = RequestKey(request=job.id, attempt=Attempt(number))
+                job.inbox = Inbox(key=key, first_index=len(job.output))
+            inbox = job.inbox
+            assert inbox is not None
             try:
                 async with aclosing(self._attempt(job, inbox)) as batches:
                     async for batch in batches:
@@ -304,8 +480,10 @@ class RouterNode:
                 job.stats.resumptions += 1
                 job.observed.resumed()
                 corrupt = error_reason is Reason.DATA_CORRUPT
-                if inbox.subscription is not None and (inbox.out_of_reach or corrupt):
-                    job.avoid_decode.add(inbox.subscription.incarnation)
+                if inbox.decode and (inbox.out_of_reach or corrupt):
+                    job.avoid_decode.add(inbox.decode)
+                if job.taken_over:
+                    await self._run_anew(job)
                 await asyncio.sleep(self._pace.take_turn(self._loop.time()))
             elif verdict is Verdict.WAIT:
                 looks += 1
@@ -317,6 +495,23 @@ class RouterNode:
                 looks += 1
                 rounds += not (error_reason in GONE and self._prefill_nodes.untried(job))
 
+    async def _first(self, job: Job) -> None:
+        """Wait for the turn of the first attempt. Raises BatonError."""
+        if job.output:
+            self._line.skip(job.place)
+            await asyncio.sleep(self._pace.take_turn(self._loop.time()))
+        else:
+            await self._line.first(job)
+
+    async def _run_anew(self, job: Job) -> None:
+        """The attempt that was taken over is lost: what follows is this router's own. Raises BatonError."""
+        job.checked = await self._check(job.request, job.call)
+        job.call.take_prompt(len(job.checked.prompt))
+        del self._resumable[job.id]
+        job.id = new_request_id(self.rng)  # the old one has tombstones
+        self._resumable[job.id] = job
+        job.taken_over = False
+
     async def _pause(self, rounds: int, *, resumed: bool) -> None:
         retry_ms = self.config.placement_retry_ms
         await asyncio.sleep(pause_ms(retry_ms, rounds, resumed=resumed, spread=self.rng.random()) / 1000)
@@ -326,7 +521,9 @@ class RouterNode:
         if job.call.cut_off is not None:
             inbox.on_put = partial(self._check_unread, job)
         self.streams.inboxes[inbox.key] = inbox
-        prefilling = self._loop.create_task(self._prefill_calls.run(job, inbox), name=f"prefill-{job.id}")
+        prefilling = None
+        if not job.taken_over:
+            prefilling = self._loop.create_task(self._prefill_calls.run(job, inbox), name=f"prefill-{job.id}")
         given = 0
         try:
             while inbox.finish is None or given < len(inbox.tokens):
@@ -334,6 +531,8 @@ class RouterNode:
                 if new:
                     job.token_times_s += [self._loop.time()] * len(new)
                     job.output += new
+                    if job.unseen is not None:
+                        job.logprobs += inbox.logprobs[given : given + len(new)]
                     inbox.writing_s = self._loop.time()
                     yield inbox.first_index + given, new, inbox.logprobs[given : given + len(new)]
                     given += len(new)
@@ -345,13 +544,39 @@ class RouterNode:
                     await inbox.news.wait()
                     inbox.news.clear()
             job.finish = inbox.finish
-            await asyncio.wait([prefilling], timeout=HANDED_OFF_MS_MAX / 1000)
+            if prefilling is not None:
+                await asyncio.wait([prefilling], timeout=HANDED_OFF_MS_MAX / 1000)
         finally:
-            prefilling.cancel()
-            del self.streams.inboxes[inbox.key]
-            inbox.error = None  # or each would refer to the other, by way of the frames in its traceback
-            if inbox.subscription is not None:
-                inbox.subscription.let_go(inbox)
+            if prefilling is not None:
+                prefilling.cancel()
+            self._let_go(job)
+
+    def _let_go(self, job: Job) -> None:
+        """The job's last attempt is over here. Idempotent."""
+        inbox = job.inbox
+        if inbox is None or inbox.over:
+            return
+        inbox.over = True
+        parting = self._parting(job, inbox)
+        self.streams.remove(inbox)
+        inbox.error = None  # or each would refer to the other, by way of the frames in its traceback
+        if (stream := self.streams.find(inbox.decode)) is not None:
+            stream.let_go(inbox, parting)
+
+    def _parting(self, job: Job, inbox: Inbox) -> Parting:
+        """What the decode node is to do with the attempt. A client can come back only to one that it was told of."""
+        if job.unseen is None:
+            return Parting.DROP
+        if job.cut_off_with is not None:
+            by_itself = job.cut_off_with.reason is Reason.TAKEN_OVER
+            return Parting.LEAVE if by_itself and inbox.committed else Parting.DROP
+        if inbox.error is not None and inbox.error.reason is Reason.TAKEN_OVER:
+            return Parting.NOTHING
+        if not (inbox.told and inbox.committed) or inbox.error is not None:
+            return Parting.DROP
+        if job.text_ended:
+            return Parting.LEAVE_ENDED
+        return Parting.DROP if self._outside_error(job, job.call) is not None else Parting.LEAVE
 
     def _check_unread(self, job: Job, inbox: Inbox) -> None:
         """Something was put into the inbox: cut its client off where it does not read.
@@ -376,13 +601,13 @@ class RouterNode:
 
         If not, the decode node never runs the attempt, or its tokens are not taken.
         """
-        subscription = inbox.subscription
+        subscription = self.streams.find(inbox.decode)
         if subscription is None or subscription.lost or inbox.given_up or error.reason not in RESUMABLE:
             return False
         if inbox.resolved == RESOLVES_MAX:
             return False
         inbox.resolved += 1
-        goes_on = await subscription.has_committed(inbox.key)
+        goes_on = await subscription.has_committed(inbox)
         if inbox.finish is not None:
             return True  # the rest of the answer has come meanwhile
         if not goes_on or inbox.given_up:
@@ -444,6 +669,8 @@ class RouterNode:
             self._tasks.spawn(self._drop_stream(stream))
         self._regions.look(records)
         self._records = records
+        if records:
+            self._first_news.set()
         self._line.follow(records)
 
     async def _drop_stream(self, stream: DecodeSubscription) -> None:
@@ -455,6 +682,13 @@ class RouterNode:
         """Unless it is in use: a mixed node has prefill calls and a stream at one endpoint."""
         if not self.streams.use(endpoint) and not self._prefill_calls.use(endpoint):
             await self._channels.drop(endpoint)
+
+    def check_ready(self) -> None:
+        """Raises BatonError NODE_DRAINING where new requests are to go to other routers."""
+        self.check_open()
+        if not self._lifecycle.ready:
+            text = "This router is about to take no new requests: others do."
+            raise BatonError(Reason.NODE_DRAINING, text, retry_after_ms=1_000)
 
     def check_open(self) -> None:
         """Raises BatonError NODE_DRAINING where this router takes no new requests."""

@@ -18,6 +18,7 @@ from batonpb import common_pb2, inference_pb2
 from baton.errors import BatonError, Code, Reason, bad_field
 from baton.wire import ModelInfo
 from router.request import MESSAGES_MAX, ROLES, UINT32_MAX, check_role
+from router.resume import RESUMABLE_ANSWERS_MAX, Place, request_digest
 
 CHOICES_MAX: Final = 128
 """Answers to one call: prompts times n."""
@@ -66,7 +67,7 @@ EncodeChat = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], Sequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAiCall:
-    """One call: each of `requests` is answered `n` times."""
+    """One call: each of `requests` is answered `n` times. It has none where an attach came without its body."""
 
     chat: bool
     requests: tuple[inference_pb2.GenerateRequest, ...]
@@ -75,6 +76,14 @@ class OpenAiCall:
     include_usage: bool
     """A stream ends with a chunk that has the usage."""
     logprobs: bool
+    token_ids: bool = False
+    """Answers have the ids of their tokens."""
+    resumable: bool = False
+    """A stream that the client may go on with at another router."""
+    digest: int = 0
+    """Of a resumable call: a repeated one must be the same."""
+    said: tuple[tuple[int, ...], ...] = ()
+    """What the client says that it has, of each answer. Empty: it does not say."""
 
 
 JSON_ELEMENTS_MAX: Final = 1 << 16
@@ -148,16 +157,38 @@ def _call(
 ) -> OpenAiCall:
     requests = tuple(_request(prompt, sampling, body) for prompt in prompts)
     n = _integer("n", body.get("n", 1), 1, CHOICES_MAX)
-    if len(requests) * n > CHOICES_MAX:
+    answers = len(requests) * n
+    if answers > CHOICES_MAX:
         raise bad_field("n", f"{len(requests)} prompts with n {n} are more than {CHOICES_MAX} answers, the limit.")
+    stream, resumable = _typed(body, "stream", False), _typed(body, "resumable", False)
+    if resumable and not stream:
+        raise bad_field("resumable", "Only a stream is resumable: set stream, or leave resumable out.")
+    if resumable and answers > RESUMABLE_ANSWERS_MAX:
+        text = f"A resumable call may ask for {RESUMABLE_ANSWERS_MAX} answers; this one asks for {answers}."
+        raise bad_field("resumable", text)
     return OpenAiCall(
         chat=chat,
         requests=requests,
         n=n,
-        stream=_typed(body, "stream", False),
+        stream=stream,
         include_usage=_typed(_typed(body, "stream_options", {}), "include_usage", False),
         logprobs=requests[0].sampling.HasField("logprobs"),
+        token_ids=_typed(body, "return_token_ids", False),
+        resumable=resumable,
+        digest=request_digest(requests, n) if resumable else 0,
+        said=_said(body.get("resume_token_ids", []), answers) if resumable else (),
     )
+
+
+def _said(said: object, answers: int) -> tuple[tuple[int, ...], ...]:
+    """A list of token ids for each answer; for one answer the list itself will do."""
+    if not isinstance(said, list):
+        raise bad_field("resume_token_ids", "resume_token_ids must be a list of token ids for each answer.")
+    lists = said if any(isinstance(each, list) for each in said) else [said] if said else []
+    if lists and len(lists) != answers:
+        text = f"resume_token_ids has {len(lists)} lists of token ids, and the call asks for {answers} answers."
+        raise bad_field("resume_token_ids", text)
+    return tuple(tuple(_ids("resume_token_ids", each)) for each in lists)
 
 
 def _request(
@@ -370,29 +401,59 @@ def model_json(model: ModelInfo, *, created: int, tokens_max: int) -> Json:
     }
 
 
+def chunks_id(request_id: str, *, chat: bool) -> str:
+    """What answers have as their id."""
+    return f"{'chatcmpl' if chat else 'cmpl'}-{request_id}"
+
+
 @dataclass(slots=True, kw_only=True)
 class Replies:
     """Makes the JSON of one call's answers. Mutable: knows which choices have begun, and how long each is."""
 
-    id: str
+    request_id: str
     call: OpenAiCall
     model: str
     created: int
     token_text: Callable[[int], str]
-    prompt_tokens: int = 0
-    """Over all answers; a prompt counts once however many answers it has."""
     cached_tokens: int = 0
     completion_tokens: int = 0
+    """Over all answers."""
+    _prompts: dict[int, int] = field(default_factory=dict)
+    """Tokens of each prompt, which counts once however many answers it has."""
     _offsets: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        return chunks_id(self.request_id, chat=self.call.chat)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(self._prompts.values())
+
+    def go_on(self, places: Sequence[Place]) -> None:
+        """The client has so much of the answers. Those that it has to the end are not heard of again."""
+        for index, place in enumerate(places):
+            if place.tokens or place.finished:
+                self._offsets[index] = place.text_offset
+            if place.finished:
+                self._prompts[index // self.call.n] = place.prompt_tokens
+                self.completion_tokens += place.tokens
+
+    def offset(self, index: int) -> int:
+        """Characters of the answer's tokens so far, where their log-probabilities say it."""
+        return self._offsets.get(index, 0)
+
+    def prompt_of(self, index: int) -> int:
+        """Tokens of the answer's prompt."""
+        return self._prompts.get(index // self.call.n, 0)
 
     def count(self, index: int, event: inference_pb2.GenerateEvent) -> None:
         """Each event of each answer counts in the usage."""
-        first = index % self.call.n == 0
-        if event.HasField("started") and first:
-            self.prompt_tokens += event.started.prompt_tokens
+        if event.HasField("started"):
+            self._prompts[index // self.call.n] = event.started.prompt_tokens
         elif event.HasField("finished"):
             self.completion_tokens += event.finished.stats.output_tokens
-            self.cached_tokens += event.finished.stats.prompt_tokens_cached if first else 0
+            self.cached_tokens += event.finished.stats.prompt_tokens_cached if index % self.call.n == 0 else 0
 
     def usage(self) -> Json:
         return {
@@ -410,7 +471,7 @@ class Replies:
         if event.HasField("finished"):
             return self._chunk([self._piece(index, "", [], first=first, finish=_FINISH[event.finished.reason])])
         tokens = event.tokens
-        if not (tokens.text or first or (self.call.logprobs and tokens.ids)):
+        if not (tokens.text or first or (tokens.ids and (self.call.logprobs or self.call.token_ids))):
             return None
         return self._chunk([self._piece(index, tokens.text, [tokens], first=first, finish=None)])
 
@@ -425,7 +486,8 @@ class Replies:
             text = "".join(each.text for each in tokens)
             content: Json = {"message": {"role": "assistant", "content": text}} if self.call.chat else {"text": text}
             logprobs = self._logprobs(index, tokens)
-            choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": _FINISH[reason]})
+            choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": _FINISH[reason]}
+            choices.append(choice | self._token_ids(tokens))
         return {**self._head("chat.completion"), "choices": choices, "usage": self.usage()}
 
     def _chunk(self, choices: list[Json]) -> Json:
@@ -444,7 +506,11 @@ class Replies:
             role = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
             content = {"delta": role}
         logprobs = self._logprobs(index, tokens)
-        return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
+        piece = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
+        return piece | self._token_ids(tokens)
+
+    def _token_ids(self, tokens: Iterable[inference_pb2.Tokens]) -> Json:
+        return {"token_ids": [token for each in tokens for token in each.ids]} if self.call.token_ids else {}
 
     def _logprobs(self, index: int, tokens: Iterable[inference_pb2.Tokens]) -> Json | None:
         offset = self._offsets.setdefault(index, 0)

@@ -19,10 +19,11 @@ from baton.rpc import begun, rpc_errors
 from baton.tracing import call_metadata
 from baton.wire import ModelInfo, NodeRecord
 from cachestore.prefix_cache import chain_digests, root_digest
-from router.decode_streams import DecodeStreams, Inbox, internal_error
+from router.decode_streams import DecodeStreams
+from router.inbox import Inbox, internal_error
+from router.job import Job
 from router.line import Place
 from router.placement import Placement, may_hold
-from router.request import Job
 from router.retries import ASK_ANOTHER
 
 NOT_READY_RETRY_MS: Final = 1_000
@@ -236,6 +237,7 @@ class PrefillCalls:
             router=own,
             cache_salt=job.checked.cache_salt,
             avoid_decode=job.avoid_decode | self._streams.out_of_reach(),
+            resumable=job.for_another_router(),
         )
         with rpc_errors(record.name):
             events = stub.Prefill(
@@ -256,14 +258,15 @@ class PrefillCalls:
             granted, inbox.granted = event.granted, True
             self._placed(job.place)
             stats.decode_node = granted.decode_node
-            if granted.decode_node and inbox.subscription is None:
+            if granted.decode_node and not inbox.decode:
                 job.nodes[granted.decode_node] = None
-                inbox.subscription = self._streams.get(
+                stream = self._streams.get(
                     granted.decode_node, granted.decode_endpoint, Incarnation(granted.decode_incarnation)
                 )
-                inbox.subscription.users += 1
-                inbox.lost_before = inbox.subscription.out_of_reach
-                inbox.subscription.add(inbox)
+                inbox.decode = stream.incarnation
+                stream.users += 1
+                inbox.lost_before = stream.out_of_reach
+                stream.add(inbox)
         elif kind == "first_token":  # behind `granted`, always
             first = event.first_token
             stats.prompt_tokens_cached = min(first.prompt_tokens_cached, stats.prompt_tokens)
@@ -272,7 +275,7 @@ class PrefillCalls:
                 stats.decode_node = ""
                 inbox.end(first.finish)
         elif kind == "handed_off":
-            done = event.handed_off
+            done, inbox.committed = event.handed_off, True
             stats.transport = done.transport
             stats.blocks_written, stats.blocks_skipped = done.blocks_written, done.blocks_skipped
             stats.bytes_written = done.bytes_written

@@ -128,6 +128,10 @@ class PromptEncoder:
         self._check_chars(chat.chars, _CHAT_OF, field)
         return chat
 
+    def may_not_say(self, ids: Sequence[int]) -> bool:
+        """Whether one of these tokens is special, so that a chat's messages cannot spell it."""
+        return self.codec is not None and self._template is not None and self._special.among(ids)
+
     def encode_pin(self, prefix: PinnedPrefix) -> Sequence[int]:
         """Raises BatonError NO_TOKENIZER, NO_CHAT_TEMPLATE or PROMPT_TOO_LONG."""
         if prefix.token_ids is not None:

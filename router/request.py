@@ -6,19 +6,18 @@ import hashlib
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from batonpb import common_pb2, inference_pb2
+from batonpb import common_pb2, inference_pb2, resume_pb2
 
 from baton.errors import BatonError, Reason, bad_field
-from baton.ids import Incarnation, RequestId
+from baton.ids import RequestId
 from baton.tracing import Traceparent
 from baton.wire import ModelInfo
 from engine.model_config import REPETITION_PENALTY_MAX, TEMPERATURE_MAX, SamplingDefaults
-from router.line import Place
 from router.line import Priority as Priority
-from router.retries import Retries
+from router.resume import Resume
 
 STOP_TOKEN_IDS_MAX = 64
 PENALTY_MAX = 2.0
@@ -50,6 +49,16 @@ class CheckedRequest:
     stop: tuple[str, ...]
     include_stop: bool
     cache_salt: bytes = b""
+    eos_token_ids: tuple[int, ...] = ()
+    """The model's."""
+    said: tuple[int, ...] = ()
+    """Ids that the client says it has of the answer, from index 0 on: it goes on behind them."""
+
+
+def text_of(state: resume_pb2.ResumeState) -> CheckedRequest:
+    """Of a request that is taken over: what its text is cut by, and nothing to compute it by."""
+    sampling = common_pb2.SamplingSpec(min_tokens=state.min_tokens)
+    return CheckedRequest(prompt=(), sampling=sampling, stop=tuple(state.stop), include_stop=state.include_stop)
 
 
 class ObservedRequest:
@@ -68,6 +77,9 @@ class ObservedRequest:
 
     def resumed(self) -> None:
         """A node was lost with it; the rest of the answer is computed elsewhere."""
+
+    def attached(self, outcome: str) -> None:
+        """Its client has come back for an answer that it has a part of."""
 
     def corrupt(self, prefill_node: str, decode_node: str, transport: str) -> None:
         """A handoff of it was refused: sampled records had not arrived as they were sent."""
@@ -106,46 +118,10 @@ class ClientCall:
     take_output: Callable[[int], None] = lambda _tokens: None
     """Called with the number of tokens that the client gets."""
     cut_off: Callable[[BatonError], None] | None = None
-    """Called once the client has left too much unread: it is to end the request, with this error for the client."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Job:
-    """One client request, from its check to its last token."""
-
-    id: RequestId
-    """Ours, random: what a client calls its request may be used twice, and grants and tombstones are keyed by this."""
-    call: ClientCall
-    checked: CheckedRequest
-    began_s: float
-    place: Place
-    """In the line."""
-    retries: Retries
-    stats: inference_pb2.RequestStats
-    finish: common_pb2.FinishReason = common_pb2.FINISH_REASON_UNSPECIFIED
-    output: list[int] = field(default_factory=list)
-    """What the client has, whichever attempt it came from: the next attempt goes on behind it."""
-    avoid: set[Incarnation] = field(default_factory=set)
-    """Prefill processes that did not answer this request, or had no decode node for it."""
-    too_small: set[Incarnation] = field(default_factory=set)
-    """Prefill processes that said that their regions can never hold it, whatever their records say."""
-    avoid_decode: set[Incarnation] = field(default_factory=set)
-    """Decode processes that this router could not reach with this request; a prefill node may."""
-    full_in_a_row: int = 0
-    """How often prefill nodes have found all decode nodes full since the last other answer."""
-    attempts: int = 0
-    nodes: dict[str, None] = field(default_factory=dict)
-    """Names of those that it was placed on, in order."""
-    token_times_s: list[float] = field(default_factory=list)
-    block_size: int = 0
-    observed: ObservedRequest = field(default_factory=ObservedRequest)
-    cut_off_with: BatonError | None = None
-    """The error that `call.cut_off` was called with."""
-
-    @property
-    def tokens(self) -> int:
-        """That the next attempt computes: the prompt, and what the client has of the answer."""
-        return len(self.checked.prompt) + len(self.output)
+    """Called once the client has left too much unread, or has come back by another call: it is to end the request, with
+    this error for the client."""
+    resume: Resume | None = None
+    """Of a request that its client may go on with by another call, or goes on with by this one."""
 
 
 def check_request(
@@ -159,13 +135,15 @@ def check_request(
     defaults: SamplingDefaults = NEUTRAL,
     choice: int = 0,
     key_salt: str | None = None,
+    said: Sequence[int] = (),
 ) -> CheckedRequest:
     """Validate against the model that is served.
 
     `prompt` has the token ids of the request's prompt, whatever its kind. `choice` numbers the answers to one question
     with one seed. `max_tokens` is cut to what the model's context leaves after the prompt; `answer_tokens` gives it,
     from the length of the prompt, for a request that names none. `defaults` stand for sampling fields that are not set;
-    a zero that is set counts. `key_salt` is that of the API key. Raises BatonError naming the field.
+    a zero that is set counts. `key_salt` is that of the API key. `said` is what the client has of the answer. Raises
+    BatonError naming the field.
     """
     if request.HasField("model") and request.model != model.name:
         text = f"This cluster serves '{model.name}', not '{request.model[:NAME_CHARS_SHOWN]}'."
@@ -211,7 +189,16 @@ def check_request(
         stop=_stop(sampling, has_tokenizer=has_tokenizer),
         include_stop=sampling.include_stop,
         cache_salt=own_cache_salt(key_salt, check_salt(request.cache_salt) if request.HasField("cache_salt") else b""),
+        eos_token_ids=model.eos_token_ids,
+        said=_said(said, model),
     )
+
+
+def _said(ids: Sequence[int], model: ModelInfo) -> tuple[int, ...]:
+    if ids and max(ids) >= model.vocab_size:
+        text = f"Token id {max(ids)} is outside the vocabulary of {model.vocab_size}."
+        raise bad_field("output", text, reason=Reason.TOKEN_OUT_OF_RANGE)
+    return tuple(ids)
 
 
 def check_salt(salt: str) -> bytes:

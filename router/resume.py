@@ -10,7 +10,7 @@ import base64
 import binascii
 import hashlib
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -63,6 +63,9 @@ class ResumeToken:
     """Of a call over HTTP: what its chunks say."""
 
     def encode(self) -> str:
+        return _written(self.message())
+
+    def message(self) -> resume_pb2.ResumeToken:
         message = resume_pb2.ResumeToken(secret=self.secret, seed=self.seed, request_digest=self.digest, http=self.http)
         for place in self.places:
             message.places.add(
@@ -76,7 +79,7 @@ class ResumeToken:
                 text_offset=place.text_offset,
                 prompt_tokens=place.prompt_tokens,
             )
-        return base64.urlsafe_b64encode(message.SerializeToString()).decode().rstrip("=")
+        return message
 
     @classmethod
     def decode(cls, text: str, *, field: str = "resume_token") -> ResumeToken:
@@ -84,8 +87,7 @@ class ResumeToken:
         try:
             if len(text) > TOKEN_CHARS_MAX:
                 raise ValueError("too long")
-            raw = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
-            message = resume_pb2.ResumeToken.FromString(raw)
+            message = _read(text)
         except (ValueError, binascii.Error, DecodeError):
             message = resume_pb2.ResumeToken()
         well = len(message.secret) == SECRET_BYTES and 1 <= len(message.places) <= RESUMABLE_ANSWERS_MAX
@@ -100,6 +102,16 @@ class ResumeToken:
             places=tuple(map(_place, message.places)),
             http=message.http if message.HasField("http") else None,
         )
+
+
+def _written(message: resume_pb2.ResumeToken) -> str:
+    return base64.urlsafe_b64encode(message.SerializeToString()).decode().rstrip("=")
+
+
+def _read(text: str) -> resume_pb2.ResumeToken:
+    """Raises ValueError, binascii.Error or DecodeError."""
+    raw = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    return resume_pb2.ResumeToken.FromString(raw)
 
 
 def _is_http_call(message: resume_pb2.ResumeToken) -> bool:
@@ -133,9 +145,11 @@ class Resume:
     """Of the noise, for a request that names none."""
     digest: int
     state: resume_pb2.ResumeState = field(default_factory=resume_pb2.ResumeState)
-    """What another router has to know of the call; the router that runs it fills in what it knows of the answer."""
+    """What another router has to know of the call; the router that runs it adds what it knows of the answer."""
     place: Place | None = None
     """What the client has, of a call that attaches. None: it begins."""
+    chat: bool = False
+    """Of a call over HTTP that attaches: its answers are of a chat, so `said` may have no special tokens."""
     said: tuple[int, ...] = ()
     """The ids that the client says it has, all of them from index 0; empty where it does not say."""
 
@@ -150,7 +164,8 @@ class Resume:
                 f"The {len(said)} token ids are not the {place.tokens} that came with the events up to this resume "
                 "token. Send all that you have, from the first on, or none.",
             )
-        return cls(secret=token.secret, seed=token.seed, digest=token.digest, place=place, said=tuple(said))
+        chat = token.http is not None and token.http.chat
+        return cls(secret=token.secret, seed=token.seed, digest=token.digest, place=place, said=tuple(said), chat=chat)
 
     def token(self, *places: Place) -> ResumeToken:
         return ResumeToken(secret=self.secret, seed=self.seed, digest=self.digest, places=places)
@@ -161,19 +176,22 @@ class Resume:
 
 
 class Places:
-    """Those of all answers of a call, in one token."""
+    """Those of all answers of a call, behind its last event."""
 
-    def __init__(self, places: Sequence[Place], http: resume_pb2.HttpCall) -> None:
+    def __init__(self, token: ResumeToken) -> None:
         """What the client has at the beginning: `Place()` for each answer of a new call."""
-        self._places = list(places)
-        self._http = http
+        self._message = token.message()
 
-    def merge(self, answer: int, resume_token: str, noted: Callable[[Place], Place]) -> str:
-        """The call's token behind an event of one answer, from that event's own. `noted` adds what it says beside."""
-        one = ResumeToken.decode(resume_token)
-        (place,) = one.places
-        self._places[answer] = noted(place)
-        return replace(one, places=tuple(self._places), http=self._http).encode()
+    def follow(self, answer: int, resume_token: str, *, text_offset: int, prompt_tokens: int) -> None:
+        """An event of one answer has this token of its own, which knows nothing of HTTP."""
+        place = self._message.places[answer]
+        place.CopyFrom(_read(resume_token).places[0])
+        place.text_offset = text_offset
+        if place.finished:
+            place.prompt_tokens = prompt_tokens
+
+    def token(self) -> str:
+        return _written(self._message)
 
 
 def tag(secret: bytes, key_name: str | None) -> bytes:
@@ -211,7 +229,12 @@ def check_same(
     token: ResumeToken, requests: Sequence[inference_pb2.GenerateRequest], answers: int = 1, *, field: str
 ) -> None:
     """Whether this is the call that the token came with. Raises BatonError BAD_FIELD naming `field`."""
-    if len(token.places) != len(requests) * answers or token.digest != request_digest(requests, answers):
+    check_digest(token, request_digest(requests, answers), len(requests) * answers, field=field)
+
+
+def check_digest(token: ResumeToken, digest: int, answers: int, *, field: str) -> None:
+    """The same, of a call with so many answers in all."""
+    if len(token.places) != answers or token.digest != digest:
         text = "The resume token is of another request. Repeat that one as it was, but for its deadline and its id."
         raise bad_field(field, text)
 

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import grpc
 from batonpb import inference_pb2
 
-from baton.errors import BatonError
-from baton.ids import RequestId
+from baton.errors import BatonError, bad_field
 from baton.rpc import client_source, time_left_s
-from baton.tracing import CallMetadata, Traceparent, new_request_id, read_metadata
+from baton.tracing import Traceparent, new_request_id, read_metadata
 from router.byte_shares import TextOwner
 from router.keys import Admission, KeyBook, authorization_of
 from router.node import CutOff, RouterNode, client_guard
+from router.prompts import PromptEncoder
 from router.request import ClientCall
-from router.text_jobs import read_message
+from router.resume import Resume, ResumeToken, check_same, request_digest
+from router.text_jobs import read_attach, read_message
 from router.text_workers import SHORT_BYTES_MAX
+
+_T = TypeVar("_T")
 
 INFERENCE_SERVICE: Final = "baton.v1.Inference"
 
@@ -38,6 +41,14 @@ class InferenceService:
             "Generate": grpc.unary_stream_rpc_method_handler(
                 self._generate, response_serializer=inference_pb2.GenerateEvent.SerializeToString
             ),
+            "Attach": grpc.unary_stream_rpc_method_handler(
+                self._attach, response_serializer=inference_pb2.GenerateEvent.SerializeToString
+            ),
+            "Forget": grpc.unary_unary_rpc_method_handler(
+                self._forget,
+                request_deserializer=inference_pb2.ForgetRequest.FromString,
+                response_serializer=inference_pb2.ForgetReply.SerializeToString,
+            ),
             "GenerateUnary": grpc.unary_unary_rpc_method_handler(
                 self._generate_unary, response_serializer=inference_pb2.GenerateResponse.SerializeToString
             ),
@@ -46,30 +57,65 @@ class InferenceService:
 
     async def _generate(self, raw: bytes, context: Any) -> None:
         with self._admitted(context) as admission:
-            request = await self._read(raw, self._source(context), admission)
-            async with (
-                client_guard() as cut_off,
-                aclosing(self._events(request, context, admission, cut_off)) as events,
-            ):
-                async for event in events:
-                    await context.write(event)
+            request = await self._read(read_message, raw, context, admission)
+            resume = self._node.resumable(request_digest([request], 1)) if request.resumable else None
+            await self._send(request, resume, context, admission)
+
+    async def _attach(self, raw: bytes, context: Any) -> None:
+        with self._admitted(context) as admission:
+            message = await self._read(read_attach, raw, context, admission)
+            with self._refusals():
+                token = ResumeToken.decode(message.resume_token)
+                if len(token.places) != 1:
+                    raise bad_field("resume_token", "It is of a call for several answers: go on with it over HTTP.")
+                request = message.request if message.HasField("request") else None
+                if request is not None:
+                    check_same(token, [request], field="resume_token")
+                resume = Resume.attach(token, said=message.output.ids)
+            await self._send(request, resume, context, admission)
+
+    async def _forget(self, request: inference_pb2.ForgetRequest, context: Any) -> inference_pb2.ForgetReply:
+        with self._refusals():
+            key = self._keys.find(authorization_of(context.invocation_metadata())).key if self._keys else None
+            token = ResumeToken.decode(request.resume_token)
+            await self._node.forget(token, key.name if key is not None else None)
+        return inference_pb2.ForgetReply()
+
+    async def _send(
+        self,
+        request: inference_pb2.GenerateRequest | None,
+        resume: Resume | None,
+        context: Any,
+        admission: Admission | None,
+    ) -> None:
+        async with (
+            client_guard() as cut_off,
+            aclosing(self._events(request, context, admission, resume=resume, cut_off=cut_off)) as events,
+        ):
+            async for event in events:
+                await context.write(event)
 
     def _events(
         self,
-        request: inference_pb2.GenerateRequest,
+        request: inference_pb2.GenerateRequest | None,
         context: Any,
         admission: Admission | None,
+        *,
+        resume: Resume | None = None,
         cut_off: CutOff | None = None,
     ) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
-        called, rng = self._check(context), self._node.rng
+        rng = self._node.rng
+        with self._refusals():
+            called = read_metadata(context.invocation_metadata())
         parent, now_s = called.traceparent, asyncio.get_running_loop().time
         call = ClientCall(
             id=called.request_id or new_request_id(rng),
             trace=parent.child(rng) if parent is not None else Traceparent.new(rng, sampled=False),
             deadline_s=now_s() + time_left_s(context, self._node.config.rpc),
-            choice=request.sampling.choice,
+            choice=request.sampling.choice if request is not None else 0,
             source=self._source(context),
             cut_off=cut_off,
+            resume=resume,
         )
         return self._node.generate(request, call if admission is None else admission.sign(call, now_s))
 
@@ -79,48 +125,49 @@ class InferenceService:
         if self._keys is None:
             yield None
             return
-        try:
+        with self._refusals():
             use = self._keys.find(authorization_of(context.invocation_metadata()))
             admission = use.admit(asyncio.get_running_loop().time(), spread=self._node.rng.random())
-        except BatonError as error:
-            self._node.request_log.refused(error, door="grpc")
-            raise
         try:
             yield admission
         finally:
             admission.end()
 
-    def _check(self, context: Any) -> CallMetadata:
-        """Raises BatonError, which the log has too."""
-        request_id: RequestId | None = None
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """What is refused within is for the log too: no request has begun."""
         try:
-            called = read_metadata(context.invocation_metadata())
-            request_id = called.request_id
-            self._node.check_open()
+            yield
         except BatonError as error:
-            self._node.request_log.refused(error, door="grpc", request_id=request_id)
+            self._node.request_log.refused(error, door="grpc")
             raise
-        return called
 
     def _source(self, context: Any) -> str | None:
         return client_source(context, self._proxies)
 
-    async def _read(self, raw: bytes, source: str | None, admission: Admission | None) -> inference_pb2.GenerateRequest:
+    async def _read(
+        self,
+        work: Callable[[PromptEncoder, bytes | bytearray, int], _T],
+        raw: bytes,
+        context: Any,
+        admission: Admission | None,
+    ) -> _T:
         """Raises BatonError, which the log has too."""
         node, context_len_max = self._node, self._node.context_len_max()
-        try:
+        with self._refusals():
             if len(raw) <= SHORT_BYTES_MAX:
-                return read_message(node.prompts, raw, context_len_max)
-            owner = TextOwner(address=source, key=admission.key.name if admission is not None else None)
-            return await node.texts.run(owner, read_message, raw, context_len_max)
-        except BatonError as error:
-            node.request_log.refused(error, door="grpc")
-            raise
+                return work(node.prompts, raw, context_len_max)
+            key = admission.key.name if admission is not None else None
+            owner = TextOwner(address=self._source(context), key=key)
+            return await node.texts.run(owner, work, raw, context_len_max)
 
     async def _generate_unary(self, raw: bytes, context: Any) -> inference_pb2.GenerateResponse:
         response = inference_pb2.GenerateResponse()
         with self._admitted(context) as admission:
-            request = await self._read(raw, self._source(context), admission)
+            request = await self._read(read_message, raw, context, admission)
+            with self._refusals():
+                if request.resumable:
+                    raise bad_field("resumable", "Only a stream is resumable: call Generate, or leave resumable out.")
             async with aclosing(self._events(request, context, admission)) as events:
                 async for event in events:
                     kind = event.WhichOneof("event")

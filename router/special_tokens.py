@@ -114,6 +114,9 @@ class SpecialTokens:
         made = Counter(self._tokens[id_] for id_ in ids if id_ in self._tokens and id_ != self._unknown)
         self.refuse(made - chat.own, field=field)
 
+    def among(self, ids: Sequence[int]) -> bool:
+        return any(id_ in self._tokens for id_ in ids)
+
     def refuse(self, tokens: Counter[str], *, field: str) -> None:
         """Raises BatonError where there are any."""
         if tokens:

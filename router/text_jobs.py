@@ -37,10 +37,26 @@ def read_message(
         request = inference_pb2.GenerateRequest.FromString(bytes(raw))
     except DecodeError as error:
         raise BatonError(Reason.BAD_FIELD, "The message of the call is no GenerateRequest.") from error
+    _check_parts(request, context_len_max)
+    return request
+
+
+def read_attach(_prompts: PromptEncoder, raw: bytes | bytearray, context_len_max: int) -> inference_pb2.AttachRequest:
+    """The same of a client that attaches."""
+    try:
+        message = inference_pb2.AttachRequest.FromString(bytes(raw))
+    except DecodeError as error:
+        raise BatonError(Reason.BAD_FIELD, "The message of the call is no AttachRequest.") from error
+    if message.HasField("request"):
+        _check_parts(message.request, context_len_max)
+    check_prompt_length(len(message.output.ids), context_len_max, field="output")
+    return message
+
+
+def _check_parts(request: inference_pb2.GenerateRequest, context_len_max: int) -> None:
     check_counts(request)
     check_prompt_length(len(request.token_ids.ids), context_len_max, field="token_ids")
     request.DiscardUnknownFields()
-    return request
 
 
 def encode_prompt(

@@ -10,8 +10,8 @@ from baton.errors import BatonError, Reason
 from baton.lifecycle import Lifecycle
 from baton.wire import NodeRecord, Role
 from router.config import RouterConfig
+from router.job import Job
 from router.line import TOKEN_BYTES, Line, Place, Priority, Stage
-from router.request import Job
 
 
 class WaitingLine:
@@ -41,6 +41,10 @@ class WaitingLine:
         the line is full."""
         self._book.wait(job.place, job.place.size_bytes + TOKEN_BYTES * len(job.checked.prompt))
         await self._turn(job)
+
+    def skip(self, place: Place) -> None:
+        """It does not wait: nodes have it already, or its client has the beginning of its answer."""
+        self._book.skip(place)
 
     async def again(self, job: Job) -> None:
         """Wait for the turn of a request that nodes have no room for. Raises BatonError DEADLINE."""

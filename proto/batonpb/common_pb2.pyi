@@ -24,6 +24,7 @@ class Lifecycle(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LIFECYCLE_DRAINING: _ClassVar[Lifecycle]
     LIFECYCLE_DRAINED: _ClassVar[Lifecycle]
     LIFECYCLE_STOPPED: _ClassVar[Lifecycle]
+    LIFECYCLE_LAME_DUCK: _ClassVar[Lifecycle]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -42,6 +43,7 @@ LIFECYCLE_CORDONED: Lifecycle
 LIFECYCLE_DRAINING: Lifecycle
 LIFECYCLE_DRAINED: Lifecycle
 LIFECYCLE_STOPPED: Lifecycle
+LIFECYCLE_LAME_DUCK: Lifecycle
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason

@@ -108,6 +108,22 @@ def test_a_completion_is_the_same_streamed_and_whole(client: openai.OpenAI, clus
     assert (by_ids.choices[0].text, by_ids.usage and by_ids.usage.prompt_tokens) == (ids_wanted.text, 3)
 
 
+def test_a_resumable_stream_reads_as_any_other(client: openai.OpenAI) -> None:
+    """Clients that know nothing of ids of events, or of token ids, read what they read before."""
+    chat: Any = client.chat.completions
+    plain, resumable = (
+        [
+            (chunk.choices[0].delta.content, chunk.choices[0].finish_reason)
+            for chunk in chat.create(
+                model="tiny", messages=MESSAGES, temperature=0, max_tokens=12, stream=True,
+                extra_body={"ignore_eos": True, **extra},
+            )
+        ]
+        for extra in ({}, {"resumable": True, "return_token_ids": True})
+    )  # fmt: skip
+    assert [each for each in resumable if each != ("", None) and each != (None, None)] == plain
+
+
 def test_a_chat_is_rendered_by_the_models_template(client: openai.OpenAI, cluster: RunningCluster, model: Path) -> None:
     """The prompt is the rendered template, its special tokens as such; the role comes with the first token only."""
     ids = list(TextCodec.load(model).encode_chat(RENDERED))

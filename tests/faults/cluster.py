@@ -6,7 +6,7 @@ import asyncio
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -16,10 +16,12 @@ from baton.directory_setting import open_directory
 from baton.errors import BatonError
 from baton.rpc import ChannelLimits, Channels
 from cli.services import Service
-from cli.supervisor import ROUTER_NAME, Cluster, ClusterSpec
+from cli.supervisor import Cluster, ClusterSpec
 from node.peers import OUT_OF_REACH
+from tests.faults.asking import Asker, GrpcAsker
 from tests.faults.points import ARMED_ENV, NTH, Failpoint, Strike, Struck, Trigger
-from tests.support.cluster_harness import Client, RunningCluster, mock_spec, wait_for
+from tests.support.cluster_harness import ROUTER_NAME, Client, RunningCluster, mock_spec, wait_for
+from tests.support.fork_server import forked_children
 from tests.support.ports import free_ports
 
 WAIT_S_MAX: Final = 120.0
@@ -40,14 +42,23 @@ ROUTER_FLAGS: Final[Mapping[str, object]] = {
 """Requests wait for nodes, and nothing gives them up early: a case is about what becomes of them, not about limits."""
 RECEIVER_FLAGS: Final[Mapping[str, object]] = {
     "orphan_ms": 600,
+    "resume_ms": 3_000,
     "receiver.lease_ms": 2_000,
     "receiver.revoke_ms": 300,
 }
 
 
-def faulty_spec(*, both: Mapping[str, object] | None = None, redis: str | None = None) -> ClusterSpec:
-    """Two prefill and two decode nodes of the mock engine: four chunks of four layers for a prompt of 400 tokens, five
-    milliseconds for a token, and few blocks, so that they are soon used again. `redis` is the directory's URL."""
+def faulty_spec(
+    *,
+    both: Mapping[str, object] | None = None,
+    decode_flags: Mapping[str, object] | None = None,
+    redis: str | None = None,
+    routers: int = 2,
+    web: bool = False,
+) -> ClusterSpec:
+    """Two routers, two prefill and two decode nodes of the mock engine: four chunks of four layers for a prompt of 400
+    tokens, five milliseconds for a token, and few blocks, so that they are soon used again. `redis` is the directory's
+    URL. With `web` routers serve HTTP."""
     return with_ports(
         replace(
             mock_spec(
@@ -56,16 +67,18 @@ def faulty_spec(*, both: Mapping[str, object] | None = None, redis: str | None =
                 blocks=300,
                 both={**MEMBERSHIP, "engine.tokens_per_step_max": CHUNK_TOKENS, **(both or {})},
                 prefill_flags={"engine.mock_layer_delay_ms": 3},
-                decode_flags={"engine.mock_layer_delay_ms": 1, **RECEIVER_FLAGS},
+                decode_flags={"engine.mock_layer_delay_ms": 1, **RECEIVER_FLAGS, **(decode_flags or {})},
                 router_flags=ROUTER_FLAGS,
             ),
             directory=redis,
+            http="127.0.0.1:0" if web else None,
+            routers=routers,
         )
     )
 
 
 def mixed_spec(*, both: Mapping[str, object] | None = None) -> ClusterSpec:
-    """Three mixed nodes, and no others: prompts of fewer than 64 tokens are kept, the others handed over."""
+    """Two routers and three mixed nodes: prompts of fewer than 64 tokens are kept, the others handed over."""
     flags: dict[str, object] = {
         **MEMBERSHIP,
         **RECEIVER_FLAGS,
@@ -74,16 +87,25 @@ def mixed_spec(*, both: Mapping[str, object] | None = None) -> ClusterSpec:
         "handoff_tokens_min": 64,
         **(both or {}),
     }
-    return with_ports(mock_spec(prefill=0, decode=0, mixed=3, blocks=300, both=flags, router_flags=ROUTER_FLAGS))
+    spec = mock_spec(prefill=0, decode=0, mixed=3, blocks=300, both=flags, router_flags=ROUTER_FLAGS)
+    return with_ports(replace(spec, routers=2))
+
+
+def only_router_spec() -> ClusterSpec:
+    """As `faulty_spec`, with one router. Answers go on without it for long enough that it can be started again."""
+    return faulty_spec(decode_flags={"orphan_ms": 20_000}, routers=1)
 
 
 def with_ports(spec: ClusterSpec) -> ClusterSpec:
-    """The same, each process on a fixed port of 127.0.0.1."""
-    names = [name for name, _ in spec.processes()]
-    listen = {name: f"127.0.0.1:{port}" for name, port in zip(names, free_ports(len(names)), strict=True)}
-    node_flags: dict[str, Mapping[str, object]] = {
-        name: {"listen": place, **spec.node_flags.get(name, {})} for name, place in listen.items()
-    }
+    """The same, each process on fixed ports of 127.0.0.1."""
+    services = dict(spec.processes())
+    routers = [name for name, service in services.items() if service is Service.ROUTER and spec.http is not None]
+    keys = [(name, "listen") for name in services] + [(name, "http_listen") for name in routers]
+    node_flags: dict[str, dict[str, object]] = {name: {} for name in services}
+    for (name, key), port in zip(keys, free_ports(len(keys)), strict=True):
+        node_flags[name][key] = f"127.0.0.1:{port}"
+    for name, flags in spec.node_flags.items():
+        node_flags[name].update(flags)
     return replace(spec, node_flags=node_flags)
 
 
@@ -103,19 +125,43 @@ class FaultyCluster(RunningCluster):
         spec = replace(spec, start_ms_max=int(WAIT_S_MAX * 1e3))
         super().__init__(spec, asyncio.Runner())
         self.cluster = _Processes(replace(spec, env={**spec.env, ARMED_ENV: str(self.trigger.armed)}))
+        self.doors: dict[str, str] = {}
+        """Where clients reach the routers of these names, in place of the routers' own endpoints."""
+        self._askers: dict[str, Asker] = {}
+
+    @property
+    def router_names(self) -> list[str]:
+        return [name for name, service in self.cluster.spec.processes() if service is Service.ROUTER]
+
+    def asker(self, router: str = "") -> Asker:
+        """A client of the router of this name only, by default of all."""
+        if router not in self._askers:
+            endpoints = {**self.cluster.endpoints, **self.doors}
+            names = [router] if router else self.router_names
+            self._askers[router] = GrpcAsker([endpoints[name] for name in names])
+        return self._askers[router]
+
+    @property
+    def web_endpoints(self) -> list[str]:
+        """Where routers serve HTTP."""
+        return [self.cluster.others_of(name)["http"] for name in self.router_names]
 
     async def stop(self) -> None:
         """Raises AssertionError where a process did not stop well."""
+        for asker in self._askers.values():
+            await asker.close()
         await super().stop()
         problems = await self.cluster.stop()
         assert not problems, "\n".join(problems)
 
-    def arm(self, **strike: Any) -> None:
-        self.trigger.arm(self.strike(**strike))
+    async def arm(self, **strike: Any) -> None:
+        self.trigger.arm(await self.strike(**strike))
 
-    def strike(self, *, point: Failpoint, nth: int = 0, **strike: Any) -> Strike:
+    async def strike(self, *, point: Failpoint, nth: int = 0, **strike: Any) -> Strike:
         """At the nth time that the request gets there; 0: at one in the middle."""
-        return Strike(point=point, nth=nth or NTH.get(point, 1), pids=self.cluster.pids, **strike)
+        routers = {str((await self.status(name)).record.incarnation): name for name in self.router_names}
+        nth = nth or NTH.get(point, 1)
+        return Strike(point=point, nth=nth, pids=self.cluster.pids, routers=routers, **strike)
 
     async def struck(self, number: int = 0) -> Struck:
         """Wait for it."""
@@ -190,9 +236,10 @@ class FaultyCluster(RunningCluster):
 
 
 @asynccontextmanager
-async def faulty(spec: ClusterSpec) -> AsyncIterator[FaultyCluster]:
-    """A cluster for the length of the block; nothing of it is left afterwards."""
-    with tempfile.TemporaryDirectory(prefix="baton-faults-") as folder:
+async def faulty(spec: ClusterSpec, *, forked: bool = True) -> AsyncIterator[FaultyCluster]:
+    """A cluster for the length of the block; nothing of it is left afterwards. `forked` processes start within tenths
+    of a second."""
+    with tempfile.TemporaryDirectory(prefix="baton-faults-") as folder, forked_children() if forked else nullcontext():
         cluster = FaultyCluster(spec, Path(folder))
         try:
             await cluster.start()

@@ -13,7 +13,8 @@ from tests.faults.links import GrpcCase, Ill
 from tests.faults.load import Load
 from tests.faults.outcome import Outcome
 from tests.faults.points import Failpoint, Hit, Side
-from tests.faults.signals import Questions, ask_marked, nothing_left, settle
+from tests.faults.questions import Questions
+from tests.faults.signals import ask_marked, nothing_left, settle
 
 PREFILL: Final = Hit(side=Side.PREFILL, signum=signal.SIGKILL)
 DECODE: Final = Hit(side=Side.DECODE, signum=signal.SIGKILL)
@@ -56,10 +57,10 @@ class DoubleCase:
             point, second = self.then
             blows.append((second,))
             nth = 1 if point is Failpoint.LAYER else 0  # its prompt is cached by now: there may be only one chunk
-            then = cluster.strike(point=point, nth=nth, mark=questions.mark, hits=(second,))
+            then = await cluster.strike(point=point, nth=nth, mark=questions.mark, hits=(second,))
         killed, stopped = set[str](), set[str]()
-        async with Load(cluster.client, questions) as load:
-            cluster.arm(point=self.point, mark=questions.mark, hits=self.hits, then=then)
+        async with Load(cluster.asker, questions) as load:
+            await cluster.arm(point=self.point, mark=questions.mark, hits=self.hits, then=then)
             hit, first = await ask_marked(cluster, load, questions)
             began_s = first.at_s
             for number, hits in enumerate(blows):
@@ -76,7 +77,7 @@ class DoubleCase:
                         await cluster.restart(name)
             await hit.task
             await load.finish()
-        outcome.count(load.asked, hit, struck_s=began_s, router_killed=ROUTER in self.hits)
+        outcome.count(load.asked, hit, struck_s=began_s, router_struck=any(ROUTER in hits for hits in blows))
         for name in sorted(stopped, key=cluster.cluster.names.index):  # the directory first: it says who is there
             if name == DIRECTORY_NAME:
                 await asyncio.sleep(TTL_MS / 1e3)
@@ -121,6 +122,21 @@ CASES: Final = (
     DoubleCase(point=Failpoint.DECODING, hits=(DECODE,), then=(Failpoint.LAYER, PREFILL)),
     DoubleCase(point=Failpoint.DECODING, hits=(DECODE,), then=(Failpoint.DECODING, DECODE), at_once=True),
     DoubleCase(point=Failpoint.DECODING, hits=(DECODE_STOPPED,), then=(Failpoint.SEALED, PREFILL)),
+    DoubleCase(point=Failpoint.DECODING, hits=(ROUTER, DECODE)),
+    DoubleCase(point=Failpoint.FINISHED, hits=(ROUTER, DECODE)),
+    DoubleCase(point=Failpoint.DECODING, hits=(ROUTER, PREFILL)),
+    DoubleCase(point=Failpoint.DECODING, hits=(ROUTER, DIRECTORY)),
+    DoubleCase(point=Failpoint.DECODING, hits=(ROUTER,), then=(Failpoint.TAKE_OVER, DECODE)),
+    DoubleCase(point=Failpoint.DECODING, hits=(ROUTER,), then=(Failpoint.TAKE_OVER, DECODE_STOPPED)),
+    *(
+        DoubleCase(point=Failpoint.DECODING, hits=(ROUTER,), then=(point, ROUTER), at_once=True)
+        for point in (Failpoint.ATTACH, Failpoint.TAKE_OVER, Failpoint.TAKEN_OVER)
+    ),
+)
+ONLY_ROUTER_CASES: Final = (
+    DoubleCase(kind="only-", point=Failpoint.LAYER, hits=(ROUTER, DECODE), at_once=True),
+    DoubleCase(kind="only-", point=Failpoint.DECODING, hits=(ROUTER, DECODE), at_once=True),
+    DoubleCase(kind="only-", point=Failpoint.DECODING, hits=(ROUTER,), then=(Failpoint.ATTACH, ROUTER), at_once=True),
 )
 MIXED_CASES: Final = (
     DoubleCase(kind="mixed-", point=Failpoint.LAYER, hits=(PREFILL, DECODE)),

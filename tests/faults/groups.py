@@ -11,11 +11,10 @@ from typing import Any, Final, Protocol
 
 from baton.errors import BatonError
 from cli.supervisor import ClusterSpec
-from tests.faults import doubles, links, real, redis_away, signals
-from tests.faults.cluster import FaultyCluster, faulty, faulty_spec, mixed_spec
-from tests.faults.load import MockQuestions
+from tests.faults import doubles, links, real, redis_away, rolling, signals
+from tests.faults.cluster import FaultyCluster, faulty, faulty_spec, mixed_spec, only_router_spec
 from tests.faults.outcome import Outcome
-from tests.faults.signals import Questions
+from tests.faults.questions import MockQuestions, Questions
 
 HANDED_OVER: Final = 400
 KEPT: Final = 40
@@ -91,6 +90,10 @@ async def redis_cluster(*, seed: int) -> AsyncIterator[tuple[redis_away.RedisSta
 GROUPS: Final[tuple[Group, ...]] = (
     Group(cases=signals.CASES, opened=partial(mock_cluster, faulty_spec)),
     Group(cases=doubles.CASES, opened=partial(mock_cluster, faulty_spec)),
+    Group(
+        cases=(*signals.ONLY_ROUTER_CASES, *doubles.ONLY_ROUTER_CASES),
+        opened=partial(mock_cluster, only_router_spec),
+    ),
     Group(cases=(*signals.MIXED_CASES, *doubles.MIXED_CASES), opened=partial(mock_cluster, mixed_spec)),
     Group(cases=signals.KEPT_CASES, opened=partial(mock_cluster, mixed_spec, marked_tokens=KEPT)),
     Group(cases=(*links.CASES, *doubles.LINK_CASES), opened=partial(link_cluster, faulty_spec, data=False)),
@@ -100,6 +103,7 @@ GROUPS: Final[tuple[Group, ...]] = (
         cases=(*links.KEPT_CASES, *doubles.KEPT_LINK_CASES),
         opened=partial(link_cluster, mixed_spec, data=True, marked_tokens=KEPT),
     ),
+    Group(cases=rolling.CASES, opened=rolling.rolling_cluster),
     Group(cases=redis_away.CASES, opened=redis_cluster),
     Group(cases=real.CASES, opened=real.real_cluster),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -12,17 +13,20 @@ from enum import Enum
 from typing import Final, Generic, Protocol, TypeVar
 
 from cli.services import Service
-from cli.supervisor import DIRECTORY_NAME, ROUTER_NAME, ClusterSpec
+from cli.supervisor import DIRECTORY_NAME, ClusterSpec
 from tests.faults.cluster import FaultyCluster, faulty
 from tests.faults.load import Load
 from tests.faults.outcome import Outcome
-from tests.faults.points import Failpoint, Hit, Side, Struck
+from tests.faults.points import END_POINTS, Failpoint, Hit, Side, Struck
 from tests.faults.proxy import Dark, Proxy, Spoil
-from tests.faults.signals import Questions, ask_marked, nothing_left, settle
+from tests.faults.questions import Questions
+from tests.faults.signals import ask_marked, nothing_left, settle
 from tests.support.ports import free_ports
 
 PROXY_HOST: Final = "127.0.0.2"
 """Where data connections are made to; the receiver listens on the same port of 127.0.0.1."""
+CLIENT_NAME: Final = Side.CLIENT.value
+"""This process, as the owner of connections."""
 SPOIL_AFTER_BYTES: Final = 400
 """Into the frame that comes next: behind its head and its table, within a record."""
 
@@ -39,7 +43,8 @@ class Ill(Enum):
 
 
 class LinkCluster:
-    """A cluster with a proxy before each prefill and decode node, and one before each decode node's data port."""
+    """A cluster with a proxy before each router, prefill and decode node, and one before each decode node's data
+    port."""
 
     def __init__(self, cluster: FaultyCluster) -> None:
         self.cluster = cluster
@@ -90,9 +95,19 @@ class Played(ABC, Generic[_S]):
     point: Failpoint
 
     @property
+    def struck_side(self) -> Side:
+        """Who must serve again, of whatever the test does."""
+        return Side.DECODE
+
+    @property
     def also_killed(self) -> tuple[Side, ...]:
         """At the same time as the test strikes."""
         return ()
+
+    @property
+    def router_struck(self) -> bool:
+        """It, or the client's way to it."""
+        return Side.ROUTER in self.also_killed
 
     @property
     @abstractmethod
@@ -113,9 +128,9 @@ class Played(ABC, Generic[_S]):
         """Raises AssertionError where the case itself could not be played."""
         cluster, outcome = stage.cluster, Outcome(case=self.name)
         strikes: asyncio.Queue[Struck] = asyncio.Queue()
-        async with Load(cluster.client, questions) as load, struck_by_test(cluster, strikes) as port:
-            hits = (Hit(side=Side.DECODE), *(Hit(side=side, signum=signal.SIGKILL) for side in self.also_killed))
-            cluster.arm(point=self.point, mark=questions.mark, hits=hits, ask_port=port)
+        async with Load(cluster.asker, questions) as load, struck_by_test(cluster, strikes) as port:
+            hits = (Hit(side=self.struck_side), *(Hit(side=side, signum=signal.SIGKILL) for side in self.also_killed))
+            await cluster.arm(point=self.point, mark=questions.mark, hits=hits, ask_port=port)
             hit, _ = await ask_marked(cluster, load, questions)
             struck = await strikes.get()
             try:
@@ -130,7 +145,7 @@ class Played(ABC, Generic[_S]):
                 await self.meanwhile(stage, questions, outcome)
             finally:
                 stage.heal()
-        outcome.count(load.asked, hit, struck_s=struck.at_s, router_killed=False)
+        outcome.count(load.asked, hit, struck_s=struck.at_s, router_struck=self.router_struck)
         if self.also_killed:
             await nothing_left(cluster, outcome)
             for name in struck.targets[1:]:
@@ -151,15 +166,23 @@ class GrpcCase(Played[LinkCluster]):
     def name(self) -> str:
         return f"{self.kind}{self.ill.value}-{self.ends[0].value}-{self.ends[1].value}-at-{self.point.value}"
 
+    @property
+    def struck_side(self) -> Side:
+        return self.ends[1]
+
+    @property
+    def router_struck(self) -> bool:
+        return Side.ROUTER in self.also_killed or Side.CLIENT in self.ends
+
     def touched(self, struck: Struck) -> set[str]:
-        return {_name(side, struck) for side in self.ends}
+        return {_name(side, struck) for side in self.ends if side is not Side.CLIENT}
 
     def strike(self, stage: LinkCluster, struck: Struck) -> None:
         first, second = (_name(side, struck) for side in self.ends)
         for owner, name in ((first, second), (second, first)):
             proxy = stage.grpc.get(name)
             if proxy is None:
-                continue  # nobody calls the router
+                continue  # nobody calls a client
             if self.ill is Ill.DARK:
                 proxy.darken(owner)
             elif self.ill is Ill.DEAF:
@@ -212,22 +235,22 @@ class AloneCase(Played[LinkCluster]):
 
 
 def _name(side: Side, struck: Struck) -> str:
-    if side is Side.ROUTER:
-        return ROUTER_NAME
-    return {Side.PREFILL: struck.writer, Side.DECODE: struck.receiver}[side]
+    names = {Side.PREFILL: struck.writer, Side.DECODE: struck.receiver, Side.ROUTER: struck.router}
+    return names.get(side) or side.value
 
 
 def _with_proxies(spec: ClusterSpec, *, data: bool) -> tuple[ClusterSpec, Mapping[str, int], Mapping[str, int]]:
     """The same, reached through proxies; the ports of those for gRPC and for data, by the name behind them."""
     services = dict(spec.processes())
-    nodes = [name for name, service in services.items() if service.has_engine]
-    receivers = [name for name in nodes if services[name] is not Service.PREFILL] if data else []
+    nodes = [name for name, service in services.items() if service is not Service.DIRECTORY]
+    receivers = [name for name in nodes if services[name] in (Service.DECODE, Service.MIXED)] if data else []
     ports = free_ports(len(nodes) + len(receivers))
     grpc_ports = dict(zip(nodes, ports, strict=False))
     data_ports = dict(zip(receivers, ports[len(nodes) :], strict=True))
     flags: dict[str, Mapping[str, object]] = {name: dict(spec.node_flags[name]) for name in services}
     for name, port in grpc_ports.items():
-        flags[name] = {**flags[name], "advertise": f"127.0.0.1:{port}"}
+        if services[name].has_engine:  # who calls a router is told where
+            flags[name] = {**flags[name], "advertise": f"127.0.0.1:{port}"}
     for name, port in data_ports.items():
         flags[name] = {**flags[name], "data_listen": f"127.0.0.1:{port}", "data_advertise_host": PROXY_HOST}
     return replace(spec, node_flags=flags), grpc_ports, data_ports
@@ -242,7 +265,7 @@ async def linked(make_spec: Callable[..., ClusterSpec], *, data: bool) -> AsyncI
         books: list[LinkCluster] = []
 
         def pids() -> Mapping[str, int]:
-            return books[0].cluster.cluster.pids if books else {}
+            return {CLIENT_NAME: os.getpid(), **books[0].cluster.cluster.pids} if books else {}
 
         async def proxy(listen: tuple[str, int], target: tuple[str, int]) -> Proxy:
             made = Proxy(listen, target, pids=pids)
@@ -259,6 +282,7 @@ async def linked(make_spec: Callable[..., ClusterSpec], *, data: bool) -> AsyncI
         cluster = await stack.enter_async_context(faulty(spec))
         links = LinkCluster(cluster)
         links.grpc, links.data = grpc_proxies, data_proxies
+        cluster.doors.update({name: f"127.0.0.1:{grpc_ports[name]}" for name in cluster.router_names})
         books.append(links)
         yield links
 
@@ -272,6 +296,15 @@ CASES: Final = (
             (Ill.DEAF, (Failpoint.LAYER,)),
         )
         for ends in ((Side.ROUTER, Side.PREFILL), (Side.ROUTER, Side.DECODE), (Side.PREFILL, Side.DECODE))
+        for point in points
+    ),
+    *(
+        GrpcCase(ends=(Side.CLIENT, Side.ROUTER), ill=ill, point=point)
+        for ill, points in (
+            (Ill.CUT, (Failpoint.RESERVED, Failpoint.LAYER, Failpoint.COMMIT_SENT, Failpoint.DECODING, *END_POINTS)),
+            (Ill.DARK, (Failpoint.LAYER, Failpoint.DECODING, Failpoint.FINISHED)),
+            (Ill.DEAF, (Failpoint.DECODING,)),
+        )
         for point in points
     ),
 )

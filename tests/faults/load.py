@@ -1,54 +1,39 @@
-"""Streamed requests whose right answer is known, and what came of each."""
+"""Streamed requests, and what came of each."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, Final, Self
+from typing import Final, Self
 
+from baton.client import Answer
 from baton.errors import BatonError
-from baton.rpc import rpc_errors
-from tests.support.cluster_harness import Answer, Client, collect, make_request, mock_tokens
+from tests.faults.asking import Asker
+from tests.faults.questions import Question
 
-ANSWER_S_MAX: Final = 150.0
-"""Deadline of each request. One that meets it is lost."""
 AT_ONCE: Final = 8
-MARK: Final = 999
-"""First token of the prompt that a fault strikes. No other prompt has it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    prompt: list[int]
-    max_tokens: int
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    expected: list[int]
-    salt: str = ""
-    """Whose prompts may share cached prefixes with this one."""
 
 
 class Asked:
     """A request under way. `answer` and `error` are set when it is over."""
 
-    def __init__(self, client: Client, question: Question) -> None:
+    def __init__(self, asker: Asker, question: Question) -> None:
         self.question = question
         self.token_times_s: list[float] = []
         """On the machine's monotonic clock."""
         self.answer: Answer | None = None
         self.error: BatonError | AssertionError | None = None
         self.begun = asyncio.Event()
-        self.task = asyncio.create_task(self._run(client))
+        self.task = asyncio.create_task(self._run(asker))
 
     @property
     def wrong(self) -> bool:
         """The client was told something that is not so."""
         if isinstance(self.error, AssertionError):
             return True
-        return self.answer is not None and self.answer.ids != self.question.expected
+        return self.answer is not None and not self.question.answered_by(self.answer)
 
     @property
     def failed(self) -> bool:
@@ -69,42 +54,38 @@ class Asked:
         times = [since_s, *(at_s for at_s in self.token_times_s if at_s > since_s)]
         return max((later - sooner for sooner, later in pairwise(times)), default=0.0)
 
-    async def _run(self, client: Client) -> None:
-        question = self.question
-        request = make_request(question.prompt, max_tokens=question.max_tokens, **question.sampling)
-        if question.salt:
-            request.cache_salt = question.salt
+    async def _run(self, asker: Asker) -> None:
         try:
-            with rpc_errors("router-0"):
-                self.answer = await collect(self._timed(client.stub.Generate(request, timeout=ANSWER_S_MAX)))
+            self.answer = await asker.ask(self.question, came=self._came)
         except (BatonError, AssertionError) as error:
             self.error = error
         finally:
             self.begun.set()
 
-    async def _timed(self, call: Any) -> AsyncIterator[Any]:
-        async for event in call:
-            if event.WhichOneof("event") == "tokens":
-                self.token_times_s.append(time.monotonic())
-                self.begun.set()
-            yield event
+    def _came(self) -> None:
+        self.token_times_s.append(time.monotonic())
+        self.begun.set()
 
 
 class Load:
-    """Keeps `AT_ONCE` requests going in the block, each worker one after the other, until told to finish.
+    """Keeps `at_once` requests going in the block, each worker one after the other, until told to finish. Each request
+    is asked by what `asker` gives then.
 
     Nothing of it runs on after the block.
     """
 
-    def __init__(self, client: Client, questions: Callable[[], Question]) -> None:
+    def __init__(
+        self, asker: Callable[[], Asker], questions: Callable[[], Question], *, at_once: int = AT_ONCE
+    ) -> None:
         self.asked: list[Asked] = []
-        self._client = client
+        self._asker = asker
         self._questions = questions
+        self._at_once = at_once
         self._finishing = False
         self._workers: list[asyncio.Task[None]] = []
 
     def ask(self, question: Question) -> Asked:
-        asked = Asked(self._client, question)
+        asked = Asked(self._asker(), question)
         self.asked.append(asked)
         return asked
 
@@ -115,7 +96,7 @@ class Load:
 
     async def __aenter__(self) -> Self:
         """Returns when every worker's first answer has begun."""
-        self._workers = [asyncio.create_task(self._work()) for _ in range(AT_ONCE)]
+        self._workers = [asyncio.create_task(self._work()) for _ in range(self._at_once)]
         await asyncio.sleep(0)
         await asyncio.gather(*(asked.begun.wait() for asked in self.asked))
         return self
@@ -132,34 +113,3 @@ class Load:
             await asked.task
             if asked.failed:
                 return
-
-
-class MockQuestions:
-    """Questions to the mock engine, greedy and seeded in turn."""
-
-    mark = MARK
-
-    def __init__(self, seed: int, *, marked_tokens: int = 400) -> None:
-        self._rng = random.Random(seed)
-        self._marked_tokens = marked_tokens
-        self._count = 0
-
-    def __call__(self) -> Question:
-        rng = self._rng
-        prompt = [rng.randrange(1, MARK) for _ in range(rng.choice((8, 40, 150, 300)))]
-        return self._question(prompt, rng.randrange(60, 160))
-
-    def marked(self) -> Question:
-        """400 tokens of prompt are four chunks."""
-        rest = [self._rng.randrange(1, MARK) for _ in range(self._marked_tokens - 1)]
-        return self._question([MARK, *rest], 120)
-
-    def short(self) -> Question:
-        return self._question([self._rng.randrange(1, MARK) for _ in range(100)], 4)
-
-    def _question(self, prompt: list[int], count: int) -> Question:
-        self._count += 1
-        seeded = {"temperature": 0.8, "top_p": 0.9, "seed": self._count}
-        sampling: dict[str, Any] = seeded if self._count % 2 else {}
-        expected = mock_tokens(prompt, count, **sampling)
-        return Question(prompt=prompt, max_tokens=count, sampling=sampling, expected=expected)

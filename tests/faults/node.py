@@ -5,37 +5,51 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final
 
 import cli.main
 from cli.services import Service
-from tests.faults.points import ARMED_ENV, Failpoint, Failpoints
+from tests.faults.points import ARMED_ENV, Ends, Failpoint, Failpoints
 
 
 class Marks:
-    """What the wrapped methods know of each request: the first token of its prompt, and the node at the other end."""
+    """What the wrapped methods know of each request: the first token of its prompt, its router, and the node at the
+    other end."""
 
-    def __init__(self) -> None:
+    def __init__(self, own_name: str) -> None:
+        self.own_name = own_name
         self.of_request: dict[str, int] = {}
         self.peer_of_request: dict[str, str] = {}
+        self.router_of_request: dict[str, str] = {}
         self.name_of_writer: dict[int, str] = {}
 
+    def note(self, request: str, prompt: Sequence[int], router: int) -> None:
+        self.of_request[request] = prompt[0]
+        self.router_of_request[request] = str(router)
 
-def wrap_prefill(points: Failpoints, known: Marks) -> None:
+    def at_receiver(self, request: str) -> Ends:
+        """A request that is kept has no node at the other end."""
+        writer = self.peer_of_request.get(request, self.own_name)
+        return Ends(writer=writer, receiver=self.own_name, router=self.router_of_request.get(request, ""))
+
+
+def wrap_prefill(points: Failpoints, marks: Marks) -> None:
     from kvtransfer.writer import WriterPeer
     from prefill_node.node import PrefillNode, StepSink
 
-    marks = known.of_request
     real_enqueue, real_layer_done, real_seal = PrefillNode._enqueue, StepSink.layer_done, WriterPeer._seal_now
 
     def enqueue(self: PrefillNode, request: Any, *rest: Any) -> Any:
-        marks[request.key.request] = request.prompt[0]
+        marks.note(request.key.request, request.prompt, request.router)
         return real_enqueue(self, request, *rest)
 
     def reach(point: Failpoint, handoff: Any) -> None:
         request = handoff.key.request
-        points.reach(point, mark=marks[request], request=request, peer=handoff.peer.address.name)
+        router = marks.router_of_request[request]
+        ends = Ends(writer=marks.own_name, receiver=handoff.peer.address.name, router=router)
+        points.reach(point, mark=marks.of_request[request], request=request, ends=ends)
 
     def layer_done(self: StepSink, layer: int) -> None:
         real_layer_done(self, layer)
@@ -55,10 +69,11 @@ def wrap_decode(points: Failpoints, marks: Marks) -> None:
     _wrap_receiving(points, marks)
     _wrap_landing(points, marks)
     _wrap_running(points, marks)
+    _wrap_taking_over(points, marks)
 
 
 def wrap_mixed(points: Failpoints, marks: Marks) -> None:
-    """Both halves. A request that is kept has no node at the other end, and is only seen to decode."""
+    """Both halves. A request that is kept is only seen to decode."""
     wrap_prefill(points, marks)
     wrap_decode(points, marks)
 
@@ -77,13 +92,11 @@ def _wrap_receiving(points: Failpoints, marks: Marks) -> None:
         return await real_connect(self, request, context)
 
     def reach(point: Failpoint, request: str) -> None:
-        points.reach(
-            point, mark=marks.of_request[request], request=request, peer=marks.peer_of_request.get(request, "")
-        )
+        points.reach(point, mark=marks.of_request[request], request=request, ends=marks.at_receiver(request))
 
     async def reserve(self: ReceiverService, request: Any, context: Any) -> Any:
         key = request.key.request
-        marks.of_request[key] = request.prompt[0]
+        marks.note(key, request.prompt, request.router)
         marks.peer_of_request[key] = marks.name_of_writer[request.header.sender]
         reach(Failpoint.RESERVE_SENT, key)
         reply = await real_reserve(self, request, context)
@@ -110,8 +123,8 @@ def _wrap_landing(points: Failpoints, marks: Marks) -> None:
     def seal_landed(self: Receiver, pair: Any, seal: Any) -> None:
         grant = self.grants._grants.get(seal.grant)
         request = "" if grant is None else grant.key.request
-        mark, peer = marks.of_request.get(request, -1), marks.peer_of_request.get(request, "")
-        if grant is not None and points.reach(Failpoint.LANDED, mark=mark, request=request, peer=peer):
+        mark, ends = marks.of_request.get(request, -1), marks.at_receiver(request)
+        if grant is not None and points.reach(Failpoint.LANDED, mark=mark, request=request, ends=ends):
             checks, layout = self.checks, self._layout
             region = checks._thread.region
             assert isinstance(region, memoryview)
@@ -128,8 +141,7 @@ def _wrap_running(points: Failpoints, marks: Marks) -> None:
     real_committed, real_step_ended = DecodeNode.committed, DecodeNode.step_ended
 
     def reach(point: Failpoint, request: str) -> None:
-        peer = marks.peer_of_request.get(request, "")
-        points.reach(point, mark=marks.of_request[request], request=request, peer=peer)
+        points.reach(point, mark=marks.of_request[request], request=request, ends=marks.at_receiver(request))
 
     def committed(self: DecodeNode, key: Any, grant: Any) -> None:
         real_committed(self, key, grant)
@@ -138,11 +150,60 @@ def _wrap_running(points: Failpoints, marks: Marks) -> None:
     def step_ended(self: DecodeNode, sink: Any, events: list[Any]) -> None:
         real_step_ended(self, sink, events)
         for event in events:
-            if event.token is not None and event.finish is None:
-                reach(Failpoint.DECODING, event.seq.key.request)
+            if event.token is not None:
+                reach(Failpoint.DECODING if event.finish is None else Failpoint.FINISHED, event.seq.key.request)
 
     _replace(DecodeNode, "committed", committed)
     _replace(DecodeNode, "step_ended", step_ended)
+
+
+def _wrap_taking_over(points: Failpoints, marks: Marks) -> None:
+    from decode_node.service import DecodeService
+
+    real_take_over = DecodeService.TakeOver
+
+    async def take_over(self: DecodeService, request: Any, context: Any) -> Any:
+        if request.forget:
+            return await real_take_over(self, request, context)
+        key = request.key.request
+        marks.router_of_request[key] = str(request.header.sender)
+        mark, ends = marks.of_request.get(key, -1), marks.at_receiver(key)
+        points.reach(Failpoint.TAKE_OVER, mark=mark, request=key, ends=ends)
+        reply = await real_take_over(self, request, context)
+        points.reach(Failpoint.TAKEN_OVER, mark=mark, request=key, ends=ends)
+        return reply
+
+    _replace(DecodeService, "TakeOver", take_over)
+
+
+def wrap_router(points: Failpoints, marks: Marks) -> None:
+    """A call is known by its secret here, whatever ids its attempts have."""
+    from router.node import RouterNode
+    from router.resume import ResumeToken
+
+    real_generate: Any = RouterNode.generate
+    real_forget = RouterNode.forget
+
+    def reach(point: Failpoint, call: str) -> None:
+        ends = Ends(writer="", receiver="", router=marks.own_name)
+        points.reach(point, mark=marks.of_request.get(call, -1), request=call, ends=ends)
+
+    async def generate(self: RouterNode, request: Any, call: Any) -> Any:
+        if call.resume is not None and request is not None and request.token_ids.ids:
+            secret = call.resume.secret.hex()
+            marks.of_request[secret] = request.token_ids.ids[0]
+            if call.resume.place is not None:
+                reach(Failpoint.ATTACH, secret)
+        async with aclosing(real_generate(self, request, call)) as events:
+            async for event in events:
+                yield event
+
+    async def forget(self: RouterNode, token: ResumeToken, *rest: Any, **others: Any) -> Any:
+        reach(Failpoint.FORGET, token.secret.hex())
+        return await real_forget(self, token, *rest, **others)
+
+    _replace(RouterNode, "generate", generate)
+    _replace(RouterNode, "forget", forget)
 
 
 def _replace(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
@@ -151,6 +212,7 @@ def _replace(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 _WRAP: Final[dict[str, Callable[[Failpoints, Marks], None]]] = {
+    Service.ROUTER.value: wrap_router,
     Service.PREFILL.value: wrap_prefill,
     Service.DECODE.value: wrap_decode,
     Service.MIXED.value: wrap_mixed,
@@ -160,7 +222,8 @@ _WRAP: Final[dict[str, Callable[[Failpoints, Marks], None]]] = {
 def main(arguments: Sequence[str]) -> int:
     wrap = _WRAP.get(arguments[0])
     if wrap is not None:
-        wrap(Failpoints(Path(os.environ[ARMED_ENV]), own_name=arguments[arguments.index("--name") + 1]), Marks())
+        own_name = arguments[arguments.index("--name") + 1]
+        wrap(Failpoints(Path(os.environ[ARMED_ENV]), own_name=own_name), Marks(own_name))
     return cli.main.run(list(arguments))
 
 

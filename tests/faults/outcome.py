@@ -22,7 +22,9 @@ class Outcome:
     leaked: int = 0
     """Blocks, promises, grants and requests that a surviving node still has when all is over."""
     cut: int = 0
-    """Clients whose own router was killed: they have an error."""
+    """Clients whose own router was struck, and who have no answer."""
+    attached: int = 0
+    """Requests whose client lost its connection and went on at that router or another."""
     resumed: int = 0
     """Requests that were taken up by other nodes."""
     recover_s: float = 0.0
@@ -32,20 +34,22 @@ class Outcome:
 
     @property
     def bad(self) -> bool:
-        return bool(self.lost or self.wrong or self.leaked or self.problems)
+        return bool(self.lost or self.wrong or self.leaked or self.cut or self.problems)
 
-    def count(self, asked: Sequence[Asked], hit: Asked, *, struck_s: float, router_killed: bool) -> None:
+    def count(self, asked: Sequence[Asked], hit: Asked, *, struck_s: float, router_struck: bool = False) -> None:
         """Take in what became of the clients."""
         for one in asked:
             self.requests += 1
             self.wrong += one.wrong
-            self.cut += one.failed and router_killed
-            self.lost += one.failed and not router_killed
+            self.cut += one.failed and router_struck
+            self.lost += one.failed and not router_struck
+            attached = one.answer is not None and one.answer.attaches > 0
             resumed = one.answer is not None and one.answer.stats.resumptions > 0
+            self.attached += attached
             self.resumed += resumed
-            if resumed or (one is hit and not one.failed):
+            if attached or resumed or (one is hit and not one.failed):
                 self.recover_s = max(self.recover_s, one.longest_wait_s(struck_s))
-            if one.wrong or (one.failed and not router_killed):
+            if one.wrong or one.failed:
                 self.problems.append(_story(one))
 
 
@@ -60,12 +64,13 @@ def _story(one: Asked) -> str:
 
 
 NAME_WIDTH: Final = 60
-HEAD: Final = ("case", "requests", "lost", "wrong", "leaked", "cut", "resumed", "recover s", "case s")
+COUNTS: Final = ("requests", "lost", "wrong", "leaked", "cut", "attached", "resumed")
+HEAD: Final = ("case", *COUNTS, "recover s", "case s")
 
 
 def row(outcome: Outcome) -> tuple[str, ...]:
-    counts = (outcome.requests, outcome.lost, outcome.wrong, outcome.leaked, outcome.cut, outcome.resumed)
-    return (outcome.case, *map(str, counts), f"{outcome.recover_s:.2f}", f"{outcome.took_s:.1f}")
+    counts = [str(getattr(outcome, name)) for name in COUNTS]
+    return (outcome.case, *counts, f"{outcome.recover_s:.2f}", f"{outcome.took_s:.1f}")
 
 
 def line(cells: Sequence[str]) -> str:
@@ -81,7 +86,7 @@ def head() -> str:
 def total(outcomes: Sequence[Outcome]) -> str:
     sums = Outcome(case=f"all {len(outcomes)}")
     for each in outcomes:
-        for name in ("requests", "lost", "wrong", "leaked", "cut", "resumed", "took_s"):
+        for name in (*COUNTS, "took_s"):
             setattr(sums, name, getattr(sums, name) + getattr(each, name))
     sums.recover_s = max((each.recover_s for each in outcomes), default=0.0)
     return line(row(sums))

@@ -19,7 +19,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final, Self
 
-ARMED_ENV: Final = "FAULTS_ARMED_FILE"
+ARMED_ENV: Final = "BATON_TESTS_ARMED"
 ASK_S_MAX: Final = 120.0
 """How long a node waits for the test to strike, when the test has died."""
 
@@ -43,14 +43,31 @@ class Failpoint(Enum):
     """Commit and seals are there; the request has not run yet."""
     DECODING = "decoding"
     """In the middle of the answer."""
+    FINISHED = "finished"
+    """The last token has been sampled; no router has it."""
+    FORGET = "forget"
+    """The client has the whole answer and has said so; the router has not seen it."""
+    ATTACH = "attach"
+    """A client has asked a router to go on with the answer; the router has not seen it."""
+    TAKE_OVER = "take-over"
+    """That router asks the decode node, which has not seen it."""
+    TAKEN_OVER = "taken-over"
+    """The decode node has said yes; the answer is on its way."""
 
 
-SIGNAL_POINTS: Final = tuple(point for point in Failpoint if point is not Failpoint.LANDED)
-"""Where processes are killed and stopped. Landed is hardly apart from the points around it, to a process."""
+SIGNAL_POINTS: Final = (
+    Failpoint.RESERVE_SENT,
+    Failpoint.RESERVED,
+    Failpoint.LAYER,
+    Failpoint.SEALED,
+    Failpoint.COMMIT_SENT,
+    Failpoint.COMMITTED,
+    Failpoint.DECODING,
+)
+"""Where all processes are killed and stopped. Landed is hardly apart from the points around it, to a process."""
+END_POINTS: Final = (Failpoint.FINISHED, Failpoint.FORGET)
 NTH: Final = {Failpoint.LAYER: 6, Failpoint.DECODING: 20}
 """Second layer of the second chunk; twentieth token behind the first. Elsewhere the first time."""
-AT_WRITER: Final = frozenset({Failpoint.LAYER, Failpoint.SEALED})
-"""Reached in the node that reads the prompt; the others in the one that writes the answer."""
 
 
 class Side(Enum):
@@ -61,7 +78,22 @@ class Side(Enum):
     DECODE = "decode"
     """The node that writes the answer."""
     ROUTER = "router"
+    """The one that serves it."""
     DIRECTORY = "directory"
+    CLIENT = "client"
+    """Whose request it is: never struck, but an end of links."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """Who serves a request, as far as the process knows that it has reached."""
+
+    writer: str
+    """The node that read the request's prompt."""
+    receiver: str
+    """The one that writes its answer: the same where it is kept."""
+    router: str
+    """A name, or an incarnation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +117,8 @@ class Strike:
     """All at once."""
     pids: Mapping[str, int]
     """Of all processes, by name."""
+    routers: Mapping[str, str]
+    """Their names, by incarnation."""
     ask_port: int = 0
     """Where the test listens that strikes first, or 0."""
     flip: bool = False
@@ -113,9 +147,8 @@ class Struck:
     at_s: float
     """On the machine's monotonic clock, just before the blow."""
     writer: str
-    """The node that read the request's prompt."""
     receiver: str
-    """The one that writes its answer: the same where it is kept."""
+    router: str
 
     @property
     def target(self) -> str:
@@ -152,11 +185,8 @@ class Failpoints:
         self._own_name = own_name
         self._counts: Counter[tuple[Failpoint, str]] = Counter()
 
-    def reach(self, point: Failpoint, *, mark: int, request: str, peer: str) -> bool:
-        """The request whose prompt begins with `mark` is here; `peer` is the node at the other end of its handoff.
-
-        True: the caller is to flip a bit.
-        """
+    def reach(self, point: Failpoint, *, mark: int, request: str, ends: Ends) -> bool:
+        """The request whose prompt begins with `mark` is here. True: the caller is to flip a bit."""
         try:
             fields = json.loads(self._armed.read_text())
         except FileNotFoundError:
@@ -165,9 +195,9 @@ class Failpoints:
         if (point, mark) != (strike.point, strike.mark):
             return False
         self._counts[point, request] += 1
-        return self._counts[point, request] == strike.nth and self._claim(strike, peer)
+        return self._counts[point, request] == strike.nth and self._claim(strike, ends)
 
-    def _claim(self, strike: Strike, peer: str) -> bool:
+    def _claim(self, strike: Strike, ends: Ends) -> bool:
         """Strike, if nobody has. True where that is the caller's to do."""
         claimed = self._armed.with_name(f"claimed-{os.getpid()}.json")
         try:
@@ -175,10 +205,10 @@ class Failpoints:
         except FileNotFoundError:
             return False  # another process was first
         own = self._own_name
-        writer, receiver = (own, peer) if strike.point in AT_WRITER else (peer or own, own)
-        nodes = {Side.PREFILL: writer, Side.DECODE: receiver}
-        targets = [nodes.get(hit.side) or _only(hit.side, strike.pids) for hit in strike.hits]
-        struck = Struck(targets=targets, at_s=time.monotonic(), writer=writer, receiver=receiver)
+        ends = replace(ends, router=strike.routers.get(ends.router, ends.router))
+        nodes = {Side.PREFILL: ends.writer, Side.DECODE: ends.receiver, Side.ROUTER: ends.router}
+        targets = [nodes.get(hit.side) or hit.side.value for hit in strike.hits]
+        struck = Struck(targets=targets, at_s=time.monotonic(), **asdict(ends))
         _write(_struck_file(self._armed, strike.number), json.dumps(asdict(struck)))
         claimed.unlink()
         if strike.then is not None:
@@ -193,11 +223,6 @@ class Failpoints:
         for pid, signum in sorted(blows, key=lambda blow: blow[0] == os.getpid()):  # itself last
             os.kill(pid, signal.Signals(signum))
         return strike.flip
-
-
-def _only(side: Side, pids: Mapping[str, int]) -> str:
-    (name,) = [name for name in pids if name.startswith(side.value)]
-    return name
 
 
 def _struck_file(armed: Path, number: int) -> Path:

@@ -17,6 +17,7 @@ from cli.supervisor import ClusterSpec
 from engine.build import EngineKind
 from engine.demo_model import DemoModelParams, write_demo_model
 from engine.model_config import ModelFamily
+from tests.faults.asking import Asker
 from tests.faults.cluster import (
     CHUNK_TOKENS,
     MEMBERSHIP,
@@ -26,10 +27,11 @@ from tests.faults.cluster import (
     faulty,
     with_ports,
 )
-from tests.faults.load import Asked, Question
+from tests.faults.load import Asked
 from tests.faults.points import Failpoint, Side
+from tests.faults.questions import Question
 from tests.faults.signals import Blow, SignalCase
-from tests.support.cluster_harness import Client, assert_conserved
+from tests.support.cluster_harness import assert_conserved
 
 VOCAB: Final = 512
 MODEL: Final = DemoModelParams(
@@ -56,6 +58,7 @@ def real_spec(folder: Path) -> ClusterSpec:
         ClusterSpec(
             prefill=2,
             decode=2,
+            routers=2,
             model=str(folder),
             engine_kind=EngineKind.MODEL,
             threads=1,
@@ -83,7 +86,7 @@ class RealQuestions:
         self._short: list[Question] = []
         self._turn = 0
 
-    async def prepare(self, client: Client) -> None:
+    async def prepare(self, client: Asker) -> None:
         """Ask each of them, while nothing is wrong."""
         rng = random.Random(self._seed)
 
@@ -107,8 +110,8 @@ class RealQuestions:
         self._turn += 1
         return replace(questions[self._turn % len(questions)], salt=f"salt-{next(self._salts)}")
 
-    async def _answered(self, client: Client, prompt: list[int], count: int, number: int) -> Question:
-        sampling: dict[str, Any] = {"ignore_eos": True}
+    async def _answered(self, client: Asker, prompt: list[int], count: int, number: int) -> Question:
+        sampling: dict[str, Any] = {"ignore_eos": True, "temperature": 0.0}
         if number % 2:
             sampling |= {"temperature": 0.9, "top_p": 0.95, "seed": number, "repetition_penalty": 1.2}
         salt = f"salt-{next(self._salts)}"
@@ -116,7 +119,7 @@ class RealQuestions:
         asked = Asked(client, question)
         await asyncio.wait([asked.task])
         assert asked.answer is not None, asked.error
-        return replace(question, expected=asked.answer.ids)
+        return replace(question, expected=list(asked.answer.ids))
 
 
 @asynccontextmanager
@@ -125,7 +128,7 @@ async def real_cluster(*, seed: int) -> AsyncIterator[tuple[FaultyCluster, RealQ
         write_demo_model(Path(folder), MODEL)
         async with faulty(real_spec(Path(folder))) as cluster:
             questions = RealQuestions(seed=5 + seed)
-            await questions.prepare(cluster.client)
+            await questions.prepare(cluster.asker())
             await assert_conserved(cluster)
             yield cluster, questions
 
@@ -139,6 +142,7 @@ CASES: Final = (
             (Side.DECODE, Failpoint.DECODING),
             (Side.PREFILL, Failpoint.LAYER),
             (Side.PREFILL, Failpoint.SEALED),
+            (Side.ROUTER, Failpoint.DECODING),
         )
     ),
     SignalCase(side=Side.DECODE, point=Failpoint.DECODING, blow=Blow.STOP, kind="real-"),

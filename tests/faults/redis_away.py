@@ -15,7 +15,7 @@ from tests.faults.links import Played
 from tests.faults.load import Asked
 from tests.faults.outcome import Outcome
 from tests.faults.points import Failpoint, Side, Struck
-from tests.faults.signals import Questions
+from tests.faults.questions import Questions
 from tests.support.redis_harness import RedisServer, redis_server
 
 
@@ -64,9 +64,9 @@ class RedisCase(Played[RedisStage]):
         """New requests are placed while no record lives any more."""
         until_s = time.monotonic() + 2 * TTL_MS / 1e3
         while time.monotonic() < until_s:
-            asked = Asked(stage.cluster.client, questions.short())
+            asked = Asked(stage.cluster.asker(), questions.short())
             await asked.task
-            outcome.count([asked], asked, struck_s=time.monotonic(), router_killed=False)
+            outcome.count([asked], asked, struck_s=time.monotonic())
 
 
 @asynccontextmanager

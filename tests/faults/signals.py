@@ -8,33 +8,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, Protocol
+from typing import Final
 
 from cli.services import Service
 from cli.supervisor import DIRECTORY_NAME
 from tests.faults.cluster import TTL_MS, WAIT_S_MAX, FaultyCluster
-from tests.faults.load import Asked, Load, Question
+from tests.faults.load import Asked, Load
 from tests.faults.outcome import Outcome
-from tests.faults.points import SIGNAL_POINTS, Failpoint, Hit, Side, Struck
+from tests.faults.points import END_POINTS, SIGNAL_POINTS, Failpoint, Hit, Side, Struck
+from tests.faults.questions import Questions
 from tests.support.cluster_harness import assert_conserved, leftovers, wait_for
 
 MARKED_MAX: Final = 5
 """Marked requests asked, one after the other, before a case counts as one that cannot be played."""
-
-
-class Questions(Protocol):
-    """Where the requests of a case come from."""
-
-    @property
-    def mark(self) -> int: ...
-
-    def __call__(self) -> Question: ...
-
-    def marked(self) -> Question: ...
-
-    def short(self) -> Question:
-        """Of few tokens; its prompt is long enough that a mixed node hands it over."""
-        ...
 
 
 class Blow(Enum):
@@ -69,9 +55,9 @@ class SignalCase:
     async def run(self, cluster: FaultyCluster, questions: Questions) -> Outcome:
         """Raises AssertionError where the case itself could not be played."""
         outcome = Outcome(case=self.name)
-        async with Load(cluster.client, questions) as load:
+        async with Load(cluster.asker, questions) as load:
             blow = Hit(side=self.side, signum=signal.SIGSTOP if self.blow.stops else signal.SIGKILL)
-            cluster.arm(point=self.point, mark=questions.mark, hits=(blow,))
+            await cluster.arm(point=self.point, mark=questions.mark, hits=(blow,))
             hit, struck = await ask_marked(cluster, load, questions)
             if self.blow.stops:
                 await self._stopped(cluster, struck.target, load, hit)
@@ -81,8 +67,7 @@ class SignalCase:
                 await cluster.restart(struck.target)
             await hit.task
             await load.finish()
-        router_killed = self.side is Side.ROUTER and not self.blow.stops
-        outcome.count(load.asked, hit, struck_s=struck.at_s, router_killed=router_killed)
+        outcome.count(load.asked, hit, struck_s=struck.at_s, router_struck=self.side is Side.ROUTER)
         if self.blow in (Blow.KILL, Blow.STOP_KILL):
             await nothing_left(cluster, outcome)  # now: a new process of that name is news that may free something
             await cluster.restart(struck.target)
@@ -92,7 +77,7 @@ class SignalCase:
     async def _stopped(self, cluster: FaultyCluster, target: str, load: Load, hit: Asked) -> None:
         """Let it be stopped until everybody else has noticed and done without it."""
         cluster.set_down(target)
-        if self.side is Side.ROUTER:
+        if cluster.router_names == [target]:
             await cluster.wait_listed(target, False)
         else:
             await hit.task
@@ -151,13 +136,14 @@ async def served_by(cluster: FaultyCluster, questions: Questions, name: str, out
     both: it has handed a request over, and one was handed over to it."""
     service = dict(cluster.cluster.spec.processes())[name]
     parts_wanted = 2 if service is Service.MIXED else int(service.has_engine)
+    router = name if service is Service.ROUTER else ""
     parts = set[Side]()
 
     async def holds() -> bool:
-        asked = [Asked(cluster.client, questions.short()) for _ in range(4)]
+        asked = [Asked(cluster.asker(router), questions.short()) for _ in range(4)]
         await asyncio.gather(*(one.task for one in asked))
         now_s = time.monotonic()
-        outcome.count(asked, asked[0], struck_s=now_s, router_killed=False)
+        outcome.count(asked, asked[0], struck_s=now_s)
         for stats in [one.answer.stats for one in asked if one.answer is not None]:
             nodes = {Side.PREFILL: stats.prefill_node, Side.DECODE: stats.decode_node}
             if stats.prefill_node != stats.decode_node:
@@ -171,17 +157,33 @@ CASES: Final = (
     *(
         SignalCase(blow=blow, side=side, point=point)
         for blow in (Blow.KILL, Blow.STOP)
-        for side in Side
+        for side in (Side.PREFILL, Side.DECODE, Side.ROUTER, Side.DIRECTORY)
         for point in SIGNAL_POINTS
     ),
     *(
         SignalCase(blow=Blow.RESTART, side=side, point=point)
-        for side in (Side.PREFILL, Side.DECODE, Side.DIRECTORY)
+        for side in (Side.PREFILL, Side.DECODE, Side.ROUTER, Side.DIRECTORY)
         for point in (Failpoint.LAYER, Failpoint.COMMIT_SENT)
     ),
     SignalCase(blow=Blow.STOP_KILL, side=Side.PREFILL, point=Failpoint.LAYER),
     SignalCase(blow=Blow.STOP_KILL, side=Side.DECODE, point=Failpoint.DECODING),
+    *(
+        SignalCase(blow=blow, side=Side.ROUTER, point=point)
+        for blow in (Blow.KILL, Blow.STOP, Blow.RESTART)
+        for point in END_POINTS
+    ),
+    SignalCase(blow=Blow.STOP_KILL, side=Side.ROUTER, point=Failpoint.LAYER),
+    SignalCase(blow=Blow.STOP_KILL, side=Side.ROUTER, point=Failpoint.DECODING),
+    SignalCase(blow=Blow.KILL, side=Side.DECODE, point=Failpoint.FINISHED),
 )
+ONLY_ROUTER_CASES: Final = (
+    *(
+        SignalCase(blow=Blow.RESTART, side=Side.ROUTER, point=point, kind="only-")
+        for point in (Failpoint.RESERVED, Failpoint.COMMIT_SENT, Failpoint.DECODING, *END_POINTS)
+    ),
+    SignalCase(blow=Blow.STOP, side=Side.ROUTER, point=Failpoint.DECODING, kind="only-"),
+)
+"""There is no other router to go to: clients wait until it is back on its port."""
 MIXED_CASES: Final = (
     *(
         SignalCase(blow=Blow.KILL, side=side, point=point, kind="mixed-")
@@ -196,6 +198,7 @@ MIXED_CASES: Final = (
     SignalCase(blow=Blow.STOP_KILL, side=Side.PREFILL, point=Failpoint.LAYER, kind="mixed-"),
     SignalCase(blow=Blow.STOP_KILL, side=Side.DECODE, point=Failpoint.DECODING, kind="mixed-"),
     SignalCase(blow=Blow.KILL, side=Side.ROUTER, point=Failpoint.LAYER, kind="mixed-"),
+    SignalCase(blow=Blow.RESTART, side=Side.ROUTER, point=Failpoint.DECODING, kind="mixed-"),
 )
 KEPT_CASES: Final = tuple(
     SignalCase(blow=blow, side=side, point=Failpoint.DECODING, kind="mixed-kept-")
@@ -204,6 +207,7 @@ KEPT_CASES: Final = tuple(
         (Side.DECODE, Blow.STOP),
         (Side.DECODE, Blow.RESTART),
         (Side.ROUTER, Blow.KILL),
+        (Side.ROUTER, Blow.STOP),
     )
 )
 """Of a request that runs on the node that read its prompt."""

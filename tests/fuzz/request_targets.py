@@ -1,22 +1,27 @@
-"""Requests: bodies of the OpenAI endpoints, messages of gRPC, and what tokenizers and templates do to them."""
+"""Requests: bodies of the OpenAI endpoints, messages of gRPC, what tokenizers and templates do to them, and what a
+client shows to go on with one."""
 
 from __future__ import annotations
 
+import base64
 import random
 import sys
 from collections import Counter
 from typing import Any, Final, cast
 
-from batonpb import inference_pb2
+from batonpb import inference_pb2, resume_pb2
 from google.protobuf.message import DecodeError
 from hypothesis import strategies as st
 
+from baton.errors import BatonError
 from baton.wire import ModelInfo
 from router import openai
 from router.chat_template import ChatTemplate
-from router.openai import CHOICES_MAX, OpenAiCall
+from router.http_attach import LAST_EVENT_ID, call_of, read_token, resumes
+from router.openai import CHOICES_MAX, OpenAiCall, Replies
 from router.prompts import PromptEncoder
 from router.request import ROLES, check_request
+from router.resume import RESUMABLE_ANSWERS_MAX, TOKEN_CHARS_MAX, ResumeToken
 from router.text import TextCodec
 from tests.fuzz.target import Target, jsons, refusal_is_typed, written
 from tests.support import chat_tokenizers
@@ -56,7 +61,10 @@ def check_body(data: bytes) -> None:
 
 
 def _sent(call: OpenAiCall) -> None:
-    assert 0 < len(call.requests) * call.n <= CHOICES_MAX
+    answers = len(call.requests) * call.n
+    assert 0 < answers <= (RESUMABLE_ANSWERS_MAX if call.resumable else CHOICES_MAX)
+    assert len(call.said) in (0, answers)
+    assert call.stream or not call.resumable
     for request in call.requests:
         check_message(request.SerializeToString())
 
@@ -103,6 +111,33 @@ def check_chat(data: bytes) -> None:
         assert len(asked) == 1 and call.chat
 
 
+def check_resume_token(data: bytes) -> None:
+    """A token's message: what is taken says the same again, and fits a call to its end."""
+    sent = base64.urlsafe_b64encode(data).decode().rstrip("=")
+    with refusal_is_typed():
+        token = ResumeToken.decode(sent)
+        again = token.encode()
+        assert ResumeToken.decode(again) == token and len(again) <= TOKEN_CHARS_MAX
+        if token.http is None:
+            return
+        call = call_of(token, token.http.id)
+        assert call is not None and len(resumes(call, token, attaches=True)) == len(token.places)
+        replies = Replies(request_id=token.http.id, call=call, model="m", created=1, token_text=str)
+        replies.go_on(token.places)
+        assert replies.usage()["prompt_tokens"] >= 0 and replies.id.isprintable()
+
+
+def check_last_event_id(data: bytes) -> None:
+    """Values of the header, one in each line, as an HTTP connection gives them."""
+    with refusal_is_typed():
+        try:
+            token = read_token([line.decode("latin-1") for line in data.split(b"\n")])
+        except BatonError as error:
+            assert error.field == LAST_EVENT_ID and len(error.message) < 200
+            raise
+        assert ResumeToken.decode(token.encode()) == token
+
+
 _texts = st.lists(st.sampled_from(_PIECES), max_size=6).map("".join) | st.text(max_size=6)
 _leaves = st.none() | st.booleans() | st.integers(-(2**66), 2**66) | st.floats() | _texts
 _values = jsons(_leaves)
@@ -131,6 +166,8 @@ _fields: dict[Any, st.SearchStrategy[Any]] = {
     "stop_token_ids": st.lists(st.integers(-1, 1100), max_size=3), "cache_salt": _texts, "stream": st.booleans(),
     "stream_options": _values, "response_format": _values, "x": _values, "priority": _values,
     "chat_template_kwargs": st.dictionaries(_variables, _values, max_size=2) | _values,
+    "resumable": st.booleans() | _values, "return_token_ids": st.booleans() | _values,
+    "resume_token_ids": st.lists(_numbers | st.lists(_numbers, max_size=3), max_size=3) | _values,
 }  # fmt: skip
 _completions = st.fixed_dictionaries({}, optional=_fields)
 _chats = st.fixed_dictionaries({"messages": _messages | _values}, optional=_fields)
@@ -155,6 +192,24 @@ _requests = st.fixed_dictionaries(
         "model": st.sampled_from(["m", "", "x" * 9000]), "cache_salt": _texts | st.just("s" * 300),
     },
 )  # fmt: skip
+
+_ids = st.sampled_from(["mine", "", "a" * 65, "a\r\nb: c"])
+_calls = st.builds(resume_pb2.HttpCall, id=_ids, n=st.integers(0, 4), chat=st.booleans(), logprobs=st.booleans())
+_numbers_of_places = ("attempt", "tokens", "chars", "text_offset", "prompt_tokens")
+_places = st.fixed_dictionaries(
+    {"request": st.sampled_from([b"", b"r" * 16, b"r" * 15])},
+    optional={**dict.fromkeys(_numbers_of_places, _whole), "finished": st.booleans()},
+).map(lambda fields: resume_pb2.ResumePlace(**cast(Any, fields)))
+_tokens = st.builds(
+    resume_pb2.ResumeToken,
+    secret=st.sampled_from([b"s" * 16, b"s" * 16, b"s" * 15]), seed=st.integers(0, 2**64 - 1),
+    places=st.lists(_places, max_size=18), http=st.none() | _calls,
+).map(resume_pb2.ResumeToken.SerializeToString)  # fmt: skip
+_PLACE: Final = resume_pb2.ResumePlace(request=b"r" * 16, attempt=1, decode=7, tokens=300, chars=5, finished=True)
+_TOKEN: Final = resume_pb2.ResumeToken(
+    secret=b"s" * 16, seed=5, request_digest=6, places=[_PLACE, _PLACE], http=resume_pb2.HttpCall(id="mine", n=2)
+).SerializeToString()
+_SENT: Final = base64.urlsafe_b64encode(_TOKEN).rstrip(b"=")
 
 _COMPLETION: Final = (
     b'{"model": "m", "prompt": "hi </s>", "max_tokens": 5, "stop": ["x"], "logit_bias": {"7": -1.5}, "n": 2}'
@@ -213,3 +268,17 @@ CHATS: Final = Target(
         (b'\0{"messages":[{"role":"user","content":[', _PART + b",", _PART + b"]}]}"),
     ],
 )  # fmt: skip
+RESUME_TOKENS: Final = Target(
+    name="resume_token",
+    check=check_resume_token,
+    inputs=_tokens,
+    samples=[_TOKEN],
+    repeats=[(_TOKEN, _TOKEN[-40:], b""), (b"", _TOKEN, b""), (b"", b"\x0b", b""), (b"\x0a\x10", b"s", b"")],
+)
+LAST_EVENT_IDS: Final = Target(
+    name="last_event_id",
+    check=check_last_event_id,
+    inputs=st.lists(st.just(_SENT) | st.text(max_size=5).map(str.encode), max_size=3).map(b"\n".join),
+    samples=[_SENT, b"  " + _SENT + b" ", _SENT + b"==", _SENT + b"\n" + _SENT],
+    repeats=[(b"", b"A", b""), (b"", b"=", b""), (b"", b" ", _SENT), (b"", b"A\n", b""), (b"", b"\xff", b"")],
+)

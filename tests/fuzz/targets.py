@@ -16,6 +16,8 @@ TARGETS: Final[Mapping[str, Target]] = {
         request_targets.BODIES,
         request_targets.MESSAGES,
         request_targets.CHATS,
+        request_targets.RESUME_TOKENS,
+        request_targets.LAST_EVENT_IDS,
         edge_targets.METADATA,
         edge_targets.KEYS,
         edge_targets.ENDPOINTS,

@@ -17,7 +17,7 @@ from baton.ids import Epoch, GrantId, Pair, RequestKey
 from decode_node.node import DecodeNode
 from kvtransfer.protocol.receiver import FencePair, PairFenced, ReceiverMachine
 from kvtransfer.receiver import Receiver, ReceiverPorts
-from router.decode_streams import Inbox
+from router.inbox import Inbox
 from tests.explorer import mutants as machines
 
 Replacement = tuple[Any, str, Any]

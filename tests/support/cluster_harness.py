@@ -180,7 +180,7 @@ def mock_spec(
             Service.PREFILL: {**engine, **(prefill_flags or {})},
             Service.DECODE: {**engine, **(decode_flags or {})},
             Service.MIXED: {**engine, **(mixed_flags or {})},
-            Service.ROUTER: dict(router_flags or {}),
+            Service.ROUTER: {"lame_duck_ms": 0, **(router_flags or {})},
         },
         node_flags=node_flags or {},
         tls=tls,

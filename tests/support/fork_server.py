@@ -3,10 +3,10 @@
 A node spends about a second of processor time on imports, one with a model engine four: more than most tests need for
 everything else. Here one server for each set of imports lives as long as the test process, and a command is a fork of
 it. From then on it is what `baton ...` makes of it: it runs `cli.main` with its own arguments, environment, session and
-files, and it is a child of the test process as one that subprocess starts is.
+files, and it is a child of the test process as one that subprocess starts is. So with processes that have failpoints.
 
-A process with an unusual environment is started by exec, like a user's; so are the clusters of `baton up`, the fault
-matrix and everything that tests the start itself. BATON_TESTS_EXEC=1 starts every process that way.
+A process with an unusual environment is started by exec, like a user's; so are the clusters of `baton up`, those of a
+rolling restart and everything that tests the start itself. BATON_TESTS_EXEC=1 starts every process that way.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ EXEC_ENV: Final = "BATON_TESTS_EXEC"
 REQUEST_BYTES_MAX: Final = 1 << 20
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
-_COMMAND: Final = [sys.executable, "-P", "-m", "cli.main"]
+_COMMAND: Final = [sys.executable, "-P", "-m"]
+_MODULES: Final = {"cli.main": "run", "tests.faults.node": "main"}
+"""What may follow, and its function that takes the arguments."""
 _THREADS: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _OWN: Final = frozenset({*_THREADS, "PYTEST_CURRENT_TEST", "COLUMNS", "TMPDIR", "COMP_WORDS", "COMP_CWORD"})
 """Variables that may differ from the server's: read after the start, or of no matter."""
@@ -65,10 +67,10 @@ class ForkServer:
             )
         self._socket = ours
 
-    def start(self, arguments: Sequence[str], env: Mapping[str, str], files: Sequence[int], *, node: bool) -> int:
-        """A process that runs `baton` with these arguments; its pid. It is a child of this process. `files` are its
+    def start(self, command: Sequence[str], env: Mapping[str, str], files: Sequence[int], *, node: bool) -> int:
+        """A process that runs this command; its pid. It is a child of this process. `files` are its
         stdin, stdout and stderr. A `node` has Ctrl-C blocked at first, as `Child` starts it."""
-        request = json.dumps({"arguments": list(arguments), "env": dict(env), "node": node}).encode()
+        request = json.dumps({"words": command[len(_COMMAND) :], "env": dict(env), "node": node}).encode()
         assert len(request) <= REQUEST_BYTES_MAX, len(request)
         with _adopting():
             socket.send_fds(self._socket, [request], list(files))
@@ -109,7 +111,7 @@ class ForkedChild(Child):
         read, write = os.pipe()
         with open(os.devnull, "rb") as nothing:
             try:
-                pid = server.start(command[len(_COMMAND) :], env, [nothing.fileno(), write, log.fileno()], node=True)
+                pid = server.start(command, env, [nothing.fileno(), write, log.fileno()], node=True)
             except BaseException:
                 os.close(read)
                 raise
@@ -129,7 +131,7 @@ def run_forked(
         given.write(stdin.encode(errors="surrogateescape"))
         given.seek(0)
         files = [given.fileno(), out.fileno(), err.fileno()]
-        pid = server.start(command[len(_COMMAND) :], env, files, node=False)
+        pid = server.start(command, env, files, node=False)
         pidfd = os.pidfd_open(pid)
         try:
             ended, _, _ = select.select([pidfd], [], [], timeout_s)
@@ -156,9 +158,9 @@ def forked_children() -> Iterator[None]:
 
 def _server_for(command: Sequence[str], env: Mapping[str, str]) -> ForkServer | None:
     head = len(_COMMAND)
-    if EXEC_ENV in os.environ or list(command[:head]) != _COMMAND:
+    if EXEC_ENV in os.environ or list(command[:head]) != _COMMAND or command[head] not in _MODULES:
         return None
-    torch = "mock" not in command[head:] and command[head : head + 1] in (["prefill"], ["decode"], ["mixed"])
+    torch = "mock" not in command[head:] and command[head + 1 : head + 2] in (["prefill"], ["decode"], ["mixed"])
     server = _servers.get(torch)
     if server is None:
         server = _servers[torch] = ForkServer(torch=torch)
@@ -185,7 +187,7 @@ def _adopting() -> Iterator[None]:
 
 
 def _serve(server: socket.socket, parent: int) -> list[str]:
-    """Fork a process for every request. Returns only in such a process: the arguments of its command."""
+    """Fork a process for every request. Returns only in such a process: the module to run, and its arguments."""
     while True:
         data, fds, _, _ = socket.recv_fds(server, REQUEST_BYTES_MAX, 3)
         if not data:
@@ -205,8 +207,8 @@ def _serve(server: socket.socket, parent: int) -> list[str]:
             assert os.getppid() == parent, (os.getppid(), parent)
             server.detach()
             _become(request["env"], fds, node=request["node"])
-            arguments: list[str] = request["arguments"]
-            return arguments
+            words: list[str] = request["words"]
+            return words
         os.waitpid(middle, 0)
         server.send(os.read(pid_read, 64))
         for fd in (pid_read, pid_write, go_read, go_write, *fds):
@@ -251,13 +253,12 @@ def _main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with socket.socket(fileno=int(sys.argv[1])) as server:
         _import_all(torch=sys.argv[2:] == ["torch"])
-        arguments = _serve(server, parent)
-    from cli.main import run
-
+        module, *arguments = _serve(server, parent)
+    made = importlib.import_module(module)
     if (holds := os.environ.get(HOLDS_ENV)) is not None:
         cli.services._serve = watched(cli.services._serve, Path(holds))
-    sys.argv[:] = [str(Path(sys.modules["cli.main"].__file__ or "")), *arguments]
-    sys.exit(run(arguments))
+    sys.argv[:] = [str(Path(made.__file__ or "")), *arguments]
+    sys.exit(getattr(made, _MODULES[module])(arguments))
 
 
 if __name__ == "__main__":

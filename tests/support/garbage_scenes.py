@@ -22,8 +22,9 @@ from cachestore.prefix_cache import IndexCursor
 from engine.scheduler import Sequence
 from kvtransfer.writer import Handoff, StepWrites
 from prefill_node.job import Job as PrefillJob
-from router.decode_streams import Inbox
-from router.request import CheckedRequest, Job
+from router.inbox import Inbox
+from router.job import Job
+from router.request import CheckedRequest
 from tests.support.cluster_harness import (
     assert_conserved,
     error_of,

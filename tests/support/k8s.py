@@ -266,7 +266,7 @@ def _check_variables(service: Service, env: Mapping[str, str]) -> None:
 def shell_words(command: list[str]) -> Iterator[str]:
     """The words of a hook's command, that of `sh -c` taken apart."""
     words = shlex.split(command[2]) if command[:2] == ["sh", "-c"] else command
-    yield from words[1:] if words[0] == "exec" else words
+    yield from words[1:] if words[:1] == ["exec"] else words
 
 
 HOOK_OVERHEAD_S: Final = 15.0
@@ -409,7 +409,7 @@ def check_hooks_and_commands(manifests: Manifests, folder: Path) -> Iterator[str
         for name in (found for word in words for found in re.findall(r"\$(\w+)", word)):
             if name not in variables:
                 yield f"{pod.name}: preStop uses ${name}, which is not set"
-        commands = [words[1:]] if words[0] == "baton" else []
+        commands = [words[1:]] if words[:1] == ["baton"] else []
         commands += [each["args"] for each in pod.spec.get("initContainers", [])]
         for command in commands:
             try:
@@ -419,8 +419,9 @@ def check_hooks_and_commands(manifests: Manifests, folder: Path) -> Iterator[str
 
 
 def _hook(pod: Pod) -> list[str]:
+    """Empty for a router: it has the lame-duck time."""
     assert pod.baton is not None
-    command: list[str] = pod.baton["lifecycle"]["preStop"]["exec"]["command"]
+    command: list[str] = pod.baton.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
     return command
 
 
@@ -432,17 +433,16 @@ def check_grace(manifests: Manifests, folder: Path) -> Iterator[str]:
         except (ViewError, BatonError):
             continue  # `check_config` tells
         stop_s = DIRECTORY_S + (2 * config.stop_grace_ms + config.rpc.handler_end_ms_max) / 1e3
-        needed_s = _hook_s(pod) + config.drain_ms_max / 1e3 + stop_s
+        news_s = getattr(config, "lame_duck_ms", 0) / 1e3 + _hook_s(pod)
+        needed_s = news_s + config.drain_ms_max / 1e3 + stop_s
         if pod.spec["terminationGracePeriodSeconds"] < needed_s:
             yield f"{pod.name} has {pod.spec['terminationGracePeriodSeconds']} s to end, and may need {needed_s:g} s"
-        if _hook_s(pod) == 0:
-            yield f"{pod.name}: preStop is neither a pause nor a drain that waits"
+        if news_s == 0:
+            yield f"{pod.name} has neither a lame-duck time nor a preStop that drains and waits"
 
 
 def _hook_s(pod: Pod) -> float:
     match list(shell_words(_hook(pod))):
-        case ["sleep", seconds]:
-            return float(seconds)
         case ["baton", "drain", *options] if "--wait" in options:
             try:
                 drain = parse_command(["drain", *options])

@@ -142,6 +142,7 @@ def make(
     *,
     own: NodeRecord | None = None,
     on_change: Callable[[], None] | None = None,
+    last_known: tuple[NodeRecord, ...] = (),
     **config: int,
 ) -> WatchedMembership:
     return WatchedMembership(
@@ -151,6 +152,7 @@ def make(
         rng=random.Random(1),
         config=MembershipConfig(**config),
         on_change=on_change,
+        last_known=lambda: last_known,
     )
 
 

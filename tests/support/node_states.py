@@ -40,5 +40,5 @@ def decode_state(node: DecodeNode) -> DecodeState:
         jobs=tuple(node._jobs.values()),
         known=dict(node._by_key),
         lives=len(node._lives),
-        outputs=sum(map(len, node.streams._outputs.values())),
+        outputs=len(node.streams),
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from typing import Final
 
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, CONTINUATION = 0, 1, 3, 4, 6, 9
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, CONTINUATION = 0, 1, 3, 4, 6, 7, 9
 END_STREAM, END_HEADERS, ACK = 1, 4, 1
 CANCEL: Final = struct.pack(">I", 8)
 GREETING: Final = PREFACE + b"\0\0\0\4\0\0\0\0\0"
@@ -14,6 +15,13 @@ GREETING: Final = PREFACE + b"\0\0\0\4\0\0\0\0\0"
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+async def read_frame(reader: asyncio.StreamReader) -> tuple[int, int, int, bytes]:
+    """Kind, flags, stream and payload of the next one. Raises asyncio.IncompleteReadError at the end."""
+    head = await reader.readexactly(9)
+    kind, flags, stream = struct.unpack(">BBI", head[3:])
+    return kind, flags, stream, await reader.readexactly(int.from_bytes(head[:3], "big"))
 
 
 def header(name: bytes, value: bytes) -> bytes:

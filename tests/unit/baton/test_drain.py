@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from baton.clock import Clock
-from baton.drain import Holdings, NodeDrain, node_draining, refused_by
+from baton.drain import PROOF_MS, Holdings, NodeDrain, node_draining, refused_by
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation
 from baton.lifecycle import Lifecycle, LifecycleEvent, NodeLifecycle
+from tests.support.still_clock import StillClock
 
 WAIT_S_MAX = 30.0
 LONG_MS = 600_000
@@ -21,13 +22,19 @@ LONG_MS = 600_000
 class Node:
     """A node that is READY, whose holdings the test sets."""
 
-    def __init__(self, holds: Holdings) -> None:
+    def __init__(self, holds: Holdings, *, lame_duck_ms: int = 0, clock: Clock | None = None) -> None:
         self.holds = holds
         self.lifecycle = NodeLifecycle(now_s=0.0)
         self.lifecycle.handle(LifecycleEvent.STARTED, now_s=0.0)
         self.changes: list[Lifecycle] = []
         self.changed, self.drained = asyncio.Event(), asyncio.Event()
-        self.drain = NodeDrain(self.lifecycle, clock=Clock(), holds=lambda: self.holds, changed=self._changed)
+        self.drain = NodeDrain(
+            self.lifecycle,
+            clock=clock or Clock(),
+            holds=lambda: self.holds,
+            changed=self._changed,
+            lame_duck_ms=lame_duck_ms,
+        )
 
     def _changed(self) -> None:
         self.changes.append(self.lifecycle.state)
@@ -36,9 +43,9 @@ class Node:
             self.drained.set()
 
 
-def play(holds: Holdings, scene: Callable[[Node], Coroutine[Any, Any, None]]) -> None:
+def play(holds: Holdings, scene: Callable[[Node], Coroutine[Any, Any, None]], **of_node: Any) -> None:
     async def limited() -> None:
-        node = Node(holds)
+        node = Node(holds, **of_node)
         async with asyncio.timeout(WAIT_S_MAX):
             try:
                 await scene(node)
@@ -128,6 +135,62 @@ def test_a_process_that_ends_finishes_first() -> None:
         assert node.lifecycle.state is Lifecycle.DRAINED
 
     play(Holdings(requests=1), scene)
+
+
+def test_a_lame_duck_drains_when_its_time_is_over() -> None:
+    """A second order does not make it longer, and being empty does not make it shorter. Then it is a drain as any."""
+    clock = StillClock()
+
+    async def scene(node: Node) -> None:
+        node.drain.order(LifecycleEvent.DRAIN, "")
+        clock.now_s += 0.4
+        node.drain.order(LifecycleEvent.DRAIN, "again")
+        assert (node.changes, node.lifecycle.takes_requests) == ([Lifecycle.LAME_DUCK], True)
+        await node.drained.wait()
+        assert node.changes == [Lifecycle.LAME_DUCK, Lifecycle.DRAINING, Lifecycle.DRAINED]
+        assert 0.6 <= round(sum(clock.slept), 3) < 0.6 + 2 * PROOF_MS / 1e3
+
+    play(Holdings(), scene, lame_duck_ms=1_000, clock=clock)
+
+
+def test_a_lame_duck_that_is_to_stay() -> None:
+    """Undrained in its time, and drained again: its time begins anew. A cordoned node has none: it takes nothing."""
+    clock = StillClock()
+
+    async def scene(node: Node) -> None:
+        node.drain.order(LifecycleEvent.DRAIN, "")
+        clock.now_s += 0.9
+        node.drain.order(LifecycleEvent.UNDRAIN, "")
+        clock.now_s += 1.0
+        assert node.lifecycle.ready
+        before_s = clock.now_s
+        node.drain.order(LifecycleEvent.DRAIN, "")
+        await node.drained.wait()
+        assert 1.0 <= round(clock.now_s - before_s, 3) < 1.0 + 2 * PROOF_MS / 1e3
+        for event in (LifecycleEvent.UNDRAIN, LifecycleEvent.CORDON, LifecycleEvent.DRAIN):
+            node.drain.order(event, "")
+        assert node.changes[-3:] == [Lifecycle.CORDONED, Lifecycle.DRAINING, Lifecycle.DRAINED]
+
+    play(Holdings(), scene, lame_duck_ms=1_000, clock=clock)
+
+
+def test_the_limit_of_a_drain_begins_behind_the_lame_duck() -> None:
+    """One second of each, and a request that does not end: given up after two."""
+
+    class Shared(StillClock):
+        async def sleep_s(self, delay_s: float) -> None:
+            await super().sleep_s(delay_s)
+            await asyncio.sleep(0)
+
+    clock = Shared()
+
+    async def scene(node: Node) -> None:
+        drain = asyncio.Event()
+        drain.set()
+        await node.drain.serve_until(asyncio.Event(), drain, drain_ms_max=1_000)
+        assert 2.0 in clock.slept
+
+    play(Holdings(requests=1), scene, lame_duck_ms=1_000, clock=clock)
 
 
 @pytest.mark.parametrize("how", ["limit", "stop", "stop at once"])

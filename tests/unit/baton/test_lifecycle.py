@@ -45,6 +45,26 @@ def test_a_whole_life_is_told() -> None:
     )
 
 
+def test_a_router_leaves_in_two_steps() -> None:
+    """First it is not ready and takes requests, then it takes none; an undrain leads back from either."""
+    node = NodeLifecycle(now_s=0.0)
+    seen = []
+    for event in (
+        LifecycleEvent.STARTED,
+        LifecycleEvent.LEAVE,
+        LifecycleEvent.LEAVE,
+        LifecycleEvent.UNDRAIN,
+        LifecycleEvent.LEAVE,
+        LifecycleEvent.DRAIN,
+        LifecycleEvent.UNDRAIN,
+    ):
+        node.handle(event, now_s=0.0)
+        seen.append((node.state, node.ready, node.takes_requests))
+    ready, lame_duck = (Lifecycle.READY, True, True), (Lifecycle.LAME_DUCK, False, True)
+    draining = (Lifecycle.DRAINING, False, False)
+    assert seen == [ready, lame_duck, lame_duck, ready, lame_duck, draining, ready]
+
+
 def test_what_cannot_happen_is_refused_with_the_story() -> None:
     """A draining node cannot be uncordoned: nothing changes, and the error says where it is and how it got there."""
     node = NodeLifecycle(now_s=0.0)
@@ -72,10 +92,10 @@ def test_a_repeated_order_changes_nothing() -> None:
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(LifecycleEvent), max_size=60))
 def test_no_order_of_events_leaves_the_table(events: list[LifecycleEvent]) -> None:
-    """Whatever comes: from DRAINING only undrain leads back to taking requests, STOPPED is final, the history stays
-    bounded."""
+    """Whatever comes: from LAME_DUCK only undrain leads back to being ready, and from DRAINING to taking requests;
+    STOPPED is final, the history stays bounded."""
     node = NodeLifecycle(now_s=0.0)
-    leaving = False
+    leaving = refusing = False
     for event in events:
         before = node.state
         try:
@@ -87,10 +107,12 @@ def test_no_order_of_events_leaves_the_table(events: list[LifecycleEvent]) -> No
             assert after is node.state is TRANSITIONS[before, event]
             assert before is not Lifecycle.STOPPED or after is Lifecycle.STOPPED
             if event is LifecycleEvent.UNDRAIN:
-                leaving = False
-        leaving = leaving or node.state >= Lifecycle.DRAINING
-        assert not (leaving and node.takes_requests)
-    assert len(re.findall(r"STARTING|READY|CORDONED|DRAINING|DRAINED|STOPPED", node.story())) <= HISTORY_MAX
+                leaving = refusing = False
+        refusing = refusing or node.state in (Lifecycle.DRAINING, Lifecycle.DRAINED, Lifecycle.STOPPED)
+        leaving = leaving or refusing or node.state is Lifecycle.LAME_DUCK
+        assert not (leaving and node.ready)
+        assert not (refusing and node.takes_requests)
+    assert len(re.findall("|".join(Lifecycle.__members__), node.story())) <= HISTORY_MAX
 
 
 def test_every_state_can_end() -> None:

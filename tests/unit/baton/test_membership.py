@@ -14,7 +14,7 @@ from baton.clock import Clock
 from baton.directory_client import EmbeddedDirectory, Snapshot
 from baton.directory_service import DirectoryConfig, DirectoryService
 from baton.errors import BatonError, InvalidField, Reason
-from baton.ids import Incarnation
+from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
 from baton.membership import MembershipConfig
 from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer
@@ -195,6 +195,33 @@ def test_a_start_that_cannot_succeed_gives_up(error: BatonError, waited_ms: int 
             hint = " Start the directory first, or say where it is with --directory."
             said = error.message + (hint if error.reason is Reason.PEER_UNREACHABLE else "")
             assert caught.value.message == f"Not registered after {elapsed_ms:.0f} ms. {said}"
+        await membership.stop()
+
+    run(scene())
+
+
+def test_a_start_without_a_directory_goes_on_with_what_was_known() -> None:
+    """It says how old that is, and registers once the directory is there, whose nodes count from then on."""
+
+    async def scene() -> None:
+        directory, clock = ScriptedDirectory(), ManualClock()
+        directory.refuse = lambda pushed: lost()
+        membership = make(directory, clock, own=record("a"), last_known=(record("b"), record("c")))
+        directory.lose()
+        before = "The directory has been out of reach for 0 s: no node is known before it answers."
+        assert membership.trouble() == before
+        await membership.start()
+        assert (known(membership), membership.stale) == (["b", "c"], True)
+        await clock.asleep(2)
+        clock.advance(0.3)
+        before = "The directory has been out of reach for 0 s: new requests go to the 2 last known nodes."
+        assert membership.trouble() == before
+        directory.refuse = lambda pushed: None
+        directory.show(record("a"), record("b"), left=frozenset({NodeName("c")}))
+        clock.advance(0.7)
+        assert (await directory.pushes.get()).name == "a"
+        await membership.wait_until(lambda: not membership.stale)
+        assert (known(membership), membership.trouble()) == (["a", "b"], "")
         await membership.stop()
 
     run(scene())

@@ -16,14 +16,16 @@ from batonpb import (
     prefill_pb2,
 )
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
-from grpc_health.v1 import health_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
 from baton.endpoint import join_endpoint
 from baton.errors import BatonError, Code, Reason
 from baton.log import LogLevel, set_up_logging
 from baton.rpc import ChannelLimits, Channels, RpcLimits
+from tests.support import raw_http2 as http2
 from tests.support.logs import tear_down_logging
+from tests.support.ports import free_ports
 from tests.support.rpc_harness import HANG_S, SERVING, Served, answer, make_server, run, serving
 
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -285,5 +287,77 @@ def test_an_ipv6_listener_is_reached() -> None:
         finally:
             await channels.close()
             await server.stop(0)
+
+    run(scene())
+
+
+async def _goodbye(reader: asyncio.StreamReader) -> bytes:
+    """The text of the first GOAWAY."""
+    while True:
+        kind, _, _, payload = await http2.read_frame(reader)
+        if kind == http2.GOAWAY:
+            return payload[8:]
+
+
+def test_a_server_that_takes_no_calls_for_a_while() -> None:
+    """Who is connected is told to go (GOAWAY), and its call goes on to its end. Nobody gets a connection, but to the
+    port for probes, where the process is alive. Opened again it answers at its port, while that call still runs."""
+    begun, go_on = asyncio.Semaphore(0), asyncio.Event()
+    (probes,) = free_ports(1)
+
+    async def wait(_request: object, _context: object) -> node_pb2.NodeStatus:
+        begun.release()
+        await go_on.wait()
+        return node_pb2.NodeStatus(requests=7)
+
+    async def scene() -> None:
+        server = make_server(node=wait)
+        channels, others = Channels(limits=ChannelLimits()), Channels(limits=ChannelLimits())
+        try:
+            served = Served(server, await server.start("127.0.0.1:0", probe_listen=f"127.0.0.1:{probes}"), channels)
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            writer.write(http2.GREETING)
+            call = asyncio.create_task(served.get_status())
+            await begun.acquire()
+            server.set_open(False)
+            assert await _goodbye(reader) == b"Server shutdown"
+            writer.close()
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_connection("127.0.0.1", served.port)
+            health = health_pb2_grpc.HealthStub(channels.get(f"127.0.0.1:{probes}"))
+            assert (await health.Check(health_pb2.HealthCheckRequest())).status == SERVING
+            server.set_open(True)
+            again = Served(server, served.port, others)
+            late = again.node.GetStatus(node_pb2.GetStatusRequest(), timeout=HANG_S, wait_for_ready=True)
+            await begun.acquire()
+            go_on.set()
+            assert ((await call).requests, (await late).requests) == (7, 7)
+        finally:
+            await channels.close()
+            await others.close()
+            await server.stop(0)
+
+    run(scene())
+
+
+def test_a_server_is_stopped_while_it_takes_no_calls() -> None:
+    """Calls that go on are ended, whether it was opened again or not."""
+
+    async def forever(_request: object, _context: object) -> None:
+        begun.release()
+        await asyncio.Event().wait()
+
+    begun = asyncio.Semaphore(0)
+
+    async def scene() -> None:
+        for again in (False, True):
+            async with serving(node=forever) as served:
+                call = asyncio.create_task(served.get_status())
+                await begun.acquire()
+                served.server.set_open(False)
+                served.server.set_open(again)
+                await served.server.stop(0)
+                with pytest.raises(BatonError, match="is stopping"):
+                    await call
 
     run(scene())

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import signal
-from collections.abc import AsyncGenerator
+from collections.abc import Iterable
 
 import click
 import pytest
@@ -16,10 +16,11 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import BatonError, Reason
+from baton.client import Answer, Message, Sampling
 from cli.chat import ChatSession, Conversation, Lines, UnknownOrder, parse_line
-from cli.client import Answer, InferenceClient, answer_data, logprobs_text
-from cli.sampling import sampling_message, sampling_options
+from cli.client import answer_data, logprobs_text
+from cli.sampling import sampling_of, sampling_options
+from tests.support.scripted_router import Events, ScriptedClient, broken, started
 
 
 @pytest.mark.parametrize(
@@ -57,8 +58,8 @@ def test_no_line_is_lost_or_changed(line: str) -> None:
         assert parse_line("/" + text) == ("", text)
 
 
-def roles(chat: inference_pb2.Chat) -> list[tuple[str, str]]:
-    return [(message.role, message.content) for message in chat.messages]
+def roles(messages: Iterable[Message]) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in messages]
 
 
 def test_a_conversation_grows_by_what_was_answered() -> None:
@@ -69,27 +70,27 @@ def test_a_conversation_grows_by_what_was_answered() -> None:
     assert roles(conversation.messages("two")) == [
         ("system", "Be brief."), ("user", "one"), ("assistant", "uno"), ("user", "two"),
     ]  # fmt: skip
-    conversation.turns.Clear()
+    conversation.turns.clear()
     assert roles(conversation.messages("three")) == [("system", "Be brief."), ("user", "three")]
     conversation.system = ""
     assert roles(conversation.messages("four")) == [("user", "four")]
 
 
-class ScriptedClient(InferenceClient):
-    """Answers the first message up to half, then Ctrl-C comes; breaks the second off; answers the third."""
+class Answers:
+    """Up to half of the first message's, then Ctrl-C comes; breaks the second off; answers the third."""
 
     def __init__(self) -> None:
         self.seen: list[list[tuple[str, str]]] = []
 
-    async def events(self, request: inference_pb2.GenerateRequest) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
-        self.seen.append(roles(request.chat))
-        yield inference_pb2.GenerateEvent(started=inference_pb2.Started(request_id="r"))
+    async def __call__(self, request: inference_pb2.GenerateRequest) -> Events:
+        self.seen.append([(message.role, message.content) for message in request.chat.messages])
+        yield started()
         yield inference_pb2.GenerateEvent(tokens=inference_pb2.Tokens(ids=[5], text="half"))
         if len(self.seen) == 1:
             os.kill(os.getpid(), signal.SIGINT)
             await asyncio.Event().wait()
         if len(self.seen) == 2:
-            raise BatonError(Reason.PEER_UNREACHABLE, "The router at nowhere is gone.")
+            raise broken()
         yield inference_pb2.GenerateEvent(finished=inference_pb2.Finished(reason=common_pb2.FINISH_REASON_STOP))
 
 
@@ -105,12 +106,12 @@ class ScriptedLines(Lines):
 def test_what_was_stopped_stays_and_what_broke_off_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     """The part of an answer that the user has seen before Ctrl-C is in the next prompt; that of a lost connection is
     not, nor its message."""
-    client = ScriptedClient()
+    answers = Answers()
     with asyncio.Runner() as runner:
-        session = ChatSession(runner, client, inference_pb2.GenerateRequest(model="m"), router="nowhere")
+        session = ChatSession(runner, ScriptedClient(answers), Sampling(), model="m", router="nowhere")
         assert session.run(ScriptedLines("one", "two", "three", "four")) == 0
     stopped = [("user", "one"), ("assistant", "half")]
-    assert client.seen == [
+    assert answers.seen == [
         [("user", "one")],
         [*stopped, ("user", "two")],
         [*stopped, ("user", "three")],
@@ -120,19 +121,20 @@ def test_what_was_stopped_stays_and_what_broke_off_does_not(capsys: pytest.Captu
     assert shown.out == "half\n" * 4
     assert shown.err == (
         "Stopped.\n"
-        "error: The answer broke off. The router at nowhere is gone. (reason PEER_UNREACHABLE) "
+        "error: The answer broke off. The router at nowhere:1 has closed the connection in the middle of the call. "
+        "(reason PEER_UNREACHABLE) "
         "The message is left out of the conversation.\n"
     )
 
 
-def parsed(*arguments: str) -> inference_pb2.Sampling | str:
+def parsed(*arguments: str) -> Sampling | str:
     """What a command with all sampling options gets, or the message that refuses them."""
-    got: list[inference_pb2.Sampling] = []
+    got: list[Sampling] = []
 
     @click.command()
     @sampling_options
     def command(**options: object) -> None:
-        got.append(sampling_message(options))
+        got.append(sampling_of(options))
 
     result = CliRunner().invoke(command, list(arguments))
     return got[0] if got else result.output.splitlines()[-1]
@@ -140,13 +142,14 @@ def parsed(*arguments: str) -> inference_pb2.Sampling | str:
 
 def test_every_sampling_flag_arrives() -> None:
     """Each field of baton.v1.Sampling but `choice`, which is `--answers`, has its flag."""
-    message = parsed(
+    drawn = parsed(
         "--temperature", "0.5", "--top-k", "7", "--top-p", "0.9", "--min-p", "0.1", "--repetition-penalty", "1.1",
         "--presence-penalty", "-0.5", "--frequency-penalty", "0.25", "--logit-bias", "7=-1.5", "--logit-bias", "8=2",
         "--seed", str((1 << 64) - 1), "--max-tokens", "9", "--min-tokens", "2", "--stop", "end", "--stop", "\n",
         "--stop-token-id", "3", "--include-stop", "--ignore-eos", "--logprobs", "2",
     )  # fmt: skip
-    assert isinstance(message, inference_pb2.Sampling)
+    assert isinstance(drawn, Sampling)
+    message = drawn.message()
     assert {field.name for field, _ in message.ListFields()} == {
         field.name for field in inference_pb2.Sampling.DESCRIPTOR.fields
     } - {"choice"}
@@ -158,8 +161,9 @@ def test_every_sampling_flag_arrives() -> None:
 
 def test_without_flags_all_is_left_to_the_router() -> None:
     """Not set is another thing than 0 for a temperature or a seed."""
-    message = parsed()
-    assert isinstance(message, inference_pb2.Sampling)
+    drawn = parsed()
+    assert isinstance(drawn, Sampling)
+    message = drawn.message()
     unset = ("temperature", "top_k", "top_p", "seed", "max_tokens", "min_tokens", "logprobs", "repetition_penalty")
     assert [name for name in unset if message.HasField(name)] == []
     assert (list(message.stop), dict(message.logit_bias)) == ([], {})
@@ -201,9 +205,7 @@ def test_log_probabilities_are_shown() -> None:
     answer = Answer(
         request_id="r",
         ids=[5, 60],
-        text="",
-        reason=common_pb2.FINISH_REASON_LENGTH,
-        stats=inference_pb2.RequestStats(),
+        finish="length",
         logprobs=logprobs,
     )
     assert logprobs_text(answer) == (

@@ -7,18 +7,16 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from batonpb import common_pb2, inference_pb2
+from batonpb import inference_pb2
 
-from baton.errors import BatonError, Reason
-from cli.client import Answer, AnswerBuilder, InferenceClient, Show
+from baton.client import Answer, BatonError, Reason, Sampling, Stats
 from cli.demo import FIRST_WAVE, SECOND_WAVE, DemoRequest, _send_wave, find_mismatches
 from cli.reference import Reference
 from engine.demo_model import DemoModelParams, write_demo_model
 from engine.types import SamplingParams
+from tests.support.scripted_router import Events, ScriptedClient, refused, started
 
-GREEDY = DemoRequest(
-    name="greedy", prompt="Where does the road lead?", sampling=inference_pb2.Sampling(temperature=0, max_tokens=6)
-)
+GREEDY = DemoRequest(name="greedy", prompt="Where does the road lead?", sampling=Sampling(temperature=0, max_tokens=6))
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +35,8 @@ def answered(reference: Reference) -> Answer:
         request_id="r",
         ids=ids,
         text=reference.decode(ids),
-        reason=common_pb2.FINISH_REASON_LENGTH,
-        stats=inference_pb2.RequestStats(prompt_tokens=len(prompt)),
+        finish="length",
+        stats=Stats(prompt_tokens=len(prompt)),
     )
 
 
@@ -52,7 +50,7 @@ def test_a_wrong_answer_is_found(model: Path) -> None:
         "token": Answer(ids=other, text=right.text, stats=right.stats),
         "short": Answer(ids=right.ids[:5], text=right.text, stats=right.stats),
         "text": Answer(ids=right.ids, text="something else", stats=right.stats),
-        "prompt": Answer(ids=right.ids, text=right.text, stats=inference_pb2.RequestStats(prompt_tokens=1)),
+        "prompt": Answer(ids=right.ids, text=right.text, stats=Stats(prompt_tokens=1)),
     }
     pairs = [(dataclasses.replace(GREEDY, name=name), answer) for name, answer in answers.items()]
     assert asyncio.run(find_mismatches(pairs, model=model, compute_threads=1)) == {
@@ -72,34 +70,32 @@ def test_the_reference_repeats_itself(model: Path) -> None:
     assert answered(reference) == first
 
 
-class FailingClient(InferenceClient):
+class Failing:
     """Refuses the prompt "bad"; answers none of the others."""
 
     def __init__(self) -> None:
         self.cancelled: list[str] = []
 
-    async def generate(
-        self, request: inference_pb2.GenerateRequest, show: Show | None = None, builder: AnswerBuilder | None = None
-    ) -> Answer:
+    async def __call__(self, request: inference_pb2.GenerateRequest) -> Events:
         if request.text == "bad":
-            raise BatonError(Reason.PEER_UNREACHABLE, "Nobody there.", field="text", retry_after_ms=5)
+            raise refused(BatonError(Reason.BAD_FIELD, "Not that.", field="text", retry_after_ms=5))
         try:
             await asyncio.get_running_loop().create_future()
         finally:
             self.cancelled.append(request.text)
-        raise AssertionError("unreachable")
+        yield started()
 
 
 def test_a_request_of_the_demo_fails(capsys: pytest.CaptureFixture[str]) -> None:
     """One error, no group of them, which names the request; the others are cancelled first."""
     wave = [dataclasses.replace(GREEDY, name=name, prompt=name) for name in ("good", "bad")]
-    client = FailingClient()
+    answers = Failing()
     with pytest.raises(BatonError) as caught:
-        asyncio.run(_send_wave(client, wave))
+        asyncio.run(_send_wave(ScriptedClient(answers), wave))
     error = caught.value
-    assert error.message == "The demo's request bad failed: Nobody there."
-    assert (error.reason, error.field, error.retry_after_ms) == (Reason.PEER_UNREACHABLE, "text", 5)
-    assert client.cancelled == ["good"]
+    assert error.message == "The demo's request bad failed: Not that."
+    assert (error.reason, error.field, error.retry_after_ms) == (Reason.BAD_FIELD, "text", 5)
+    assert answers.cancelled == ["good"]
     assert capsys.readouterr().out.endswith(">\n")
 
 
@@ -107,7 +103,7 @@ def test_the_demo_requests() -> None:
     """Names are unique, every answer can be computed again, and the parts that the demo promises are there."""
     requests = [*FIRST_WAVE, *SECOND_WAVE]
     assert len({request.name for request in requests}) == len(requests)
-    assert all(request.sampling.temperature == 0 or request.sampling.HasField("seed") for request in requests)
+    assert all(request.sampling.temperature == 0 or request.sampling.seed is not None for request in requests)
     assert sum(request.unary for request in requests) == 1
     assert not FIRST_WAVE[0].unary
     assert not SECOND_WAVE[0].unary

@@ -10,10 +10,11 @@ import click
 import pytest
 from batonpb import common_pb2, directory_pb2, inference_pb2, node_pb2
 
+from baton.client import Answer, Piece
 from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
 from baton.wire import NodeRecord, Role
-from cli.client import Answer, StreamPrinter, answer_data
+from cli.client import StreamPrinter, answer_data
 from cli.demo import held_by
 from cli.nodes import NodeView, figure_text
 from cli.output import format_table
@@ -22,7 +23,7 @@ from cli.services import ProgressPrinter
 from cli.up import StartBoard
 from tests.support.cli_harness import run_baton
 
-Tokens = inference_pb2.Tokens
+Tokens = Piece
 
 
 class Terminal(io.StringIO):
@@ -30,7 +31,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def printed(*tokens: inference_pb2.Tokens, as_ids: bool | None = None) -> list[str]:
+def printed(*tokens: Piece, as_ids: bool | None = None) -> list[str]:
     """What is on the screen after each message, and at the end."""
     screen = io.StringIO()
     printer = StreamPrinter(screen, as_ids=as_ids)
@@ -184,9 +185,7 @@ def test_what_a_node_holds() -> None:
 def test_an_answer_as_data() -> None:
     """What `-o json` prints of an answer: text and ids, and every figure of the statistics."""
     stats = inference_pb2.RequestStats(prefill_node="prefill-0", prompt_tokens=3, output_tokens=2)
-    data = answer_data(
-        Answer(request_id="r", ids=[5, 6], text="the sea", reason=common_pb2.FINISH_REASON_LENGTH, stats=stats)
-    )
+    data = answer_data(Answer(request_id="r", ids=[5, 6], text="the sea", finish="length", stats=stats))
     reported = data.pop("stats")
     assert data == {"request": "r", "finish": "length", "text": "the sea", "ids": [5, 6]}
     assert isinstance(reported, dict)

@@ -184,8 +184,15 @@ MUTATIONS: Final[dict[str, tuple[Spoil, str]]] = {
         lambda e: e.toml("drain_ms_max = 60000", "drain_ms_max = 90000"),
         "baton-router has 90 s to end, and may need 105 s",
     ),
+    "no lame duck": (
+        lambda e: e.toml("lame_duck_ms = 5000", "lame_duck_ms = 0"),
+        "baton-router has neither a lame-duck time nor a preStop that drains and waits",
+    ),
     "longer hook": (longer_hook, "baton-decode has 160 s to end, and may need 185 s"),
-    "hook that does not wait": (no_wait, "baton-decode: preStop is neither a pause nor a drain that waits"),
+    "hook that does not wait": (
+        no_wait,
+        "baton-decode has neither a lame-duck time nor a preStop that drains and waits",
+    ),
     "hook's variable": (
         lambda e: put(e.variable("baton-prefill", "POD_NAME"), "name", to="NAME"),
         "baton-prefill: preStop uses $POD_NAME, which is not set",
@@ -200,7 +207,7 @@ MUTATIONS: Final[dict[str, tuple[Spoil, str]]] = {
     ),
     "port of a probe": (
         lambda e: put(e.container("baton-router"), "startupProbe", "grpc", "port", to=8000),
-        "baton-router: startupProbe asks at 8000, health is at 7000",
+        "baton-router: startupProbe asks at 8000, health is at 7010",
     ),
     "probe where a certificate is needed": (
         lambda e: put(e.container("baton-decode"), "livenessProbe", "grpc", "port", to=7002),
@@ -230,7 +237,7 @@ MUTATIONS: Final[dict[str, tuple[Spoil, str]]] = {
     ),
     "port of the metrics": (
         lambda e: e.toml("0.0.0.0:9100", "0.0.0.0:9101"),
-        "baton-router listens at [7000, 7003, 8000, 9101] and declares [7000, 7003, 8000, 9100]",
+        "baton-router listens at [7000, 7003, 7010, 8000, 9101] and declares [7000, 7003, 7010, 8000, 9100]",
     ),
     "claim": (
         lambda e: put(e.find("PersistentVolumeClaim", "baton-model"), "metadata", "name", to="model"),

@@ -71,6 +71,19 @@ def test_the_first_answer_goes_ahead() -> None:
         assert story.index("a0 1") < story.index(f"{name} begins") < story.index("a0 ends")
 
 
+def test_all_begin_at_once_where_they_are_to() -> None:
+    """Answers that nodes have already wait for no other, which may stand in line."""
+
+    async def read() -> list[str]:
+        answers = Answers()
+        async with aclosing(run_choices(answers.ask, REQUESTS[:1], 3, at_once=True)) as events:
+            async for _ in events:
+                pass
+        return answers.story
+
+    assert asyncio.run(read())[:3] == ["a0 begins", "a1 begins", "a2 begins"]
+
+
 @pytest.mark.parametrize("fails", [("a", 0), ("a", 2), ("b", 1)])
 def test_one_that_fails_fails_all(fails: tuple[str, int]) -> None:
     """The error is raised, and no answer is open any more."""

@@ -19,7 +19,7 @@ from batonpb import inference_pb2
 
 from baton.errors import BatonError, Reason
 from router.choices import run_choices
-from router.http_server import CallReply, Events
+from router.http_reply import CallReply, Events
 from router.node import CutOff, client_guard
 from router.openai import Replies, parse_completion
 from router.retries import Retries, RetryConfig
@@ -126,8 +126,8 @@ def test_an_answer_over_http(stream: bool) -> None:
             sent.append(message)
 
         call = parse_completion({"prompt": [1, 2], "stream": stream})
-        replies = Replies(id="r", call=call, model="m", created=0, token_text=str)
-        await CallReply(events, replies, headers={}, timeout_s=30.0)({"type": "http"}, receive, send)
+        replies = Replies(request_id="r", call=call, model="m", created=0, token_text=str)
+        await CallReply(events, replies, timeout_s=30.0)({"type": "http"}, receive, send)
 
     nothing_left(scene)
     parts = [message["body"] for message in sent if message["type"] == "http.response.body"]

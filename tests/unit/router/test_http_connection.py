@@ -367,6 +367,53 @@ def test_a_server_that_stops() -> None:
     run(scene, holding)
 
 
+def test_connections_that_are_not_to_stay() -> None:
+    """While the server is not ready, each ends with its next answer. When it takes no more calls, those without one end
+    at once, and one whose call has begun to come when it has its answer."""
+
+    async def scene(door: Door) -> None:
+        used, idle, begun = await door(), await door(), await door()
+        assert b"\r\nconnection: close\r\n" not in (await answer(used))[0]
+        door.server.keep_connections(False, idle=True)
+        assert b"\r\nconnection: close\r\n" in (await answer(used))[0]
+        assert await used[0].read() == b""
+        begun[1].write(REQUEST[:9])
+        while sum(connection.idle for connection in door.server._served.connections) > 1:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        door.server.keep_connections(False, idle=False)
+        assert await idle[0].read() == b""
+        head, body = await answer(begun, REQUEST[9:])
+        assert (body, b"\r\nconnection: close\r\n" in head) == (b"ok", True)
+        door.server.keep_connections(True, idle=True)
+        again = await door()
+        assert b"\r\nconnection: close\r\n" not in (await answer(again))[0]
+
+    run(scene)
+
+
+def test_an_answer_under_way_when_connections_are_not_to_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has begun as one behind which the connection stays: it ends as it should, and then the connection does."""
+    monkeypatch.setattr(http_connection, "IDLE_MS_MAX", 1 << 30)
+    go_on = asyncio.Event()
+
+    async def halting(_scope: Scope, _receive: Receive, send: Send) -> None:
+        length = [(b"content-length", b"10")]
+        await send({"type": "http.response.start", "status": 200, "headers": length})
+        await send({"type": "http.response.body", "body": b"begun ", "more_body": True})
+        await go_on.wait()
+        await send({"type": "http.response.body", "body": b"over", "more_body": False})
+
+    async def scene(door: Door) -> None:
+        reader, writer = await door()
+        writer.write(REQUEST)
+        assert b"connection: close" not in await reader.readuntil(b"begun ")
+        door.server.keep_connections(False, idle=False)
+        go_on.set()
+        assert await reader.read() == b"over"
+
+    run(scene, halting)
+
+
 def test_a_server_that_stops_at_last() -> None:
     """A call that does not end in the grace time is ended."""
 

@@ -214,18 +214,19 @@ def test_prompts_of_one_call_are_waited_for_together() -> None:
     call is taken. Two of 60 never are."""
     use, now_s = used(tokens_per_minute=100), 0.0
     use.take_output(40, now_s)
-    takes = [use.admit(0.0, spread=0.0).sign(client_call(9.0), lambda: now_s).take_prompt for _ in range(3)]
-    takes[0](40)
+    calls = [use.admit(0.0, spread=0.0) for _ in range(3)]
+    takes = [[call.sign(client_call(9.0), lambda: now_s, prompt=i).take_prompt for i in range(2)] for call in calls]
+    takes[0][0](40)
     with pytest.raises(BatonError) as caught:
-        takes[0](40)
+        takes[0][1](40)
     now_s = (caught.value.retry_after_ms or 0) / 1000
     assert now_s == pytest.approx(36.0, abs=0.01)
-    for _ in range(2):
-        takes[1](40)
+    for take in takes[1]:
+        take(40)
     now_s += 60.0
-    takes[2](60)
+    takes[2][0](60)
     with pytest.raises(BatonError, match="can never be taken"):
-        takes[2](60)
+        takes[2][1](60)
 
 
 @given(
@@ -322,16 +323,16 @@ def test_a_reload_changes_limits_and_hashes_and_keeps_counters() -> None:
 
 
 def test_a_call_carries_what_its_key_may() -> None:
-    """Name, priority, salt and special tokens; its prompt counts once, its answers each."""
+    """Name, priority, salt and special tokens; each prompt counts once, by whichever answer to it comes first, and
+    answers each."""
     use = KeyUse(made("a", priority="high", cache_salt="s", special_tokens=True)[1], 0.0)
     admission = use.admit(0.0, spread=0.0)
-    first, second = (admission.sign(client_call(9.0), lambda: 0.0, repeats_prompt=repeats) for repeats in (False, True))
-    for call in (first, second):
+    for call in (admission.sign(client_call(9.0), lambda: 0.0, prompt=prompt) for prompt in (1, 0, 1)):
         assert (call.id, call.key_name, call.priority) == ("r", "a", Priority.HIGH)
         assert (call.key_salt, call.special_tokens) == ("s", True)
         call.take_prompt(5)
         call.take_output(2)
-    assert (use.prompt_tokens, use.output_tokens) == (5, 4)
+    assert (use.prompt_tokens, use.output_tokens) == (10, 6)
     plain = KeyUse(made("b")[1], 0.0).admit(0.0, spread=0.0).sign(client_call(9.0), lambda: 0.0)
     assert (plain.key_salt, plain.special_tokens, plain.priority) == ("", False, Priority.NORMAL)
 

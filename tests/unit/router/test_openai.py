@@ -36,6 +36,7 @@ FIELDS = [
     "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p",
     "n", "stream", "stream_options", "logprobs", "top_logprobs", "echo", "stop", "seed", "logit_bias", "best_of",
     "suffix", "tools", "response_format", "stop_token_ids", "min_tokens", "ignore_eos", "chat_template_kwargs", "x",
+    "resumable", "resume_token_ids", "return_token_ids",
 ]  # fmt: skip
 leaves = (
     st.none() | st.booleans() | st.integers(-(2**65), 2**65) | st.floats() | st.text(max_size=4)
@@ -126,6 +127,25 @@ def test_what_would_make_another_answer_is_refused_by_name(name: str, value: obj
         assert isinstance(attempt(parse, json.dumps({**prompt, name: neutral}).encode()), OpenAiCall)
 
 
+@pytest.mark.parametrize(
+    ("said", "n", "taken"),
+    [
+        ([5, 6], 1, ((5, 6),)), ([[5, 6]], 1, ((5, 6),)), ([], 1, ()), ([], 2, ()), ([[5], []], 2, ((5,), ())),
+        ([5, 6], 2, None), ([[5]], 2, None), ([[5], 6], 2, None), ({}, 1, None), ([["5"]], 1, None), ([[[5]]], 1, None),
+    ],
+)  # fmt: skip
+def test_what_a_client_says_it_has(said: object, n: int, taken: object) -> None:
+    """A list for each answer, or one list for one answer; anything else is refused by its name."""
+    body = {"prompt": "hi", "n": n, "stream": True, "resumable": True, "resume_token_ids": said}
+    call = attempt(parse_completion, json.dumps(body).encode())
+    if taken is None:
+        assert isinstance(call, BatonError)
+        assert call.field == "resume_token_ids"
+    else:
+        assert isinstance(call, OpenAiCall)
+        assert call.said == taken
+
+
 def test_special_tokens_are_added_as_each_endpoint_does() -> None:
     """The tokenizer adds its own to a text, none to a chat that the template has rendered: what says so is taken."""
     taken = []
@@ -156,7 +176,7 @@ def test_errors_have_a_status_and_a_time() -> None:
 def test_log_probabilities_are_json(chat: bool) -> None:
     """Minus infinity has a stand-in, half a character has no bytes, and offsets count over chunks."""
     call = OpenAiCall(chat=chat, requests=(), n=1, stream=True, include_usage=False, logprobs=True)
-    replies = Replies(id="i", call=call, model="m", created=1, token_text=["ab", "\ufffd"].__getitem__)
+    replies = Replies(request_id="i", call=call, model="m", created=1, token_text=["ab", "\ufffd"].__getitem__)
     found = common_pb2.TokenLogprobs(logprob=-math.inf, top_ids=[0], top_logprobs=[-0.5])
     event = inference_pb2.GenerateEvent(tokens=inference_pb2.Tokens(ids=[0, 1], text="ab", logprobs=[found, found]))
     chunks = [replies.chunk(0, event), replies.chunk(0, event)]
@@ -174,7 +194,7 @@ def test_log_probabilities_are_json(chat: bool) -> None:
 def test_a_prompt_counts_once_however_many_answers_it_has() -> None:
     """Two prompts with two answers each: tokens of prompts twice, of answers four times."""
     call = parse_completion({"prompt": ["a", "b"], "n": 2})
-    replies = Replies(id="i", call=call, model="m", created=1, token_text=str)
+    replies = Replies(request_id="i", call=call, model="m", created=1, token_text=str)
     for index in range(4):
         replies.count(index, inference_pb2.GenerateEvent(started=inference_pb2.Started(prompt_tokens=10)))
         stats = inference_pb2.RequestStats(output_tokens=3, prompt_tokens_cached=4)

@@ -13,10 +13,11 @@ from baton.errors import REGION_BLOCKS_KEY, BatonError, Code, Reason
 from baton.ids import Attempt, Incarnation, NodeName, RequestId, RequestKey
 from baton.lifecycle import Lifecycle
 from baton.wire import BlockLoad, NodeLoad, NodeRecord, Role
+from router.job import Job
 from router.line import Place, Priority
 from router.placement import ANSWER_TOKENS_MIN, RegionWatch, answer_tokens, outgrown, tokens_max
 from router.prefill_nodes import PrefillNodes
-from router.request import CheckedRequest, Job
+from router.request import CheckedRequest
 from router.retries import Retries, RetryConfig
 from tests.support.router_records import MODEL, client_call
 

@@ -172,10 +172,11 @@ def test_places_of_several_answers_become_one_token() -> None:
     """Two answers, of which the second has begun: the token has a place for each."""
     resume = Resume(secret=SECRET, seed=1, digest=2)
     second = Place(request=ID, tokens=1, chars=1, crc=3)
-    both = Places([Place(), Place()], HTTP)
-    text = both.merge(1, resume.token(second).encode(), lambda place: replace(place, text_offset=4, prompt_tokens=5))
-    noted = replace(second, text_offset=4, prompt_tokens=5)
-    assert ResumeToken.decode(text) == replace(resume.token(Place(), noted), http=HTTP)
+    both = Places(replace(resume.token(Place(), Place()), http=HTTP))
+    for behind in (second, replace(second, finished=True)):
+        both.follow(1, resume.token(behind).encode(), text_offset=4, prompt_tokens=5)
+        noted = replace(behind, text_offset=4, prompt_tokens=5 if behind.finished else 0)
+        assert ResumeToken.decode(both.token()) == replace(resume.token(Place(), noted), http=HTTP)
 
 
 def test_what_chunks_say_is_checked() -> None:

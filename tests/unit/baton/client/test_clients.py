@@ -1,0 +1,255 @@
+"""Both clients against routers that break off, refuse and hold, as gRPC brings it."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any
+
+import grpc
+import pytest
+from batonpb import inference_pb2
+
+from baton.client import Answer, AsyncClient, BatonError, Client, Message, Piece, Prompt, Reason, Sampling
+from baton.client.answer import request_message
+from tests.support.cli_harness import free_endpoint
+from tests.support.router_double import WAIT_S_MAX, Play, RouterDouble, router_doubles
+
+GONE = grpc.StatusCode.UNAVAILABLE
+Read = Callable[..., tuple[list[Piece], Answer]]
+
+
+def read_async(routers: str, prompt: Prompt = "hello", *, client: Any = None, **request: Any) -> Any:
+    async def read() -> tuple[list[Piece], Answer]:
+        async with AsyncClient(routers, **(client or {})) as asked, asked.stream(prompt, **request) as stream:
+            return [piece async for piece in stream], stream.answer
+
+    return asyncio.run(read())
+
+
+def read_sync(routers: str, prompt: Prompt = "hello", *, client: Any = None, **request: Any) -> Any:
+    with Client(routers, **(client or {})) as asked, asked.stream(prompt, **request) as stream:
+        return list(stream), stream.answer
+
+
+both = pytest.mark.parametrize("read", [read_async, read_sync])
+
+
+@both
+def test_an_answer_that_is_cut_off_twice(read: Read) -> None:
+    """Each index comes once; each attach says what there is, to the other router; at the end one is told that all has
+    come."""
+    one = RouterDouble(plays=deque([Play(tokens=2, end=GONE), Play(tokens=4, end="cut")]))
+    two = RouterDouble(plays=deque([Play(tokens=2, end=GONE), Play(tokens=4, end="cut")]))
+    with router_doubles(one, two) as routers:
+        pieces, answer = read(routers)
+    assert [piece.first_index for piece in pieces] == [0, 1, 2, 3, 4]
+    assert "".join(piece.text for piece in pieces) == answer.text == "0 1 2 3 4 "
+    assert (answer.ids, answer.finish, answer.request_id) == ([10, 11, 12, 13, 14], "length", "call")
+    assert answer.stats.output_tokens == 5
+    assert sorted(one.methods + two.methods) == ["Attach"] * 4 + ["Generate"]
+    assert abs(len(one.seen) - len(two.seen)) == 1
+    assert answer.attaches == 4
+    assert one.forgotten + two.forgotten == ["behind 5"]
+
+
+@both
+def test_the_only_router_is_cut_off(read: Read) -> None:
+    """It is asked again, with what there is."""
+    router = RouterDouble(plays=deque([Play(tokens=2, end=GONE), Play(tokens=2, end=GONE)]))
+    with router_doubles(router) as address:
+        _, answer = read(address)
+    assert answer.ids == [10, 11, 12, 13, 14]
+    assert router.methods == ["Generate", "Attach", "Attach"]
+    request = router.seen[0].message
+    assert [(seen.message.request, list(seen.message.output.ids)) for seen in router.seen[1:]] == [
+        (request, [10, 11]), (request, [10, 11]),
+    ]  # fmt: skip
+
+
+@both
+def test_a_full_cluster_is_asked_again(read: Read) -> None:
+    """Before the first token the request is sent anew, or attached to where it has a token; an answer comes of it."""
+    full = BatonError(Reason.TOO_MANY_CALLS, "Full.", retry_after_ms=1)
+    router = RouterDouble(plays=deque([Play(end=full), Play(end=full)]))
+    with router_doubles(router) as address:
+        assert read(address)[1].finish == "length"
+        assert router.methods == ["Generate", "Attach", "Attach"]
+        router.plays, router.seen = deque([Play(end=full)]), []
+        assert read(address, resumable=False)[1].finish == "length"
+        assert router.methods == ["Generate", "Generate"]
+        router.plays, router.seen = deque([Play(end=full)]), []
+        with pytest.raises(BatonError) as caught:
+            read(address, client={"retries_max": 0})
+    assert (caught.value.reason, caught.value.retry_after_ms) == (Reason.TOO_MANY_CALLS, 1)
+    assert router.methods == ["Generate"]
+
+
+@both
+def test_errors_of_the_request(read: Read) -> None:
+    """Once, with its field; the router has forgotten it by itself."""
+    wrong = BatonError(Reason.SAMPLING_OUT_OF_RANGE, "top_p must not be above 1.", field="sampling.top_p")
+    router = RouterDouble(plays=deque([Play(end=wrong)]))
+    with router_doubles(router) as address, pytest.raises(BatonError, match=r"^top_p must not") as caught:
+        read(address, sampling=Sampling(top_p=2))
+    assert (caught.value.reason, caught.value.field) == (Reason.SAMPLING_OUT_OF_RANGE, "sampling.top_p")
+    assert (router.methods, router.forgotten) == (["Generate"], [])
+
+
+@both
+def test_without_a_resume_token_an_answer_is_over(read: Read) -> None:
+    """What has begun is not asked anew: the error says what became of the connection."""
+    router = RouterDouble(plays=deque([Play(tokens=2, end=GONE)]))
+    with router_doubles(router) as address, pytest.raises(BatonError) as caught:
+        read(address, resumable=False)
+    assert caught.value.message == f"The router at {address} has closed the connection in the middle of the call."
+    assert (router.methods, router.forgotten) == (["Generate"], [])
+
+
+@both
+def test_the_deadline(read: Read) -> None:
+    """A router that holds the answer: the time of the whole request ends it, and the router is told."""
+    router = RouterDouble(plays=deque([Play(tokens=1, end="hold")]))
+    with router_doubles(router) as address, pytest.raises(BatonError) as caught:
+        read(address, timeout_s=0.5)
+    assert caught.value.reason is Reason.DEADLINE
+    assert router.forgotten == ["behind 1"]
+
+
+@both
+def test_nobody_listens(read: Read) -> None:
+    """With a time to find a router each is tried; without one, until there is no time left."""
+    routers = [free_endpoint(), free_endpoint()]
+    with pytest.raises(BatonError) as caught:
+        read(",".join(routers), client={"connect_timeout_s": 0})
+    assert caught.value.reason is Reason.PEER_UNREACHABLE
+    assert caught.value.message in {f"The router at {each} does not answer: nothing listens there." for each in routers}
+    with pytest.raises(BatonError, match=r"^There was no whole answer within 0.3 s. The last try: The router") as late:
+        read(routers[0], timeout_s=0.3)
+    assert late.value.reason is Reason.DEADLINE
+
+
+def test_a_stream_that_is_left() -> None:
+    """In the middle of it, by either client: the call ends and the router is told."""
+    router = RouterDouble()
+    with router_doubles(router) as address:
+
+        async def leave() -> None:
+            async with AsyncClient(address) as client, client.stream("hello") as stream:
+                assert (await anext(stream)).ids == [10]
+
+        router.plays.append(Play(tokens=1, end="hold"))
+        asyncio.run(leave())
+        assert router.left.wait(WAIT_S_MAX)
+        assert router.forgotten == ["behind 1"]
+        router.left.clear()
+        router.plays.append(Play(tokens=1, end="hold"))
+        with Client(address) as client, client.stream("hello") as stream:
+            assert next(stream).ids == [10]
+        assert router.left.wait(WAIT_S_MAX)
+    assert router.forgotten == ["behind 1"] * 2
+
+
+def test_a_task_that_is_cancelled() -> None:
+    """While the answer is awaited: the same."""
+    router = RouterDouble(plays=deque([Play(tokens=1, end="hold")]))
+
+    async def cancelled(address: str) -> None:
+        async with AsyncClient(address) as client:
+            asking = asyncio.create_task(client.generate("hello"))
+            await asyncio.to_thread(router.holds.wait, WAIT_S_MAX)
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+
+    with router_doubles(router) as address:
+        asyncio.run(cancelled(address))
+        assert router.left.wait(WAIT_S_MAX)
+
+
+def test_a_stream_that_is_dropped() -> None:
+    """Nobody closes it, as where a loop is left by `break`: the garbage collector does."""
+    router = RouterDouble(plays=deque([Play(tokens=1, end="hold")]))
+    with router_doubles(router) as address, Client(address) as client:
+        for piece in client.stream("hello"):
+            assert piece.ids == [10]
+            break
+        assert router.forgot.wait(WAIT_S_MAX)
+        assert router.left.wait(WAIT_S_MAX)
+
+
+def test_an_answer_in_one_message() -> None:
+    """Without a resume token there is nothing to go on with, so a whole answer takes one message. Key and request id go
+    with each call."""
+    router = RouterDouble(plays=deque([Play(end=GONE)]))
+    with router_doubles(router) as address, Client(address, api_key="secret") as client:
+        answer = client.generate([1, 2], resumable=False, request_id="mine")
+    assert (answer.text, answer.finish, answer.attaches) == ("0 1 2 3 4 ", "length", 0)
+    assert router.methods == ["GenerateUnary"] * 2
+    assert {seen.metadata["authorization"] for seen in router.seen} == {"Bearer secret"}
+    assert {seen.metadata["x-request-id"] for seen in router.seen} == {"mine"}
+
+
+def test_a_name_for_all_routers() -> None:
+    """As of a headless Service; of one address here."""
+    router = RouterDouble(plays=deque([Play(tokens=2, end=GONE)]))
+    with router_doubles(router) as address:
+        _, answer = read_sync(f"dns:///localhost:{address.partition(':')[2]}")
+    assert (answer.ids, answer.attaches) == ([10, 11, 12, 13, 14], 1)
+
+
+class Forgetful(RouterDouble):
+    """Begins anew with each attach."""
+
+    def Attach(self, request: inference_pb2.AttachRequest, context: Any) -> Iterator[inference_pb2.GenerateEvent]:
+        return self._events(0, context, resumable=True)
+
+
+def test_a_token_that_comes_twice() -> None:
+    """A router that does not keep its word is a bug of ours, and no answer."""
+    router = Forgetful(plays=deque([Play(tokens=2, end=GONE)]))
+    with router_doubles(router) as address, pytest.raises(AssertionError):
+        read_sync(address)
+
+
+def test_prompts_and_sampling() -> None:
+    """Text, ids and messages; every field of the interface's Sampling has one here, by its name."""
+
+    def made(prompt: Prompt, sampling: Sampling | None = None) -> inference_pb2.GenerateRequest:
+        return request_message(prompt, sampling, "m", None, resumable=True)
+
+    assert made("hi") == inference_pb2.GenerateRequest(text="hi", model="m", resumable=True)
+    assert list(made((1, 2)).token_ids.ids) == [1, 2]
+    assert made([]).WhichOneof("prompt") == "token_ids"
+    chat = made([Message(role="system", content="Be brief."), Message(role="user", content="hi")]).chat.messages
+    assert [(message.role, message.content) for message in chat] == [("system", "Be brief."), ("user", "hi")]
+    assert {field.name for field in fields(Sampling)} == set(inference_pb2.Sampling.DESCRIPTOR.fields_by_name)
+    assert made("hi", Sampling()) == inference_pb2.GenerateRequest(
+        text="hi", model="m", resumable=True, sampling=inference_pb2.Sampling()
+    )
+    drawn = Sampling(
+        temperature=0, seed=0, logit_bias={7: -1.5}, stop=["end"], stop_token_ids=(3,), logprobs=0
+    ).message()
+    assert all(drawn.HasField(name) for name in ("temperature", "seed", "logprobs"))
+    assert not drawn.HasField("top_p")
+    assert (dict(drawn.logit_bias), list(drawn.stop), list(drawn.stop_token_ids)) == ({7: -1.5}, ["end"], [3])
+
+
+@pytest.mark.parametrize("routers", ["", "http://127.0.0.1:8000", "127.0.0.1", "a:1,,0.0.0.0:7000", []])
+def test_addresses_that_are_none(routers: Any) -> None:
+    with pytest.raises(BatonError) as caught:
+        AsyncClient(routers)
+    assert caught.value.reason is Reason.BAD_ENDPOINT
+
+
+def test_the_client_loads_nothing_heavy() -> None:
+    heavy = "{'torch', 'numpy', 'pydantic', 'router', 'starlette', 'click'}"
+    code = f"import baton.client, sys; print(sorted({heavy} & set(sys.modules)))"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S_MAX, check=True
+    )
+    assert loaded.stdout == "[]\n"

@@ -1,0 +1,252 @@
+"""Who has which answer of a decode node, in any order of what routers say, and what each gets of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from batonpb import common_pb2, decode_pb2
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.errors import Reason
+from baton.ids import Attempt, Incarnation, RequestId, RequestKey
+from decode_node.streams import RequestOutput, Subscription, TokenStreams, add_lost
+
+ORPHAN_MS = 1_000
+ROUTERS = [Incarnation(number) for number in (11, 12, 13)]
+REQUESTS = 3
+OPS = ("open", "append", "end", "fail", "subscribe", "break", "read", "lose", "leave", "take over", "done", "wait")
+
+
+@dataclass(slots=True, kw_only=True)
+class Has:
+    """What a router believes to have of a request."""
+
+    epoch: int
+    began: int
+    ids: list[int] = field(default_factory=list)
+    ended: bool = False
+
+
+class World:
+    """Streams of a node, and routers that read them, are late, and break off."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.streams = TokenStreams(lambda: self.now_s)
+        self.outputs: dict[RequestKey, RequestOutput] = {}
+        self.subscriptions: dict[Incarnation, Subscription] = {}
+        self.have: dict[Incarnation, dict[RequestKey, Has]] = {router: {} for router in ROUTERS}
+        self.opened = 0
+
+    def play(self, what: str, request: int, router: Incarnation, epochs_back: int) -> None:
+        key = RequestKey(request=RequestId(f"r{request}"), attempt=Attempt(0))
+        output = self.outputs.get(key)
+        if what in ("subscribe", "break", "read", "lose"):
+            self.on_stream(what, router)
+        elif what == "wait":
+            self.now_s += ORPHAN_MS / 2_000
+        elif output is None:
+            if what == "open":
+                self.open(key, router)
+        elif what == "append":
+            output.append(len(output.tokens), None)
+            self.streams.notify(output.router)
+        elif what in ("end", "fail"):
+            finish = common_pb2.FINISH_REASON_STOP if what == "end" else None
+            output.end(finish=finish, error=None if finish else "failed")
+            self.streams.notify(output.router)
+        elif what == "take over":
+            self.streams.take_over(output, router)
+            self.have[router][key] = Has(epoch=output.epoch, began=0)
+        elif what in ("leave", "done"):
+            self.say(what, output, router, max(0, output.epoch - epochs_back))
+        if output is not None and output.forgotten.is_set():
+            self.forget(output)
+
+    def open(self, key: RequestKey, router: Incarnation) -> None:
+        first = self.opened % 3
+        self.opened += 1
+        output = RequestOutput(key=key, router=router, tokens=list(range(first)), first_index=first)
+        self.outputs[key] = output
+        self.have[router][key] = Has(epoch=0, began=first)
+        self.streams.open(output)
+
+    def say(self, what: str, output: RequestOutput, router: Incarnation, epoch: int) -> None:
+        """As `DecodeNode.leave` and `DecodeNode.done` take it."""
+        if not output.heeds(router, epoch):
+            return
+        self.have[router].pop(output.key, None)
+        if what == "leave":
+            self.streams.leave(output)
+        else:
+            output.forgotten.set()
+
+    def forget(self, output: RequestOutput) -> None:
+        self.streams.close(output)
+        del self.outputs[output.key]
+        for have in self.have.values():
+            have.pop(output.key, None)
+
+    def on_stream(self, what: str, router: Incarnation) -> None:
+        mine = self.subscriptions.get(router)
+        if what == "subscribe":
+            self.subscribe(router)
+        elif mine is not None and what == "break":
+            self.streams.detach(self.subscriptions.pop(router))
+        elif mine is not None and what == "lose":  # what was sent last does not arrive
+            self.streams.collect(mine)
+            self.streams.detach(self.subscriptions.pop(router))
+        elif mine is not None:
+            self.take(router, self.streams.collect(mine))
+
+    def subscribe(self, router: Incarnation) -> None:
+        """As `DecodeService.Subscribe` does it. An older stream is found out about later, or never."""
+        lost, cursors = decode_pb2.TokenBatch(), {}
+        for key, has in self.have[router].items():
+            output = self.outputs.get(key)
+            if output is not None and output.heeds(router, has.epoch):
+                cursors[key] = has.began + len(has.ids)
+            else:
+                add_lost(lost, key, has.epoch, taken_over=True)
+        self.subscriptions[router] = self.streams.attach(router, cursors)
+        self.take(router, lost)
+
+    def take(self, router: Incarnation, batch: decode_pb2.TokenBatch) -> None:
+        """Each index comes once and in order, from where the router began, and only to the router that has it."""
+        for message in batch.requests:
+            key = RequestKey(request=RequestId(message.key.request), attempt=Attempt(message.key.attempt))
+            has = self.have[router].get(key)
+            if message.error_reason == Reason.TAKEN_OVER.value:
+                assert not self.outputs[key].heeds(router, message.key.epoch)
+                if has is not None and has.epoch == message.key.epoch:
+                    del self.have[router][key]
+                continue
+            assert has is not None and self.outputs[key].heeds(router, has.epoch)
+            assert message.key.epoch == has.epoch and not (has.ended and message.ids)
+            assert message.first_index == has.began + len(has.ids)
+            has.ids.extend(message.ids)
+            has.ended = message.HasField("finish") or message.HasField("error")
+
+    def check(self) -> None:
+        streams = self.streams
+        for output in self.outputs.values():
+            owners = [router for router, of in streams._of_router.items() if output.key in of]
+            assert owners == ([] if output.left else [output.router])
+        assert set(streams._of_router) == {output.router for output in self.outputs.values() if not output.left}
+        assert set(streams._away_since_s) == set(streams._of_router) - set(self.subscriptions)
+        assert len(streams) == len(self.outputs)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(OPS),
+            st.integers(0, REQUESTS - 1),
+            st.sampled_from(ROUTERS),
+            st.integers(0, 2),
+        ),
+        min_size=10,
+        max_size=60,
+    )
+)
+@settings(max_examples=200)
+def test_whatever_routers_say_each_answer_has_one_owner(steps: list[tuple[str, int, Incarnation, int]]) -> None:
+    """Answers begin, grow, end and fail; routers subscribe, read, lose a message with their stream, leave, take over
+    and acknowledge, by the epoch by which they have a request or by an older one. At each step an answer has one router
+    or none, and each router gets each index once, in order, from where it began. At last who has lost a request knows,
+    every owner has all of its answers, those that nobody has or reads are orphans, and when all are forgotten nothing
+    is left."""
+    world = World()
+    for request, router in enumerate(ROUTERS):
+        world.subscribe(router)
+        world.play("open", request, router, 0)
+        world.play("append", request, router, 0)
+        world.on_stream("read", router)
+    for step in steps:
+        world.play(*step)
+        world.check()
+    for router in ROUTERS:
+        if router in world.subscriptions:
+            world.on_stream("read", router)
+            assert all(world.outputs[key].heeds(router, has.epoch) for key, has in world.have[router].items())
+        world.subscribe(router)
+        world.on_stream("read", router)
+    for output in world.outputs.values():
+        if not output.left:
+            has = world.have[output.router][output.key]
+            assert has.ids == output.tokens[has.began :] and has.ended is output.ended.is_set()
+    world.now_s += ORPHAN_MS / 1_000
+    running = {key for key, output in world.outputs.items() if not output.ended.is_set()}
+    left = {key for key in running if world.outputs[key].left}
+    assert {output.key for output in world.streams.orphans(ORPHAN_MS)} == left
+    for router in ROUTERS:
+        world.on_stream("break", router)
+    world.now_s += ORPHAN_MS / 1_000
+    assert {output.key for output in world.streams.orphans(ORPHAN_MS)} == running
+    for output in list(world.outputs.values()):
+        world.forget(output)
+    world.check()
+    assert not world.streams._outputs and not world.streams._of_router and not world.streams._away_since_s
+
+
+def test_tokens_before_those_drawn_here_come_without_log_probabilities() -> None:
+    """The attempt began behind two tokens. The router that takes it over gets these in a message of their own, then
+    those that were drawn here, each with its log-probabilities."""
+    streams = TokenStreams(lambda: 0.0)
+    key = RequestKey(request=RequestId("one"), attempt=Attempt(3))
+    output = RequestOutput(key=key, router=ROUTERS[0], tokens=[1, 2], first_index=2)
+    streams.open(output)
+    for token in (3, 4):
+        output.append(token, common_pb2.TokenLogprobs(logprob=-token))
+    (first,) = streams.collect(streams.attach(ROUTERS[0], {})).requests
+    assert (first.first_index, list(first.ids), len(first.logprobs)) == (2, [3, 4], 2)
+    streams.take_over(output, ROUTERS[1])
+    earlier, drawn = streams.collect(streams.attach(ROUTERS[1], {})).requests
+    assert (earlier.first_index, list(earlier.ids), len(earlier.logprobs)) == (0, [1, 2], 0)
+    assert (drawn.first_index, list(drawn.ids), [each.logprob for each in drawn.logprobs]) == (2, [3, 4], [-3, -4])
+    assert earlier.key == drawn.key == common_pb2.RequestKey(request="one", attempt=3, epoch=1)
+    again = streams.collect(streams.attach(ROUTERS[1], {key: 1})).requests
+    assert [(each.first_index, list(each.ids), len(each.logprobs)) for each in again] == [(1, [2], 0), (2, [3, 4], 2)]
+
+
+def test_a_router_that_takes_over_has_its_own_time_to_come() -> None:
+    """A router without a stream has had another answer for long. One that it takes over now is no orphan before the
+    whole time has passed since then; nor is one that is left now."""
+    now_s = 0.0
+    streams = TokenStreams(lambda: now_s)
+    outputs = [
+        RequestOutput(key=RequestKey(request=RequestId(name), attempt=Attempt(0)), router=router)
+        for name, router in (("a", ROUTERS[0]), ("b", ROUTERS[1]), ("c", ROUTERS[1]))
+    ]
+    for output in outputs:
+        streams.open(output)
+    streams.attach(ROUTERS[1], {})
+    now_s = 0.9
+    streams.take_over(outputs[1], ROUTERS[0])
+    streams.leave(outputs[2])
+    now_s = 1.1
+    assert streams.orphans(ORPHAN_MS) == [outputs[0]]
+    now_s = 2.0
+    assert streams.orphans(ORPHAN_MS) == outputs
+
+
+def test_finished_answers_that_nobody_has_are_bounded_in_bytes() -> None:
+    """Five answers of 4,000 bytes, the second of which goes on and the fourth of which its router still has. Of the
+    others the newest that fit are kept."""
+    streams = TokenStreams(lambda: 0.0)
+    outputs = [
+        RequestOutput(key=RequestKey(request=RequestId(name), attempt=Attempt(0)), router=ROUTERS[0], tokens=[1] * 100)
+        for name in "abcde"
+    ]
+    for output in outputs:
+        streams.open(output)
+        assert output.bytes == 4_000
+        if output is not outputs[1]:
+            output.end(finish=common_pb2.FINISH_REASON_LENGTH)
+        if output is not outputs[3]:
+            streams.leave(output)
+    streams.drop_left(8_000)
+    assert [output.forgotten.is_set() for output in outputs] == [True, False, False, False, False]
+    streams.drop_left(7_999)
+    assert [output.forgotten.is_set() for output in outputs] == [True, False, True, False, False]
