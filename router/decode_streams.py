@@ -119,7 +119,7 @@ class DecodeSubscription:
         Raises BatonError CANCELLED or PERMISSION_DENIED.
         """
         self._streams.inboxes[inbox.key] = inbox
-        inbox.early, inbox.subscription = [], self
+        inbox.early, inbox.decode = [], self.incarnation
         self.users += 1
         try:
             reply = await self._take_over(inbox.key, tag, left_s=left_s)
@@ -293,7 +293,7 @@ class DecodeSubscription:
     def _put(self, inbox: Inbox, message: decode_pb2.RequestTokens) -> None:
         if message.key.epoch < inbox.epoch:
             return  # to this router too, which had the attempt before
-        inbox.committed = True
+        inbox.epoch, inbox.committed = message.key.epoch, True  # higher: a repeat of its TakeOver has come late
         inbox.put(message.first_index, list(message.ids), message.logprobs)
         if message.HasField("finish"):
             inbox.end(message.finish)

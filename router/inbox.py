@@ -6,15 +6,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
 
 from batonpb import common_pb2, decode_pb2
 
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation, RequestKey
-
-if TYPE_CHECKING:
-    from router.decode_streams import DecodeSubscription
 
 
 class Parting(Enum):
@@ -69,8 +65,8 @@ class Inbox:
     """The client has been told where it is, so it may come back to it."""
     over: bool = False
     """This router serves it no more."""
-    subscription: DecodeSubscription | None = None
-    """Where its tokens come from once a decode node has granted."""
+    decode: Incarnation = Incarnation(0)
+    """The process that has the attempt, whose stream brings its tokens; 0: none that is known."""
     resolved: int = 0
     """How often the decode node was asked whether it goes on."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -80,11 +76,6 @@ class Inbox:
     """Since when the client is being given what it has not taken."""
     on_put: Callable[[Inbox], None] | None = None
     """Called after each `put`."""
-
-    @property
-    def decode(self) -> Incarnation:
-        """The process that has the attempt; 0: none that is known."""
-        return Incarnation(0) if self.subscription is None else self.subscription.incarnation
 
     @property
     def taken(self) -> bool:

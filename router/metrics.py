@@ -25,6 +25,7 @@ ITL_BUCKETS_S: Final = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25,
 E2E_BUCKETS_S: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 HANDOFF_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5)
 BLOCK_CLASSES: Final = tuple(each.name for each in fields(BlockLoad) if each.name not in ("promised", "pinned"))
+ATTACH_OUTCOMES: Final = ("taken", "computed_again", "refused")
 _NODE_ROLES: Final = (Role.PREFILL, Role.DECODE, Role.MIXED)
 _OUTCOMES: Final = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
 
@@ -56,6 +57,8 @@ class RouterMetrics:
             "refused.",
             "outcome",
         )
+        for outcome in ATTACH_OUTCOMES:
+            self.attaches.labels(outcome)
         self.corrupt = self._counter(
             "baton_handoffs_corrupt",
             "Handoffs refused because sampled records did not arrive as sent: hardware of the pair is failing.",

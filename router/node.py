@@ -326,8 +326,8 @@ class RouterNode:
         if resume is not None:
             job.unseen = Unseen(resume.place or ResumePlace())
             self._resumable[job.id] = job
-        if inbox is not None and inbox.subscription is not None:
-            job.stats.decode_node = inbox.subscription.name
+        if inbox is not None and (stream := self.streams.find(inbox.decode)) is not None:
+            job.stats.decode_node = stream.name
             job.nodes[job.stats.decode_node] = None
             self._line.skip(place)
         if attaches:
@@ -359,7 +359,7 @@ class RouterNode:
             if not hmac.compare_digest(job.call.resume.tag(job.call.key_name), own_tag):
                 raise foreign_error()
             self._end(job, error)
-            return (key, None) if job.inbox is None else (job.inbox.key, job.inbox.subscription)
+            return (key, None) if job.inbox is None else (job.inbox.key, self.streams.find(job.inbox.decode))
         if not place.decode:
             return key, None
         if not self._records:
@@ -480,8 +480,8 @@ class RouterNode:
                 job.stats.resumptions += 1
                 job.observed.resumed()
                 corrupt = error_reason is Reason.DATA_CORRUPT
-                if inbox.subscription is not None and (inbox.out_of_reach or corrupt):
-                    job.avoid_decode.add(inbox.subscription.incarnation)
+                if inbox.decode and (inbox.out_of_reach or corrupt):
+                    job.avoid_decode.add(inbox.decode)
                 if job.taken_over:
                     await self._run_anew(job)
                 await asyncio.sleep(self._pace.take_turn(self._loop.time()))
@@ -560,8 +560,8 @@ class RouterNode:
         parting = self._parting(job, inbox)
         self.streams.remove(inbox)
         inbox.error = None  # or each would refer to the other, by way of the frames in its traceback
-        if inbox.subscription is not None:
-            inbox.subscription.let_go(inbox, parting)
+        if (stream := self.streams.find(inbox.decode)) is not None:
+            stream.let_go(inbox, parting)
 
     def _parting(self, job: Job, inbox: Inbox) -> Parting:
         """What the decode node is to do with the attempt. A client can come back only to one that it was told of."""
@@ -601,7 +601,7 @@ class RouterNode:
 
         If not, the decode node never runs the attempt, or its tokens are not taken.
         """
-        subscription = inbox.subscription
+        subscription = self.streams.find(inbox.decode)
         if subscription is None or subscription.lost or inbox.given_up or error.reason not in RESUMABLE:
             return False
         if inbox.resolved == RESOLVES_MAX:

@@ -258,14 +258,15 @@ class PrefillCalls:
             granted, inbox.granted = event.granted, True
             self._placed(job.place)
             stats.decode_node = granted.decode_node
-            if granted.decode_node and inbox.subscription is None:
+            if granted.decode_node and not inbox.decode:
                 job.nodes[granted.decode_node] = None
-                inbox.subscription = self._streams.get(
+                stream = self._streams.get(
                     granted.decode_node, granted.decode_endpoint, Incarnation(granted.decode_incarnation)
                 )
-                inbox.subscription.users += 1
-                inbox.lost_before = inbox.subscription.out_of_reach
-                inbox.subscription.add(inbox)
+                inbox.decode = stream.incarnation
+                stream.users += 1
+                inbox.lost_before = stream.out_of_reach
+                stream.add(inbox)
         elif kind == "first_token":  # behind `granted`, always
             first = event.first_token
             stats.prompt_tokens_cached = min(first.prompt_tokens_cached, stats.prompt_tokens)

@@ -47,7 +47,8 @@ def read_attach(_prompts: PromptEncoder, raw: bytes | bytearray, context_len_max
         message = inference_pb2.AttachRequest.FromString(bytes(raw))
     except DecodeError as error:
         raise BatonError(Reason.BAD_FIELD, "The message of the call is no AttachRequest.") from error
-    _check_parts(message.request, context_len_max)
+    if message.HasField("request"):
+        _check_parts(message.request, context_len_max)
     check_prompt_length(len(message.output.ids), context_len_max, field="output")
     return message
 

@@ -172,7 +172,7 @@ def test_routers_share_the_pace_out() -> None:
 
     async def scenario() -> None:
         async with inprocess(mock_spec(router_flags=FAST)) as cluster:
-            (first,) = cluster._router.values()
+            (first,) = cluster.routers.values()
 
             async def counts(routers: int) -> None:
                 async def holds() -> bool:

@@ -113,6 +113,34 @@ def test_a_lame_duck_serves_and_is_not_ready(cluster: RunningCluster) -> None:
     cluster.run(scene())
 
 
+def test_an_undrained_router_takes_calls_again(cluster: RunningCluster) -> None:
+    """It is drained, nobody gets a connection; then it is undrained, and answers at the port that it had."""
+
+    async def scene() -> None:
+        place = split_endpoint(cluster.cluster.endpoints[SECOND])
+        stub = inference_pb2_grpc.InferenceStub(cluster.channel(SECOND))
+        call = make_request([5, 6], max_tokens=4)
+        for _ in range(2):
+            await cluster.order(SECOND, "Drain")
+            assert state(await cluster.status(SECOND)) == "DRAINED"
+            await wait_for(lambda: refuses(place), "the door to close", story=cluster.story)
+            await cluster.order(SECOND, "Undrain")
+            with rpc_errors(SECOND):
+                response = await stub.GenerateUnary(call, timeout=CALL_S_MAX, wait_for_ready=True)
+            assert response.ids == mock_tokens([5, 6], 4)
+
+    cluster.run(scene())
+
+
+async def refuses(place: tuple[str, int]) -> bool:
+    try:
+        _, writer = await asyncio.open_connection(*place)
+    except ConnectionRefusedError:
+        return True
+    writer.close()
+    return False
+
+
 def test_calls_that_have_begun_to_come_are_answered(cluster: RunningCluster) -> None:
     """SIGTERM while half of a request has come over HTTP, and over gRPC the head of one: both are answered, and told to
     come no more (`Connection: close`, GOAWAY). Meanwhile nobody gets a connection for gRPC, calls over HTTP are
