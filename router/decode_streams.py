@@ -293,7 +293,7 @@ class DecodeSubscription:
     def _put(self, inbox: Inbox, message: decode_pb2.RequestTokens) -> None:
         if message.key.epoch < inbox.epoch:
             return  # to this router too, which had the attempt before
-        inbox.committed = True
+        inbox.epoch, inbox.committed = message.key.epoch, True  # higher: a repeat of its TakeOver has come late
         inbox.put(message.first_index, list(message.ids), message.logprobs)
         if message.HasField("finish"):
             inbox.end(message.finish)
