@@ -186,6 +186,7 @@ def test_a_request_that_has_just_committed_is_taken_over() -> None:
     played(play)
 
 
+@pytest.mark.slow
 def test_two_take_overs() -> None:
     """A second router takes a running request over, then a third: each gets the tokens from index 0, the third one to
     the end, and what the second says afterwards changes nothing."""
@@ -210,6 +211,7 @@ def test_two_take_overs() -> None:
     played(play, **SLOW)
 
 
+@pytest.mark.slow
 def test_a_router_takes_over_what_it_has_itself() -> None:
     """The client has attached at the router that still believes to serve it: the tokens come again from index 0, under
     the new epoch, and no word that it has lost the request."""
@@ -398,6 +400,7 @@ def test_a_request_that_is_not_resumable_stays_with_its_router() -> None:
     played(play, **SLOW)
 
 
+@pytest.mark.slow
 def test_the_deadline_of_the_new_call_counts() -> None:
     """The former call has a minute; the one that takes the request over has 300 ms. Its router is told that they are
     over, and the node has let go. Then a longer one replaces a shorter one."""
@@ -441,6 +444,7 @@ def test_log_probabilities_of_a_resumed_answer() -> None:
     played(play)
 
 
+@pytest.mark.slow
 def test_a_later_attempt_ends_one_that_nobody_took_over() -> None:
     """As ever: the Reserve of attempt 1 gives attempt 0 up. That is gone for routers that would take it over, and the
     new attempt can be taken over instead."""
