@@ -6,6 +6,7 @@ simulation runs, and made for the process whose loop is running.
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -199,6 +200,8 @@ class SimCluster:
         except BatonError as error:
             if error.reason is Reason.INTERNAL:
                 self.violation(f"{process.name} ended: {error!r} from {error.__cause__!r}")
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is a bug of ours
+            self.violation(f"{process.name} ended: {''.join(traceback.format_exception(error))}")
         process.ended = True
         self.bury(process)
         self.world.after(RESTART_S * self.rng.random(), self.revive, process.name)
