@@ -6,7 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Final
 
-from baton.ids import RequestKey
+from baton.ids import RequestId
 
 GONE_MAX: Final = 4_096
 """Beyond so many the oldest is forgotten."""
@@ -27,22 +27,23 @@ class GoneRequests:
 
     def __init__(self, *, keep_ms: int) -> None:
         self._keep_s = keep_ms / 1000
-        self._gone: OrderedDict[RequestKey, Gone] = OrderedDict()
+        self._gone: OrderedDict[RequestId, Gone] = OrderedDict()
         """Oldest first."""
 
     def __len__(self) -> int:
         return len(self._gone)
 
-    def add(self, key: RequestKey, *, tag: bytes, epoch: int, over: bool, now_s: float) -> None:
+    def add(self, request: RequestId, *, tag: bytes, epoch: int, over: bool, now_s: float) -> None:
         """What was over stays over."""
-        known = self._gone.pop(key, None)
+        known = self._gone.pop(request, None)
         over = over or (known is not None and known.over)
-        self._gone[key] = Gone(tag=tag, epoch=epoch, over=over, until_s=now_s + self._keep_s)
+        self._gone[request] = Gone(tag=tag, epoch=epoch, over=over, until_s=now_s + self._keep_s)
         if len(self._gone) > GONE_MAX:
             self._gone.popitem(last=False)
 
-    def find(self, key: RequestKey, now_s: float) -> Gone | None:
-        known = self._gone.get(key)
+    def find(self, request: RequestId, now_s: float) -> Gone | None:
+        """By any of its attempts: they have one tag, and one client."""
+        known = self._gone.get(request)
         return known if known is not None and now_s < known.until_s else None
 
     def upkeep(self, now_s: float) -> None:

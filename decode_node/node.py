@@ -222,11 +222,12 @@ class DecodeNode:
         return job is not None and job.output.heeds(sender, epoch)
 
     def is_taken_over(self, key: RequestKey, epoch: int) -> bool:
-        """Whether another router has it since, or has an attempt before it here: words of this epoch change nothing."""
-        job, gone = self._by_key.get(key), self._gone.find(key, self._loop.time())
-        if (job is not None and job.output.epoch > epoch) or (gone is not None and gone.epoch > epoch):
-            return True
-        return any(
+        """Whether another router has it since, or has or had an attempt before it here: words of this epoch change
+        nothing."""
+        job, gone = self._by_key.get(key), self._gone.find(key.request, self._loop.time())
+        if job is not None:
+            return job.output.epoch > epoch
+        return (gone is not None and gone.epoch > epoch) or any(
             each.output.epoch and each.key.request == key.request and each.key.attempt < key.attempt
             for each in self._jobs.values()
         )
@@ -248,7 +249,7 @@ class DecodeNode:
         """Make `router` the one that has it, if it is resumable and goes on or is finished. Or forget it. If this node
         cannot go on with it, it never will."""
         key = key_from_proto(request.key)
-        job, gone = self._by_key.get(key), self._gone.find(key, self._loop.time())
+        job, gone = self._by_key.get(key), self._gone.find(key.request, self._loop.time())
         if gone is None and job is None:
             if not self.is_taken_over(key, 0):  # neither an attempt before it
                 self.cancel(key, "it was not here when a router wanted to take it over")
@@ -264,7 +265,7 @@ class DecodeNode:
                 return self._taken_over(job, deadline_left_ms=request.deadline_left_ms)
             self.cancel(key, "its client went on elsewhere before it was committed, or wants no more of it")
         over = over or request.forget
-        self._gone.add(key, tag=tag, epoch=epoch, over=over, now_s=self._loop.time())
+        self._gone.add(key.request, tag=tag, epoch=epoch, over=over, now_s=self._loop.time())
         outcome = decode_pb2.TAKE_OVER_OUTCOME_OVER if over else decode_pb2.TAKE_OVER_OUTCOME_ABSENT
         return decode_pb2.TakeOverReply(outcome=outcome)
 
@@ -463,6 +464,6 @@ class DecodeNode:
     def _forget(self, job: Job) -> None:
         output = job.output
         if output.epoch:  # routers that had it may still ask
-            self._gone.add(job.key, tag=job.tag, epoch=output.epoch, over=False, now_s=self._loop.time())
+            self._gone.add(job.key.request, tag=job.tag, epoch=output.epoch, over=False, now_s=self._loop.time())
         if self._by_key.get(job.key) is job:  # a later grant of the same attempt may have taken its place
             del self._by_key[job.key]

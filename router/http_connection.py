@@ -80,7 +80,9 @@ class Served:
     """The header of answers."""
     stopping: bool = False
     keep_alive: bool = True
-    """Whether a connection may stay open behind an answer."""
+    """Whether a connection stays open behind an answer that begins now."""
+    keep_idle: bool = True
+    """Whether one without a call stays open, whatever its last answer has said."""
 
     def caller(self, peer: Address | None, head: Head) -> Address | None:
         """Whom the call counts for: None for our own proxies."""
@@ -204,7 +206,7 @@ class HttpConnection(asyncio.Protocol):
         if call is not self._call:
             return
         self._call = None
-        if not keep_alive:
+        if not keep_alive or not self.served.keep_idle:
             self._close(read=call.read)
             return
         self._head_begun = False

@@ -316,8 +316,8 @@ class HttpServer:
         return len(self._served.tasks)
 
     def keep_connections(self, keep: bool, *, idle: bool) -> None:
-        """Whether connections stay open behind an answer, and whether those that are open without a call do."""
-        self._served.keep_alive = keep
+        """Whether connections stay open behind an answer that begins from now on; and whether idle ones do."""
+        self._served.keep_alive, self._served.keep_idle = keep, idle
         for connection in () if idle else tuple(self._served.connections):
             if connection.idle:
                 connection.stop()
@@ -327,7 +327,7 @@ class HttpServer:
         served = self._served
         if served.stopping or self._opening is None:
             return
-        served.stopping, served.keep_alive = True, False
+        served.stopping, served.keep_alive, served.keep_idle = True, False, False
         (await self._opening).close()
         for connection in tuple(served.connections):
             connection.stop()

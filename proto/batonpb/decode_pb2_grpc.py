@@ -71,7 +71,8 @@ class DecodeServicer(object):
 
     def Cancel(self, request, context):
         """Ends the request at any point of its life and frees what it holds. Idempotent. An unknown key leaves a tombstone,
-        so a Cancel that overtakes its Reserve or Commit wins.
+        so a Cancel that overtakes its Reserve or Commit wins. A resumable request that has committed is ended only by the
+        router that has it; to others the answer is `known`, and nothing changes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -301,23 +301,24 @@ async def _goodbye(reader: asyncio.StreamReader) -> bytes:
 
 def test_a_server_that_takes_no_calls_for_a_while() -> None:
     """Who is connected is told to go (GOAWAY), and its call goes on to its end. Nobody gets a connection, but to the
-    port for probes, where the process is alive. Opened again it answers at its port."""
-    begun, go_on = asyncio.Event(), asyncio.Event()
+    port for probes, where the process is alive. Opened again it answers at its port, while that call still runs."""
+    begun, go_on = asyncio.Semaphore(0), asyncio.Event()
     (probes,) = free_ports(1)
 
     async def wait(_request: object, _context: object) -> node_pb2.NodeStatus:
-        begun.set()
+        begun.release()
         await go_on.wait()
         return node_pb2.NodeStatus(requests=7)
 
     async def scene() -> None:
-        server, channels = make_server(node=wait), Channels(limits=ChannelLimits())
+        server = make_server(node=wait)
+        channels, others = Channels(limits=ChannelLimits()), Channels(limits=ChannelLimits())
         try:
             served = Served(server, await server.start("127.0.0.1:0", probe_listen=f"127.0.0.1:{probes}"), channels)
             reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
             writer.write(http2.GREETING)
             call = asyncio.create_task(served.get_status())
-            await begun.wait()
+            await begun.acquire()
             server.set_open(False)
             assert await _goodbye(reader) == b"Server shutdown"
             writer.close()
@@ -325,13 +326,15 @@ def test_a_server_that_takes_no_calls_for_a_while() -> None:
                 await asyncio.open_connection("127.0.0.1", served.port)
             health = health_pb2_grpc.HealthStub(channels.get(f"127.0.0.1:{probes}"))
             assert (await health.Check(health_pb2.HealthCheckRequest())).status == SERVING
-            go_on.set()
-            assert (await call).requests == 7
             server.set_open(True)
-            reply = await served.node.GetStatus(node_pb2.GetStatusRequest(), timeout=HANG_S, wait_for_ready=True)
-            assert reply.requests == 7
+            again = Served(server, served.port, others)
+            late = again.node.GetStatus(node_pb2.GetStatusRequest(), timeout=HANG_S, wait_for_ready=True)
+            await begun.acquire()
+            go_on.set()
+            assert ((await call).requests, (await late).requests) == (7, 7)
         finally:
             await channels.close()
+            await others.close()
             await server.stop(0)
 
     run(scene())

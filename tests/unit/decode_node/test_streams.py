@@ -150,7 +150,7 @@ class World:
         max_size=60,
     )
 )
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_whatever_routers_say_each_answer_has_one_owner(steps: list[tuple[str, int, Incarnation, int]]) -> None:
     """Answers begin, grow, end and fail; routers subscribe, read, lose a message with their stream, leave, take over
     and acknowledge, by the epoch by which they have a request or by an older one. At each step an answer has one router

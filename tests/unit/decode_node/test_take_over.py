@@ -12,7 +12,7 @@ import pytest
 from batonpb import common_pb2, decode_pb2, transfer_pb2
 
 from baton.errors import BatonError, Reason
-from baton.ids import Attempt, Epoch, GrantId, Incarnation, Pair, RequestId, RequestKey, ReserveNumber
+from baton.ids import Epoch, GrantId, Incarnation, Pair, RequestId, ReserveNumber
 from baton.wire import RESUME_STATE_BYTES_MAX
 from decode_node.gone import GONE_MAX, GoneRequests
 from decode_node.job import check_resumable
@@ -186,6 +186,7 @@ def test_a_request_that_has_just_committed_is_taken_over() -> None:
     played(play)
 
 
+@pytest.mark.slow
 def test_two_take_overs() -> None:
     """A second router takes a running request over, then a third: each gets the tokens from index 0, the third one to
     the end, and what the second says afterwards changes nothing."""
@@ -210,6 +211,7 @@ def test_two_take_overs() -> None:
     played(play, **SLOW)
 
 
+@pytest.mark.slow
 def test_a_router_takes_over_what_it_has_itself() -> None:
     """The client has attached at the router that still believes to serve it: the tokens come again from index 0, under
     the new epoch, and no word that it has lost the request."""
@@ -340,10 +342,11 @@ def test_the_client_forgets_a_running_request(left: bool) -> None:
         assert await s.later.take_over(key_of("one"), forget=True) == ("OVER", 0)
         await s.nothing_left()
         await s.until("the word", lambda: s.former.ends == ({} if left else {("one", 0): "TAKEN_OVER"}))
-        assert await s.former.resolve(key_of("one")) == (False, True)
-        assert await s.later.take_over(key_of("one")) == ("OVER", 0)
-        with pytest.raises(BatonError, match="Another router has taken the request one over"):
-            await s.former.prefill("one", PROMPT, LONG)
+        for attempt in (0, 1):
+            with pytest.raises(BatonError, match="Another router has taken the request one over"):
+                await s.former.prefill("one", PROMPT, LONG, attempt=attempt)
+            assert await s.former.resolve(key_of("one", attempt=attempt)) == (False, True)
+            assert await s.later.take_over(key_of("one", attempt=attempt)) == ("OVER", 0)
         await s.former.subscribe({("one", 0): 1})
         await s.until("the word", lambda: s.former.ends == {("one", 0): "TAKEN_OVER"})
 
@@ -397,6 +400,7 @@ def test_a_request_that_is_not_resumable_stays_with_its_router() -> None:
     played(play, **SLOW)
 
 
+@pytest.mark.slow
 def test_the_deadline_of_the_new_call_counts() -> None:
     """The former call has a minute; the one that takes the request over has 300 ms. Its router is told that they are
     over, and the node has let go. Then a longer one replaces a shorter one."""
@@ -440,6 +444,7 @@ def test_log_probabilities_of_a_resumed_answer() -> None:
     played(play)
 
 
+@pytest.mark.slow
 def test_a_later_attempt_ends_one_that_nobody_took_over() -> None:
     """As ever: the Reserve of attempt 1 gives attempt 0 up. That is gone for routers that would take it over, and the
     new attempt can be taken over instead."""
@@ -531,7 +536,7 @@ def test_what_is_over_is_remembered_for_a_while() -> None:
     """As long as finished answers are kept, and no more than the limit: the oldest goes first. What is over stays
     over, whatever is added."""
     gone = GoneRequests(keep_ms=1_000)
-    keys = [RequestKey(request=RequestId(str(number)), attempt=Attempt(0)) for number in range(GONE_MAX + 1)]
+    keys = [RequestId(str(number)) for number in range(GONE_MAX + 1)]
     for key in keys:
         gone.add(key, tag=TAG, epoch=1, over=True, now_s=1.0)
     assert len(gone) == GONE_MAX and gone.find(keys[0], 1.0) is None

@@ -391,6 +391,29 @@ def test_connections_that_are_not_to_stay() -> None:
     run(scene)
 
 
+def test_an_answer_under_way_when_connections_are_not_to_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has begun as one behind which the connection stays: it ends as it should, and then the connection does."""
+    monkeypatch.setattr(http_connection, "IDLE_MS_MAX", 1 << 30)
+    go_on = asyncio.Event()
+
+    async def halting(_scope: Scope, _receive: Receive, send: Send) -> None:
+        length = [(b"content-length", b"10")]
+        await send({"type": "http.response.start", "status": 200, "headers": length})
+        await send({"type": "http.response.body", "body": b"begun ", "more_body": True})
+        await go_on.wait()
+        await send({"type": "http.response.body", "body": b"over", "more_body": False})
+
+    async def scene(door: Door) -> None:
+        reader, writer = await door()
+        writer.write(REQUEST)
+        assert b"connection: close" not in await reader.readuntil(b"begun ")
+        door.server.keep_connections(False, idle=False)
+        go_on.set()
+        assert await reader.read() == b"over"
+
+    run(scene, halting)
+
+
 def test_a_server_that_stops_at_last() -> None:
     """A call that does not end in the grace time is ended."""
 
