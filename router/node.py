@@ -16,6 +16,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 from batonpb import common_pb2, inference_pb2, resume_pb2
 
@@ -192,6 +193,8 @@ class RouterNode:
         self._first_news = asyncio.Event()
         self._resumable: dict[RequestId, Job] = {}
         """Resumable requests that this router serves."""
+        self._attaches: WeakValueDictionary[RequestId, asyncio.Lock] = WeakValueDictionary()
+        """By the request that is taken over."""
         self._pace = ResumptionPace(config.retries, now_s=loop.time(), rng=rng)
         self._tasks = Tasks(loop, log)
         self._repeats = RepeatLog(log, loop.time, key="node")
@@ -341,12 +344,14 @@ class RouterNode:
         assert resume is not None
         assert resume.place is not None
         own_tag = resume.tag(call.key_name)
-        key, stream = await self._find(resume.place, own_tag, taken_over_error())
-        if stream is None:
-            return None
-        inbox = Inbox(key=key, told=True)
-        state = await stream.take_over(inbox, own_tag, left_s=call.deadline_s - self._loop.time())
-        return None if state is None else (inbox, state)
+        # A client may come back twice at once. The later call finds what the earlier one has taken over, and ends that.
+        async with self._attaches.setdefault(resume.place.request, asyncio.Lock()):
+            key, stream = await self._find(resume.place, own_tag, taken_over_error())
+            if stream is None:
+                return None
+            inbox = Inbox(key=key, told=True)
+            state = await stream.take_over(inbox, own_tag, left_s=call.deadline_s - self._loop.time())
+            return None if state is None else (inbox, state)
 
     async def _find(
         self, place: ResumePlace, own_tag: bytes, error: BatonError

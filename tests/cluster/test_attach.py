@@ -359,6 +359,44 @@ def test_the_reply_to_the_take_over_is_lost(monkeypatch: pytest.MonkeyPatch, res
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
+def test_one_router_is_asked_twice_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second call comes while the first one's take-over is under way. It has the answer in the end, and the first
+    one is told so."""
+    asked = asyncio.Event()
+    go_on = asyncio.Event()
+    real = DecodeService.TakeOver
+
+    async def take_over(self: DecodeService, request: Any, context: Any) -> Any:
+        asked.set()
+        await go_on.wait()
+        return await real(self, request, context)
+
+    monkeypatch.setattr(DecodeService, "TakeOver", take_over)
+
+    async def scenario() -> None:
+        async with two_routers() as (cluster, other):
+            read = reader()
+            read.generate(cluster.client)
+            await read.read(20)
+            read.call.cancel()
+            twins = [reader(), reader()]
+            for twin in twins:
+                twin.ids, twin.token = list(read.ids), read.token
+            twins[0].attach(other)
+            first = asyncio.create_task(error_of(twins[0].read()))
+            await asked.wait()
+            twins[1].attach(other)
+            await until(cluster, "both calls", lambda: cluster.routers[OTHER].requests == 2)
+            go_on.set()
+            await has_all(twins[1])
+            assert (await first).reason is Reason.TAKEN_OVER
+            await twins[1].forget(other)
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
+
+
 # With processes.
 
 
