@@ -13,7 +13,7 @@ from typing import Final
 
 from baton.errors import BatonError, Reason
 from baton.retry_time import whole_seconds_ms
-from baton.strangers import Strangers
+from baton.shared_places import SharedPlaces
 
 REQUEST_S_MAX: Final = 30.0
 """How long a call's request may take to come."""
@@ -45,7 +45,7 @@ class CallSlots:
         self._streams: dict[str, Counter[str]] = {}
         """By method and source."""
         self._numbers = count()
-        self._unread = Strangers(UNREAD_MAX)
+        self._unread = SharedPlaces(UNREAD_MAX)
         self._reads: dict[int, asyncio.Timeout] = {}
 
     @asynccontextmanager

@@ -102,6 +102,8 @@ class Membership:
         self._config = config
         self._on_change = on_change
         self._last_known = last_known
+        self._waits_for = ""
+        """Why it is not registered yet."""
         self._records: tuple[NodeRecord, ...] = ()
         self._of_role: dict[Role, tuple[NodeRecord, ...]] = {}
         """Cache of `nodes(role)`, emptied when the records change."""
@@ -120,7 +122,9 @@ class Membership:
         return self._stale
 
     def trouble(self) -> str:
-        """What is the matter with the directory, in a sentence; empty while it is reached."""
+        """What is the matter with the directory, in a sentence or two; empty while it is reached."""
+        if self._waits_for:
+            return f"This process waits until it is registered. {self._waits_for}"
         if not self._stale:
             return ""
         lost_s = self._clock.monotonic_s() - self._stale_since_s
@@ -186,6 +190,7 @@ class Membership:
         while True:
             try:
                 await self._push()
+                self._waits_for = ""
                 return
             except BatonError as error:
                 waited_ms = (self._clock.monotonic_s() - begun_s) * 1e3
@@ -199,6 +204,7 @@ class Membership:
                     raise
                 if waited_ms >= wait_ms_max:
                     raise _gave_up(error, waited_ms) from error
+                self._waits_for = error.message
                 if attempt == 0:
                     log.warning("not registered yet", problem=error.message, wait_ms_max=wait_ms_max)
             attempt += 1

@@ -41,8 +41,10 @@ class OperatorToken:
         """None: the default place. Raises BatonError BAD_CONFIG where this user has no folder for it."""
         self.path = path or _default_path()
         self._reread_ms = reread_ms
-        self._known = ""
+        self._known: str | BatonError = ""
+        """The token, or why there is none, when the file was last read."""
         self._read_again_s = 0.0
+        self._reading = asyncio.Lock()
 
     def read(self) -> str:
         """The token. Raises BatonError BAD_CONFIG: there is none, it is no token, or others can read it too."""
@@ -106,12 +108,15 @@ class OperatorToken:
 
     async def _current(self) -> str:
         """Raises BatonError UNAUTHENTICATED where the file is not to be used."""
-        if time.monotonic() >= self._read_again_s:
-            try:
-                self._known = await asyncio.to_thread(self.read_or_make)
-            except BatonError as error:
-                raise BatonError(Reason.UNAUTHENTICATED, f"This process cannot check it. {error.message}") from error
-            self._read_again_s = time.monotonic() + self._reread_ms / 1e3
+        async with self._reading:  # however many orders ask at once
+            if time.monotonic() >= self._read_again_s:
+                try:
+                    self._known = await asyncio.to_thread(self.read_or_make)
+                except BatonError as error:
+                    self._known = error
+                self._read_again_s = time.monotonic() + self._reread_ms / 1e3
+        if isinstance(self._known, BatonError):
+            raise BatonError(Reason.UNAUTHENTICATED, f"This process cannot check it. {self._known.message}")
         return self._known
 
     def _make(self) -> None:

@@ -63,7 +63,10 @@ the loop for over 20 ms. Answers with log-probabilities may be larger."""
 LARGE_REQUEST_BYTES: Final = 128 * 1024
 """Of requests beyond this one is parsed in each turn of the loop. It takes a millisecond and more, under the lock."""
 METADATA_BYTES_MAX: Final = 16 * 1024
-"""Of one call, as HTTP/2 counts. gRPC takes more of a client that has not acknowledged its limit."""
+"""Of one call, as HTTP/2 counts. gRPC takes 16 MiB of a client that has not acknowledged its limit, and makes up to
+half a million tuples of it before anybody here is asked."""
+_ENTRY_BYTES: Final = 32
+"""Of each entry, beside name and value."""
 HANDSHAKE_MS_MAX: Final = 10_000
 """How long a connection may take to show that it speaks HTTP/2, and to acknowledge the limits that it is told."""
 PUBLIC_IDLE_MS_MAX: Final = 300_000
@@ -374,7 +377,9 @@ class _Edge(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         metadata = handler_call_details.invocation_metadata
-        if sum(len(name) + len(value) + 32 for name, value in metadata) > METADATA_BYTES_MAX:
+        if len(metadata) > METADATA_BYTES_MAX // _ENTRY_BYTES or (
+            sum(len(name) + len(value) + _ENTRY_BYTES for name, value in metadata) > METADATA_BYTES_MAX
+        ):
             text = f"The metadata of this call has more than {METADATA_BYTES_MAX:,} bytes."
             return _refusal(to_status(BatonError(Reason.BAD_FIELD, text)))
         if _is_public(handler_call_details.method):

@@ -26,7 +26,7 @@ from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import Incarnation
 from baton.log import get_log
 from baton.operator import OPERATOR_METHODS
-from baton.strangers import Strangers
+from baton.shared_places import SharedPlaces
 
 log = get_log("tls")
 
@@ -288,7 +288,7 @@ class CertifiedCallers:
 
     def __init__(self) -> None:
         self._bound: dict[Incarnation, frozenset[str]] = {}
-        self._crowds = Strangers(INCARNATIONS_MAX)
+        self._crowds = SharedPlaces(INCARNATIONS_MAX)
 
     def guard(self, method: str, behavior: Callable[..., Any], *, request_streaming: bool) -> Callable[..., Any]:
         """`behavior`, which then raises BatonError PERMISSION_DENIED where the caller may not call `method`, or not as

@@ -19,9 +19,10 @@ from baton.cores import own_cores
 from baton.directory_setting import describe_directory
 from baton.endpoint import from_here
 from baton.log import LogFormat, LogLevel
+from cli.client import API_KEY_VARIABLE
 from cli.invocation import EXIT_ERROR, EXIT_INTERRUPTED
 from cli.options import LOG_FORMAT_FLAG, LOG_LEVEL_FLAG, common_options, config_flags, config_options, config_path
-from cli.services import SECTIONS, UP_ENV_PREFIX, UP_SECTION
+from cli.services import SECTIONS, UP_ENV_PREFIX, UP_SECTION, Service, load_config
 from cli.signals import StopSignals
 from cli.supervisor import DIRECTORY_NAME, Cluster, ClusterError, ClusterSpec
 from cli.tls import env_of
@@ -204,10 +205,14 @@ def crowding(spec: ClusterSpec, cores: int) -> str | None:
 def _print_summary(cluster: Cluster) -> None:
     spec, directory = cluster.spec, describe_directory(cluster.directory)
     mock = spec.engine_kind is EngineKind.MOCK
+    bearer = ""
     prompt = "--token-ids 5,6,7,8" if mock else '"the sea in the evening"'
     routers = f"Router{'' if spec.routers == 1 else 's'} {', '.join(cluster.routers)}"
     click.echo(f"The cluster is ready. {routers}, directory {directory}, logs {cluster.log_dir}.")
     click.echo("Try, in another terminal:")
+    if load_config(Service.ROUTER, toml_path=spec.config, env=os.environ, flags={}).api_keys_file is not None:
+        click.echo(f"  export {API_KEY_VARIABLE}=...  # a key of the routers' api_keys_file; `baton key new` makes one")
+        bearer = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"'
     click.echo(f"  baton generate --router {cluster.router} {prompt} --max-tokens 32 --stats")
     if not mock:
         click.echo(f"  baton chat --router {cluster.router}")
@@ -217,7 +222,7 @@ def _print_summary(cluster: Cluster) -> None:
         click.echo("  export " + " ".join(f"{env_of(name)}={quote(str(path))}" for name, path in named.items()))
     click.echo(f"  baton nodes --directory {directory}")
     if spec.http is not None:
-        click.echo(f"  curl http://{from_here(spec.http)}/v1/models")
+        click.echo(f"  curl{bearer} http://{from_here(spec.http)}/v1/models")
     if (metrics := cluster.router_others.get("metrics")) is not None:
         click.echo(f"  curl http://{from_here(metrics)}/metrics")
     click.echo("Ctrl-C stops it.")

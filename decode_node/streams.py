@@ -273,6 +273,8 @@ def add_lost(batch: decode_pb2.TokenBatch, key: RequestKey, epoch: int, *, taken
 
 
 def _add_news(batch: decode_pb2.TokenBatch, output: RequestOutput, subscription: Subscription) -> None:
+    if output.forgotten.is_set():
+        return
     began = 0 if output.epoch else output.first_index
     cursor = max(began, subscription.cursors.get(output.key, 0))
     ended = output.ended.is_set() and output.key not in subscription.ends_sent

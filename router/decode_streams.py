@@ -116,13 +116,15 @@ class DecodeSubscription:
         """Make the attempt this router's: its tokens come into the inbox, from index 0, until `let_go`. Returns what
         its former router has left with it, or None where the node does not have it or does not answer.
 
-        Raises BatonError CANCELLED or PERMISSION_DENIED.
+        Raises BatonError CANCELLED, PERMISSION_DENIED or TAKEN_OVER.
         """
         self._streams.inboxes[inbox.key] = inbox
         inbox.early, inbox.decode = [], self.incarnation
         self.users += 1
         try:
             reply = await self._take_over(inbox.key, tag, left_s=left_s)
+            if self._streams.inboxes.get(inbox.key) is not inbox:
+                raise taken_over_error()  # by a later call at this router
             if reply is None or reply.outcome != decode_pb2.TAKE_OVER_OUTCOME_TAKEN:
                 return None
             state = resume_pb2.ResumeState.FromString(reply.state)

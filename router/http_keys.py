@@ -16,8 +16,8 @@ from baton.errors import BatonError
 from baton.tracing import new_request_id, read_metadata
 from router.http_reply import error_response
 from router.http_server import ADMISSION, KEY_NAME, REQUESTS_PATH
-from router.keys import Admission, KeyBook, KeyUse
-from router.node import RequestLog
+from router.keys import Admission, KeyBook, KeyUse, authorization_of
+from router.request_log import RequestLog
 
 WITHOUT_KEY: Final = frozenset({"/health", "/live", "/version"})
 
@@ -46,7 +46,7 @@ class KeyedApp:
         headers, use, now_s = Headers(scope=scope), None, asyncio.get_running_loop().time
         admission: Admission | None = None
         try:
-            use = self._book.find(headers.get("authorization"))
+            use = self._book.find(authorization_of(headers.items()))
             if scope["method"] == "POST" or (scope["method"] == "GET" and scope["path"].startswith(REQUESTS_PATH)):
                 admission = use.admit(now_s(), spread=self._rng.random())
         except BatonError as error:

@@ -360,8 +360,11 @@ class KeyBook:
 
 
 def authorization_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | bytes | None:
-    """What a gRPC call came with, for `KeyBook.find`."""
-    return next((value for key, value in metadata or () if key == "authorization"), None)
+    """What a call came with, for `KeyBook.find`. Raises BatonError INVALID_API_KEY where it is more than one."""
+    sent = [value for key, value in metadata or () if key == "authorization"]
+    if len(sent) > 1:
+        raise _refused("The request has several headers 'authorization'.")
+    return sent[0] if sent else None
 
 
 def _refused(why: str) -> BatonError:

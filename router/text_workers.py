@@ -78,7 +78,7 @@ class TextWorkers:
         await self._turn(owner.names[-1:])
         if self._closed:
             self._end_turn()
-            raise BatonError(Reason.CANCELLED, "The router is stopping.")
+            raise BatonError(Reason.NODE_DRAINING, "The router is stopping: another one takes the request.")
         task = asyncio.create_task(self._in_process(work, raw, args))
         self._running.add(task)
         task.add_done_callback(self._ended)

@@ -22,6 +22,8 @@ REFUSALS_MAX: Final = 30
 REST_MS_MIN: Final = 200
 """For so long a router that was lost gets no call if there is another one; doubled each time."""
 REST_MS_MAX: Final = 5_000
+TRIED_MS_MAX: Final = 1_000
+"""For so long one request tries a router that was lost before another one does."""
 
 
 class Verdict(Enum):
@@ -64,6 +66,8 @@ class RouterBook:
         self._next = first % count
         self._rests_until_s = [0.0] * count
         self._losses = [0] * count
+        self._tried = [False] * count
+        """One request has been sent there to see whether a lost router is back; the others go elsewhere."""
 
     def pick(self, now_s: float, *, not_again: int | None = None) -> int:
         """`not_again` only where there is no other."""
@@ -72,19 +76,23 @@ class RouterBook:
         rested = [router for router in others if self._rests_until_s[router] <= now_s]
         picked = rested[0] if rested else min(others, key=lambda router: self._rests_until_s[router])
         self._next = (picked + 1) % self.count
+        if self._losses[picked] and rested:
+            self._tried[picked] = True
+            self._rests_until_s[picked] = now_s + TRIED_MS_MAX / 1e3
         return picked
 
     def lost(self, router: int, now_s: float) -> None:
         """Counts once for all the calls that one loss ends."""
-        if now_s < self._rests_until_s[router]:
+        if now_s < self._rests_until_s[router] and not self._tried[router]:
             return
+        self._tried[router] = False
         rest_ms = min(REST_MS_MAX, REST_MS_MIN << min(self._losses[router], 16))
         self._rests_until_s[router] = now_s + rest_ms / 1e3
         self._losses[router] += 1
 
     def heard(self, router: int) -> None:
         if self._losses[router]:
-            self._rests_until_s[router], self._losses[router] = 0.0, 0
+            self._rests_until_s[router], self._losses[router], self._tried[router] = 0.0, 0, False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +145,8 @@ class Course:
         self._losses = self._refusals = 0
         """In a row, with nothing of the answer in between."""
         self._refusal: BatonError | None = None
+        self._ghosts = 0
+        """Attaches that were lost: their routers may still carry them out, and take the answer from a later one."""
 
     @property
     def call(self) -> Call:
@@ -157,6 +167,11 @@ class Course:
         verdict = judge(error, by_router=by_router)
         if by_router:
             self._answered = True
+        elif self._call.attach:
+            self._ghosts += 1
+        if error.reason is Reason.TAKEN_OVER and self._ghosts:
+            self._ghosts -= 1
+            verdict = Verdict.REFUSED
         if verdict is Verdict.FINAL:
             # What a refused request is cancelled by says less than the refusal.
             refusal = self._refusal if error.reason is Reason.CANCELLED else None

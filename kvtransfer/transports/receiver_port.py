@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from baton.endpoint import check_reachable, join_endpoint, source_of, split_endpoint
 from baton.ids import Epoch, GrantId, Pair
-from baton.strangers import Strangers
+from baton.shared_places import SharedPlaces
 from kvtransfer.transport import (
     DataEndpoint,
     PairBeingFenced,
@@ -260,7 +260,7 @@ class BasePort(ABC, Generic[ConnectionT]):
         """All that are expected, have connections, or are being fenced."""
         self._fences_ended = 0
         self._connections: dict[int, ConnectionT] = {}
-        self._strangers = Strangers(limits.handshakes_max)
+        self._strangers = SharedPlaces(limits.handshakes_max)
         self._connections_made = 0
         self._counts: Counter[str] = Counter()
         self._refused: Counter[RefusalReason] = Counter()

@@ -40,7 +40,7 @@ from tests.support.cluster_harness import (
     random_prompt,
     running,
 )
-from tests.support.inprocess_cluster import InProcessCluster, inprocess, until
+from tests.support.inprocess_cluster import MARK, InProcessCluster, Point, inprocess, until
 from tests.support.node_states import decode_state
 
 OTHER = "router-1"
@@ -233,6 +233,60 @@ def test_its_decode_node_ends_and_the_request_is_computed_elsewhere(says: bool, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("repeats", [True, False], ids=["repeats", "does-not-repeat"])
+def test_an_attempt_that_was_taken_over_is_lost(repeats: bool, reserved: list[str]) -> None:
+    """Its decode node ends behind the attach. The router goes on elsewhere by itself, under an id of its own, where the
+    client has repeated the request; else it says that the client is to."""
+
+    async def scenario() -> None:
+        async with two_routers(decode=2) as (cluster, other):
+            read = reader()
+            read.generate(cluster.client)
+            await read.read(20)
+            read.call.cancel()
+            (runs,) = [name for name, node in cluster.decode.items() if decode_state(node).known]
+            read.attach(other, repeats=repeats)
+            await read.read(40)
+            await cluster.stop_node(runs)
+            if not repeats:
+                assert (await error_of(read.read())).reason is Reason.NOT_RESUMABLE
+                read.attach(other)
+            await has_all(read)
+            assert read.finished is not None
+            assert read.finished.stats.resumptions == repeats
+            assert len(set(reserved)) == 2
+            await read.forget(other)
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_the_client_leaves_before_the_commit(reserved: list[str]) -> None:
+    """It has the first token, and no decode node has the request yet: the attempt is cancelled, and its client's attach
+    runs it anew."""
+
+    async def scenario() -> None:
+        async with two_routers() as (cluster, other):
+            prompt = [MARK, *PROMPT]
+            read = Reader(make_request(prompt, max_tokens=30))
+            cluster.gates[Point.COMMIT_ARRIVED].close()
+            read.generate(cluster.client)
+            await read.read(1)
+            read.call.cancel()
+            await until(cluster, "the attempt to be over", lambda: not cluster.router.requests)
+            cluster.gates[Point.COMMIT_ARRIVED].open()
+            read.attach(other)
+            await read.read()
+            assert read.ids == mock_tokens(prompt, 30)
+            assert len(set(reserved)) == 2
+            await read.forget(other)
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
 def test_what_a_client_says_must_be_right() -> None:
     """Another request, other ids, a token of nobody: refused, by the field."""
 
@@ -315,6 +369,8 @@ def test_the_only_router_restarts(reserved: list[str]) -> None:
             read.generate(other)
             await read.read(20)
             await cluster.stop_node(OTHER)
+            (node,) = cluster.decode.values()
+            assert [job.output.left for job in decode_state(node).jobs] == [True]
             assert (await error_of(read.read())).reason is Reason.PEER_UNREACHABLE
             await cluster.start_node(OTHER, Service.ROUTER)
             again = Client(cluster.endpoints[OTHER])
@@ -354,6 +410,44 @@ def test_the_reply_to_the_take_over_is_lost(monkeypatch: pytest.MonkeyPatch, res
             await has_all(read)
             assert len(lost) == len(reserved) == 1
             await read.forget(other)
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_one_router_is_asked_twice_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second call comes while the first one's take-over is under way. It has the answer in the end, and the first
+    one is told so."""
+    asked = asyncio.Event()
+    go_on = asyncio.Event()
+    real = DecodeService.TakeOver
+
+    async def take_over(self: DecodeService, request: Any, context: Any) -> Any:
+        asked.set()
+        await go_on.wait()
+        return await real(self, request, context)
+
+    monkeypatch.setattr(DecodeService, "TakeOver", take_over)
+
+    async def scenario() -> None:
+        async with two_routers() as (cluster, other):
+            read = reader()
+            read.generate(cluster.client)
+            await read.read(20)
+            read.call.cancel()
+            twins = [reader(), reader()]
+            for twin in twins:
+                twin.ids, twin.token = list(read.ids), read.token
+            twins[0].attach(other)
+            first = asyncio.create_task(error_of(twins[0].read()))
+            await asked.wait()
+            twins[1].attach(other)
+            await until(cluster, "both calls", lambda: cluster.routers[OTHER].requests == 2)
+            go_on.set()
+            await has_all(twins[1])
+            assert (await first).reason is Reason.TAKEN_OVER
+            await twins[1].forget(other)
             await assert_conserved(cluster)
 
     asyncio.run(scenario())

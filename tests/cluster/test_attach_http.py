@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
@@ -77,8 +77,10 @@ def ask(
     router: str = FIRST,
     events: int | None = None,
     headers: Mapping[str, str] | None = None,
-) -> Generator[int, None, None]:
-    """One call, "POST /path" or so. Yields the status once the client has so many events, with the connection open."""
+    to_the_end: bool = False,
+) -> Iterator[int]:
+    """One call, "POST /path" or so. Yields the status once the client has so many events, with the connection open; it
+    then goes, or reads what else there is."""
     method, path = call.split()
     endpoint = cluster.cluster.others_of(router)["http"]
     with closing(http.client.HTTPConnection(endpoint, timeout=CALL_S_MAX)) as connection:
@@ -90,6 +92,8 @@ def ask(
         else:
             stream.error = json.loads(response.read() or b"{}").get("error")
         yield response.status
+        if to_the_end:
+            stream.read(lines_of(response))
 
 
 def asked(cluster: RunningCluster, stream: Stream, call: str, body: Any = None, **how: Any) -> int:
@@ -218,6 +222,27 @@ def test_several_answers_of_a_chat(cluster: RunningCluster, way: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_drawn_seed_is_kept(cluster: RunningCluster) -> None:
+    """Two prompts without a seed, whose router dies with all decode nodes: computed again by the noise that the first
+    router drew for each, both are what the client has the beginning of, and go on."""
+    asked_for = {name: value for name, value in ASKED.items() if name != "seed"}
+    body, stream = {**asked_for, "prompt": ["the sea", "the sea"], "temperature": 2.0}, Stream()
+    for _ in ask(cluster, stream, "POST /v1/completions", body, events=40):
+        kill(cluster, FIRST, "decode-0", "decode-1")
+    began = dict(stream.texts)
+    assert all(began.values())
+    assert began[0][:10] != began[1][:10]
+    revive(cluster, "decode-0", "decode-1")
+    assert asked(cluster, stream, "POST /v1/completions", body, router=SECOND) == 200
+    assert (stream.done, stream.ends) == (True, {0: ["length"], 1: ["length"]})
+    assert all(stream.texts[index].startswith(text) for index, text in began.items())
+    ((name, *_),) = stream.heads
+    assert asked(cluster, stream, f"DELETE /v1/requests/{name}", router=SECOND) == 204
+    all_freed(cluster)
+    revive(cluster, FIRST)
+
+
+@pytest.mark.slow
 def test_an_answer_that_ends_while_nobody_reads_it(cluster: RunningCluster) -> None:
     """The client loses its connection, its router dies, and the answer is written to its end before the client comes
     back: it is kept. Attached once more after the last event, there is only the end again. Then it is forgotten."""
@@ -245,18 +270,37 @@ def test_both_routers_are_alive(cluster: RunningCluster) -> None:
     """The client has lost its connection, as far as it knows: it attaches at the other router while the first one still
     serves it. The first stream ends with taken_over; the second goes on. Then back again, at the first."""
     whole, stream, half_dead = undisturbed(cluster, "POST /v1/completions", ASKED), Stream(), Stream()
-    calls = ask(cluster, half_dead, "POST /v1/completions", ASKED, events=10)
-    next(calls)
-    stream.last_id, stream.heads = half_dead.last_id, half_dead.heads
-    stream.texts.update(half_dead.texts)
-    assert asked(cluster, stream, "POST /v1/completions", ASKED, router=SECOND, events=20) == 200
-    ((name, *_),) = stream.heads
-    assert asked(cluster, stream, f"GET /v1/requests/{name}/stream") == 200
-    same(stream, whole)
-    calls.close()
-    assert half_dead.error is None
+    for _ in ask(cluster, half_dead, "POST /v1/completions", ASKED, events=10, to_the_end=True):
+        stream.last_id, stream.heads = half_dead.last_id, half_dead.heads.copy()
+        stream.texts.update(half_dead.texts)
+        assert asked(cluster, stream, "POST /v1/completions", ASKED, router=SECOND, events=20) == 200
+        ((name, *_),) = stream.heads
+        assert asked(cluster, stream, f"GET /v1/requests/{name}/stream") == 200
+        same(stream, whole)
+    assert half_dead.error["code"] == "taken_over"
     assert asked(cluster, stream, f"DELETE /v1/requests/{name}", router=SECOND) == 204
     all_freed(cluster)
+
+
+@pytest.mark.slow
+def test_its_router_ends_before_the_answer_does(tmp_path: Path) -> None:
+    """It is told to end, and the answer is longer than its time: the connection is closed without an error, the decode
+    node goes on, and the client attaches to that at the other router."""
+    hurried = {"lame_duck_ms": 0, "drain_ms_max": 100, "stop_grace_ms": 100}
+    body = {**ASKED, "max_tokens": 3 * TOKENS}
+    with running(spec_of(tmp_path / "tiny", **hurried)) as cluster:
+        whole, stream, before = undisturbed(cluster, "POST /v1/completions", body), Stream(), attaches(cluster)
+        for _ in ask(cluster, stream, "POST /v1/completions", body, events=10, to_the_end=True):
+            cluster.send_signal(FIRST, signal.SIGTERM)
+            cluster.run(cluster.wait_exit(FIRST))
+            cluster.set_down(FIRST)
+        assert (stream.done, stream.error) == (False, None)
+        ((name, *_),) = stream.heads
+        assert asked(cluster, stream, f"GET /v1/requests/{name}/stream", router=SECOND) == 200
+        same(stream, whole)
+        assert attaches(cluster)["taken"] == before["taken"] + 1
+        assert asked(cluster, stream, f"DELETE /v1/requests/{name}", router=SECOND) == 204
+        all_freed(cluster)
 
 
 @pytest.mark.slow

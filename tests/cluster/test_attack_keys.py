@@ -134,6 +134,22 @@ def test_without_a_key_and_with_a_wrong_one(front: Front, keys: Keys) -> None:
     assert not any(key in log for key in keys.of.values())
 
 
+def test_a_call_with_two_keys_is_refused(front: Front, keys: Keys) -> None:
+    """Both of them good, over both doors."""
+
+    async def scenario() -> None:
+        two = [bearer(keys.of[name])["authorization"] for name in ("two", "special")]
+        raw = post("/v1/completions", body(), headers={"authorization": two[0], "Authorization": two[1]})
+        assert (await http_attack(front, raw))[0] == 401
+        async with attacker_channel(front) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            metadata = tuple(("authorization", each) for each in two)
+            told = await refusal(stub.GenerateUnary(make_request([5]), timeout=CALL_S_MAX, metadata=metadata))
+            assert told.reason is Reason.INVALID_API_KEY
+
+    front.run(scenario())
+
+
 def test_a_call_is_refused_before_its_body_has_come(front: Front) -> None:
     """Only the head of the call is sent: over HTTP the 401 is there at once; over gRPC the handler that would read the
     message never runs, whatever its size."""

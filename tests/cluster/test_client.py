@@ -69,6 +69,23 @@ def test_a_router_is_killed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_router_ends(signum: signal.Signals) -> None:
+    """Told to, with no time for what runs: it leaves the answer to the other one."""
+
+    async def end(cluster: RunningCluster) -> None:
+        cluster.send_signal(ROUTER_NAME, signum)
+        assert await cluster.wait_exit(ROUTER_NAME) == 0
+        cluster.set_down(ROUTER_NAME)
+
+    hasty = {**ROUTER_FLAGS, "lame_duck_ms": 0, "drain_ms_max": 100, "stop_grace_ms": 100}
+    with running(spec_of(2, router_flags=hasty)) as cluster:
+        answer = cluster.run(answer_through(cluster, end(cluster)))
+        assert (list(answer.ids), answer.attaches) == (EXPECTED, 1)
+        cluster.run(assert_conserved(cluster))
+
+
+@pytest.mark.slow
 def test_a_router_is_killed_under_a_client_without_a_loop() -> None:
     """The same from a program without asyncio."""
     with running(spec_of(2)) as cluster, Client(cluster.cluster.routers, timeout_s=CALL_S_MAX) as client:

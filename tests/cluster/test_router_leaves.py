@@ -18,6 +18,7 @@ import pytest
 from batonpb import common_pb2, inference_pb2_grpc, node_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton.client import AsyncClient, Sampling
 from baton.endpoint import split_endpoint
 from baton.rpc import rpc_errors
 from tests.support import docs_view
@@ -25,6 +26,7 @@ from tests.support import raw_http2 as http2
 from tests.support.cluster_harness import (
     CALL_S_MAX,
     RunningCluster,
+    assert_conserved,
     collect,
     http_call,
     make_request,
@@ -293,6 +295,47 @@ def test_nobody_notices_that_a_router_ends() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_resumable_streams_outlive_a_router_that_ends(signum: signal.Signals) -> None:
+    """SIGTERM, whose drain is given up before the answers are over, and SIGINT, which waits for nothing: the router
+    leaves them, and the clients go on at the other one. Each token comes once."""
+    rng = random.Random(16)
+    slow, tokens, flags = {"engine.mock_layer_delay_ms": 2}, 200, {"drain_ms_max": 100, "stop_grace_ms": 100}
+
+    async def scene(cluster: RunningCluster) -> None:
+        arrived, attaches = dict.fromkeys(range(8), 0), 0
+
+        async def stream(client: AsyncClient, number: int) -> None:
+            nonlocal attaches
+            prompt = random_prompt(rng, 20)
+            ids: list[int] = []
+            async with client.stream(prompt, sampling=Sampling(temperature=0, max_tokens=tokens)) as pieces:
+                async for piece in pieces:
+                    ids += piece.ids
+                    arrived[number] = len(ids)
+                attaches += pieces.answer.attaches
+            assert ids == mock_tokens(prompt, tokens)
+
+        async def all_run() -> bool:
+            return min(arrived.values()) > 0
+
+        async with AsyncClient(cluster.cluster.routers) as client, asyncio.TaskGroup() as group:
+            for number in arrived:
+                group.create_task(stream(client, number))
+            await wait_for(all_run, "all answers to begin", story=cluster.story)
+            assert max(arrived.values()) < tokens
+            cluster.set_down(FIRST)
+            cluster.send_signal(FIRST, signum)
+            assert await cluster.wait_exit(FIRST) == 0, cluster.story()
+            assert max(arrived.values()) < tokens, "some were over before the router was"
+        assert attaches > 0
+
+    with running(replace(mock_spec(decode=2, both=slow, router_flags=flags), routers=2)) as cluster:
+        cluster.run(scene(cluster))
+        cluster.run(assert_conserved(cluster))
+
+
+@pytest.mark.slow
 def test_a_router_starts_while_the_directory_is_away(tmp_path: Path) -> None:
     """Two routers and the directory are killed. The router that keeps the last known nodes serves from them, and says
     so; the other one waits and says that, until the directory is there."""
@@ -319,7 +362,7 @@ def test_a_router_starts_while_the_directory_is_away(tmp_path: Path) -> None:
 
         async def says_why() -> bool:
             status, body = await healthy(SECOND)
-            return status == 503 and "no node is known before it answers" in body
+            return status == 503 and "This process waits until it is registered. The directory at" in body
 
         async def serves() -> bool:
             return (await healthy(SECOND))[0] == 200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from baton.ids import BlockId
 from cachestore.ledger import Ledger
+from decode_node.gone import GONE_MAX
 from kvtransfer.protocol.receiver import GrantState
 from tests.sim.books import OVER
 from tests.sim.cluster import Kind, Process, SimCluster
@@ -97,6 +98,7 @@ def _bounds(process: Process) -> str | None:
         decode, limits = process.decode, process.decode.receiver.grants.limits
         found.append(("requests", decode.requests, decode.config.requests_max))
         found.append(("finished", len(decode.streams.finished), decode.config.finished_max))
+        found.append(("requests remembered", len(decode._gone), GONE_MAX))
         found.append(("tombstones", len(decode.receiver.grants._dead_attempts), limits.tombstones_max))
     for what, count, limit in found:
         if count > limit:
@@ -130,6 +132,8 @@ def _left(process: Process) -> str:
         ]
         if decode_state(process.decode).outputs:
             reported.append("outputs")
+        if len(process.decode._gone):
+            reported.append(f"requests remembered {len(process.decode._gone)}")
         if receiver._timers:
             reported.append(f"timers {len(receiver._timers)}")
     if process.peers is not None:

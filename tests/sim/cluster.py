@@ -6,6 +6,8 @@ simulation runs, and made for the process whose loop is running.
 from __future__ import annotations
 
 import asyncio
+import traceback
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from enum import Enum
@@ -29,10 +31,11 @@ import prefill_node.main
 import router.main
 from baton.clock import Clock
 from baton.errors import BatonError, Reason
-from baton.ids import GrantId, Pair
+from baton.ids import GrantId, Pair, RequestKey
 from baton.runtime import NodeRuntime
 from cachestore.ledger import Ledger
 from decode_node.node import DecodeNode
+from decode_node.service import DecodeService
 from kvtransfer.receiver import PortEvents, Receiver
 from kvtransfer.transport import TransportName
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
@@ -43,7 +46,7 @@ from tests.sim.books import LedgerWatch
 from tests.sim.calls import Call
 from tests.sim.data import SimLink, SimPort
 from tests.sim.engine import make_pool
-from tests.sim.ghosts import watch_decode, watch_receiver
+from tests.sim.ghosts import watch_decode, watch_decode_service, watch_receiver, watched_routers
 from tests.sim.links import SimShmLink, SimTcpLink
 from tests.sim.loop import ProcessLoop, ProcessState, World
 from tests.sim.network import Network
@@ -100,6 +103,11 @@ class Process:
         self.router: RouterNode | None = None
         self.prefill: PrefillNode | None = None
         self.decode: DecodeNode | None = None
+        self.decode_service: DecodeService | None = None
+        self.forgotten: OrderedDict[RequestKey, float] = OrderedDict()
+        """Of a decode node: what clients have told it to forget, and until when it is to know that, by its clock."""
+        self.taken_over: OrderedDict[RequestKey, int] = OrderedDict()
+        """Of a router: attempts that it has lost to another, and the epoch by which it had them."""
         self.receiver: Receiver | None = None
         self.peers: Peers | None = None
         self.ready = False
@@ -192,6 +200,8 @@ class SimCluster:
         except BatonError as error:
             if error.reason is Reason.INTERNAL:
                 self.violation(f"{process.name} ended: {error!r} from {error.__cause__!r}")
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is a bug of ours
+            self.violation(f"{process.name} ended: {''.join(traceback.format_exception(error))}")
         process.ended = True
         self.bury(process)
         self.world.after(RESTART_S * self.rng.random(), self.revive, process.name)
@@ -371,6 +381,7 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         *((module, "secrets", secrets) for module in (*mains, decode_node.reserving)),
         *((main, "NodeRuntime", capture("runtime", one_server)) for main in mains),
         (router.main, "RouterNode", capture("router", RouterNode)),
+        *watched_routers(current),
         (prefill_node.main, "PrefillNode", capture("prefill", PrefillNode)),
         (prefill_node.main, "Peers", capture("peers", Peers)),
         (node.main, "open_device_pool", open_pool),
@@ -381,6 +392,7 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         (decode_node.main, "DecodeNode", capture("decode", DecodeNode, watch_decode)),
         (node.receiver, "Receiver", capture("receiver", Receiver, watch_receiver)),
         (node.receiver, "_open_port", open_port),
+        (decode_node.main, "DecodeService", capture("decode_service", DecodeService, watch_decode_service)),
         (decode_node.service, "host_parts", lambda: [current().host] * 4),
         (node.engine_loop, "ThreadPoolExecutor", _NoThread),
     ]

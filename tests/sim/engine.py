@@ -34,6 +34,8 @@ VOCAB = 50_000 * ATTEMPTS
 CONTEXT_MAX = 1_024
 EOS = 0
 """Never drawn."""
+SEED_PLAIN = 2
+"""From this sampling seed on a token does not tell its attempt: every attempt draws the same, as real engines do."""
 POISON = b"\xff"
 _ROOTS = (0x1234_5678, 0x9ABC_DEF0)
 _SLOT = struct.Struct("<I")
@@ -46,7 +48,7 @@ def _next_slot(before: int, token: int) -> int:
 
 def _draw(context: int, seed: int, index: int, attempt: int) -> int:
     drawn = crc32(b"%d,%d" % (seed & 0xFFFF_FFFF, index), context) % (VOCAB // ATTEMPTS - 1) + 1
-    return drawn * ATTEMPTS + attempt % ATTEMPTS
+    return drawn * ATTEMPTS + (attempt % ATTEMPTS if seed < SEED_PLAIN else 0)
 
 
 class SimRegion:

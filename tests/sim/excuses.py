@@ -20,8 +20,10 @@ from collections import deque
 from collections.abc import Iterator
 
 from baton.errors import BatonError, Reason
+from baton.ids import RequestKey
 from baton.lifecycle import Lifecycle
 from baton.wire import Role
+from router.resume import Place
 from router.retries import RetryConfig
 from tests.sim.cluster import PACE_S, Kind, Process, SimCluster
 from tests.sim.loop import ProcessState
@@ -30,6 +32,8 @@ from tests.sim.profiles import PLACEMENT_WAIT_MS_MAX, RESUME_WAIT_MS_MAX
 from tests.support.noticed import noticed_ms_max
 
 ROUTE_S = 3.0
+SERVED_S = 10.0
+"""A client that tries all the time has its answer when a route has been open for so long."""
 LOOK_S = 0.05
 CLOCK_SHARE = 0.97
 """Of a time limit that has certainly passed here when it has passed by a clock of another rate."""
@@ -109,7 +113,8 @@ class Excuses:
     # What it excuses.
 
     def ends(self, router: str, began_s: float) -> bool:
-        return not self._cluster.processes[router].alive or self._ends.get(router, -1.0) >= began_s
+        process = self._cluster.processes[router]
+        return not process.alive or process.stopping.is_set() or self._ends.get(router, -1.0) >= began_s
 
     def way_lost(self, router: str, began_s: float) -> bool:
         state = self._cluster.processes[router].loop.state
@@ -133,6 +138,28 @@ class Excuses:
         spans = [(since, self._now_s) for route, since in self._open.items() if route[0].name == router]
         spans += [(since, to) for name, since, to in self._closed if name == router]
         return all(min(to, self._now_s) - max(since, from_s) < ROUTE_S for since, to in spans)
+
+    def unserved(self, since_s: float) -> bool:
+        """No router had a route for so long that a client had to come through. (Of a resumable request, whose client
+        has tried all the time.)"""
+        spans = [(since, self._now_s) for since in self._open.values()]
+        spans += [(since, to) for _, since, to in self._closed]
+        return all(to - max(since, since_s) < SERVED_S for since, to in spans)
+
+    def remembers(self, router: Process, place: Place) -> object | None:
+        """Whether the node of the place knows that the request is forgotten, and this router reaches it: what does not
+        change while that is so, or None."""
+        key = RequestKey(request=place.request, attempt=place.attempt)
+        for node in self._cluster.processes.values():
+            if node.runtime is not None and node.runtime.incarnation == place.decode:
+                knows = node.forgotten.get(key, 0.0) > node.loop.time() and _knows(router, node, Role.DECODE)
+                if not (knows and self._works(node) and self._works(router) and self._calm(router, node)):
+                    return None
+                links = self._network.link(router.name, node.name), self._network.link(node.name, router.name)
+                losses = sum(names <= {router.name, node.name} for _, names in self._losses)
+                stops = router.loop.stops, node.loop.stops
+                return losses, stops, [link.cuts for link in links], self.leaps_s(router.name)
+        return None
 
     # Routes.
 

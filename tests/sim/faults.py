@@ -14,7 +14,7 @@ from random import Random
 from tests.sim.cluster import PACE_S, Kind, SimCluster
 from tests.sim.load import Load
 from tests.sim.loop import ProcessState
-from tests.sim.network import Network
+from tests.sim.network import CLIENT, Network
 from tests.sim.pings import Pings
 from tests.sim.profiles import DIRECTORY
 from tests.sim.rpc import break_between
@@ -108,8 +108,8 @@ class Faults:
     # The span in which a request may have been hit.
 
     def _mark(self) -> None:
-        self._load.disturbed = self._active > 0
-        self._load.disturbed_s = max(self._load.disturbed_s, self._cluster.world.now_s + AFTERMATH_S)
+        self._load.judge.disturbed = self._active > 0
+        self._load.judge.disturbed_s = max(self._load.judge.disturbed_s, self._cluster.world.now_s + AFTERMATH_S)
 
     def _for_a_while(self, seconds: float, undo: Callable[[], None]) -> None:
         self._active += 1
@@ -131,7 +131,7 @@ class Faults:
         ]
         return self._rng.choice(names) if names else None
 
-    def _pair(self) -> tuple[str, str] | None:
+    def _pair(self) -> tuple[str, str]:
         names = self._cluster.names()
         one, other = self._rng.sample(names, 2)
         return one, other
@@ -150,9 +150,9 @@ class Faults:
             self._rng.choice((0.0, 0.02, 0.2, 1.0, 3.0)) * self._rng.random(), lambda: self._cluster.revive(name)
         )
 
-    def shut_down(self) -> None:
+    def shut_down(self, victim: str | None = None) -> None:
         """SIGINT: the orderly stop."""
-        name = self._victim(Kind.PREFILL, Kind.DECODE, Kind.ROUTER)
+        name = victim or self._victim(Kind.PREFILL, Kind.DECODE, Kind.ROUTER)
         if name is None:
             return
         process = self._cluster.processes[name]
@@ -160,9 +160,9 @@ class Faults:
         process.loop.call_soon(process.stopping.set)
         self._mark()
 
-    def stop(self, seconds: float | None = None) -> None:
+    def stop(self, seconds: float | None = None, victim: str | None = None) -> None:
         """SIGSTOP, and SIGCONT later."""
-        name = self._victim()
+        name = victim or self._victim()
         if name is None:
             return
         process = self._cluster.processes[name]
@@ -195,10 +195,9 @@ class Faults:
         self.stop(10 + 10 * self._rng.random())
 
     def cut(self, seconds: float | None = None, *, both: bool = True) -> None:
-        pair = self._pair()
-        if pair is None:
-            return
-        one, other = pair
+        self._cut(*self._pair(), seconds, both=both)
+
+    def _cut(self, one: str, other: str, seconds: float | None, *, both: bool) -> None:
         self._network.cut(one, other)
         if both:
             self._network.cut(other, one)
@@ -216,6 +215,33 @@ class Faults:
 
     def cut_long(self) -> None:
         self.cut(10 + 10 * self._rng.random(), both=self._rng.random() < 0.5)
+
+    def cut_client(self) -> None:
+        """A client and a router, each of which the others reach."""
+        client = self._rng.randrange(self._cluster.profile.clients)
+        self._cut_router(f"{CLIENT}{client}")
+
+    def cut_tokens(self) -> None:
+        """A router and a decode node, each of which the others reach."""
+        self._cut_router(self._rng.choice(self._cluster.names(Kind.DECODE)))
+
+    def _cut_router(self, other: str) -> None:
+        router = self._rng.choice(self._cluster.names(Kind.ROUTER))
+        ends = (router, other) if self._rng.random() < 0.5 else (other, router)
+        seconds = self._rng.choice((self._span_s(), 5 * self._rng.random()))
+        self._cut(*ends, seconds, both=self._rng.random() < 0.5)
+
+    def lose_router(self) -> None:
+        """It dies, is told to end, or stands still for a while."""
+        name, dice = self._victim(Kind.ROUTER), self._rng.random()
+        if name is None:
+            return
+        if dice < 0.5:
+            self.crash(name)
+        elif dice < 0.7:
+            self.shut_down(name)
+        else:
+            self.stop(5 * self._rng.random(), name)
 
     def _weather(self, attribute: str, value: float) -> None:
         """Some links are bad for a while."""
@@ -252,12 +278,10 @@ class Faults:
 
     def reset_calls(self) -> None:
         """The gRPC connection between two nodes breaks."""
-        pair = self._pair()
-        if pair is not None:
-            one, other = (self._cluster.processes[name] for name in pair)
-            if one.alive and other.alive and one.loop.state is other.loop.state is ProcessState.RUNNING:
-                break_between(one, other, "connection reset by peer")
-                break_between(other, one, "connection reset by peer")
+        one, other = (self._cluster.processes[name] for name in self._pair())
+        if one.alive and other.alive and one.loop.state is other.loop.state is ProcessState.RUNNING:
+            break_between(one, other, "connection reset by peer")
+            break_between(other, one, "connection reset by peer")
         self._mark()
 
     def overtake(self) -> None:

@@ -1,29 +1,25 @@
-"""Clients: they ask, read, sometimes go away, and check every answer against the definition of the mock engine.
+"""The requests of a run: who asks what, when, and what came of it.
 
-Every token says which attempt drew it (`engine.ATTEMPTS`), and its log-probability, where asked, says so again:
-attempts may only rise along an answer. Outside the code under test but for the router's own gRPC service, which is all
-that a client sees.
+Outside the code under test but for the router's own gRPC service, which is all that a client sees.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
 
 import grpc
 import grpc.aio
-from batonpb import common_pb2, inference_pb2, inference_pb2_grpc
 
-from baton.errors import BatonError, Reason
-from baton.rpc import ChannelLimits
+from baton.errors import BatonError
 from baton.status import from_rpc_error
-from tests.sim.cluster import Kind, Process, SimCluster
-from tests.sim.engine import ATTEMPTS, VOCAB, reference
-from tests.sim.excuses import CLOCK_SHARE, Excuses
+from tests.sim.clients import RETRY_DOUBLINGS_MAX, RETRY_S, Client, Resumed
+from tests.sim.cluster import Process, SimCluster
+from tests.sim.engine import SEED_PLAIN, VOCAB, reference
+from tests.sim.excuses import Excuses
+from tests.sim.judge import DEADLINE_S, OVERLOAD, WRONG_AT_ALL_TIMES, Hearing, Judge
 from tests.sim.profiles import (
     BLOCK_SIZE,
     OUTPUT_TOKENS_MAX,
@@ -31,32 +27,12 @@ from tests.sim.profiles import (
     PROMPT_TOKENS_MAX,
     PROMPT_TOKENS_MIN,
 )
-from tests.sim.rpc import SimChannels
+from tests.sim.reader import Question, Reader
 
-DEADLINE_S = 60.0
-RETRY_S = 0.02
-RETRY_DOUBLINGS_MAX = 5
-"""A client waits the longer the more of its requests have failed: else most of the requests of a run would be those
-that are turned away while a router is gone, of which nothing is to be learnt."""
 SEEDS = 2
 """Sampling seeds in use: each question has so many answers."""
-
-OVERLOAD = frozenset({Reason.TOO_MANY_CALLS})
-"""What a healthy cluster may answer too: its router's line is full."""
-WRONG_AT_ALL_TIMES = frozenset(
-    {
-        Reason.INTERNAL,
-        Reason.UNRECOGNISED,
-        Reason.BAD_FIELD,
-        Reason.REQUEST_EXISTS,
-        Reason.PROMPT_TOO_LONG,
-        Reason.EMPTY_PROMPT,
-        Reason.NO_DEADLINE,
-        Reason.UNIMPLEMENTED,
-        Reason.SAMPLING_OUT_OF_RANGE,
-    }
-)
-"""No fault explains these."""
+PLAIN = 0.4
+"""Share of the resumable requests whose answer is the same whichever attempt draws it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,21 +47,16 @@ class LoadFigures:
     tokens: int = 0
     mixed: int = 0
     """Answers, complete or not, that more than one attempt has drawn."""
+    resumable: int = 0
+    attached: int = 0
+    """Times that a client has asked to go on."""
+    moved: int = 0
+    """Answers, complete or not, that a client has had over several calls."""
     lost: Counter[str] = field(default_factory=Counter)
     """By reason, those that a fault is the excuse of."""
+    lost_resumable: int = 0
+    """Of them."""
     refused: Counter[str] = field(default_factory=Counter)
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    prompt: tuple[int, ...]
-    salt: int
-    output_tokens: int
-    seed: int
-    logprobs: bool
-    leaves_after: int
-    """The client goes away after so many tokens; 0: it stays."""
-    reads_slowly_s: float
 
 
 class Load:
@@ -95,19 +66,15 @@ class Load:
         self, cluster: SimCluster, *, requests: int, rng: Random, excuses: Excuses, lost_allowed: bool
     ) -> None:
         self.cluster = cluster
-        self.excuses = excuses
         self.figures = LoadFigures()
-        self.disturbed_s = -1.0
-        """When the last fault was at work; `faults` keeps it."""
-        self.disturbed = False
-        self.lost_allowed = lost_allowed
+        self.judge = Judge(excuses, lambda: cluster.world.now_s, lost_allowed=lost_allowed)
         self._requests = requests
         self._rng = rng
         self._begun = 0
         self._prompts = self._make_prompts(cluster.profile.prompts)
         self._answers: dict[tuple[tuple[int, ...], int, int], list[int]] = {}
         """By prompt, seed and attempt: those that one attempt alone has drawn."""
-        self._clients: list[tuple[Process, SimChannels]] = []
+        self._clients: list[Client] = []
         self._workers = 0
 
     @property
@@ -121,21 +88,19 @@ class Load:
         self._spawn_workers()
 
     def begin(self) -> None:
-        profile = self.cluster.profile
-        for index in range(profile.clients):
-            process = self.cluster.new_process(f"client-{index}", Kind.CLIENT)
-            self.cluster.processes[process.name] = process
-            self._clients.append((process, SimChannels(limits=ChannelLimits(), process=process)))
+        for index in range(self.cluster.profile.clients):
+            self._clients.append(Client(self.cluster, f"client-{index}", self._rng))
         self._spawn_workers()
 
     def _spawn_workers(self) -> None:
         profile = self.cluster.profile
-        for process, channels in self._clients:
-            asyncio.events._set_running_loop(process.loop)
+        for client in self._clients:
+            loop = client.process.loop
+            asyncio.events._set_running_loop(loop)
             try:
                 for _ in range(max(1, profile.concurrency // profile.clients)):
                     self._workers += 1
-                    process.loop.create_task(self._work(process, channels), name="client")
+                    loop.create_task(self._work(client), name="client")
             finally:
                 asyncio.events._set_running_loop(None)
 
@@ -154,20 +119,25 @@ class Load:
         return prompts
 
     def _question(self) -> Question:
-        rng = self._rng
+        rng, profile = self._rng, self.cluster.profile
         dice = rng.random()
+        resumable = rng.random() < profile.resumable
+        plain = resumable and rng.random() < PLAIN
+        leaves = not resumable and dice > 1 - profile.leavers
         return Question(
             prompt=self._prompts[rng.randrange(len(self._prompts))],
-            salt=0,
             output_tokens=rng.randrange(OUTPUT_TOKENS_MIN, OUTPUT_TOKENS_MAX + 1),
-            seed=rng.randrange(SEEDS),
-            logprobs=dice < 0.1,
-            leaves_after=rng.randrange(1, OUTPUT_TOKENS_MIN) if dice > 1 - self.cluster.profile.leavers else 0,
+            seed=rng.randrange(SEEDS) + SEED_PLAIN * plain,
+            logprobs=dice < 0.1 and not plain,
+            resumable=resumable,
+            leaves_after=rng.randrange(1, OUTPUT_TOKENS_MIN) if leaves else 0,
             reads_slowly_s=0.01 if 0.1 < dice < 0.12 else 0.0,
         )
 
     def answer(self, question: Question, attempts: list[int], attempt: int) -> list[int]:
         """What is right where `attempts` have drawn the first tokens and `attempt` all others."""
+        if question.plain:
+            attempts, attempt = [], 0
         key = question.prompt, question.seed, attempt
         answer = self._answers.get(key) if not attempts else None
         if answer is None:
@@ -177,22 +147,19 @@ class Load:
                 self._answers[key] = answer
         return answer
 
-    async def _work(self, process: Process, channels: SimChannels) -> None:
+    async def _work(self, client: Client) -> None:
         rng, pause_s = self._rng, self.cluster.profile.pause_s
-        stubs: dict[str, inference_pb2_grpc.InferenceStub] = {}
         await asyncio.sleep(rng.random() * 0.05)
         failed = 0
         while self._begun < self._requests:
-            name = rng.choice(self.cluster.names(Kind.ROUTER))
-            router = self.cluster.processes[name]
-            endpoint = router.runtime.endpoint if router.runtime is not None else ""
-            if not (router.ready and router.alive):
+            router = client.router()
+            if router is None:
                 await asyncio.sleep(RETRY_S)
                 continue
-            if endpoint not in stubs:
-                stubs[endpoint] = inference_pb2_grpc.InferenceStub(channels.get(endpoint))
             self._begun += 1
-            if await self._ask(process, router, stubs[endpoint], self._question()):
+            self.figures.asked += 1
+            question = self._question()
+            if await (self._go_through if question.resumable else self._ask)(client, router, question):
                 await asyncio.sleep(RETRY_S * 2 ** min(failed, RETRY_DOUBLINGS_MAX) * (1 + rng.random()))
                 failed += 1
             else:
@@ -201,19 +168,44 @@ class Load:
                 await asyncio.sleep(pause_s * rng.choice((0.01, 1.0, 3.0)) * rng.random())
         self._workers -= 1
 
-    async def _ask(self, process: Process, router: Process, stub: Any, question: Question) -> bool:
-        """Whether the client had better wait before it asks again."""
+    async def _go_through(self, client: Client, _router: Process, question: Question) -> bool:
+        """A resumable request, over all its calls."""
+        figures, reader = self.figures, Reader(question=question, right=self.answer)
+        asked = Resumed(client, reader, self.judge, self._rng, leavers=self.cluster.profile.leavers)
+        await asked.run()
+        figures.resumable += 1
+        figures.attached += asked.attaches
+        figures.moved += asked.attaches > 0
+        self._end(asked.reader, "of some routers")
+        if asked.left:
+            figures.left += 1
+        elif asked.lost:
+            figures.lost[asked.lost] += 1
+            figures.lost_resumable += 1
+        elif not asked.reader.wrong:
+            figures.complete += 1
+        return bool(asked.lost)
+
+    def _end(self, reader: Reader, source: str) -> None:
         figures = self.figures
-        figures.asked += 1
-        hearing = _Hearing(router.name, self.cluster.world.now_s, self.excuses.leaps_s(router.name))
-        call = stub.Generate(_message(question), timeout=DEADLINE_S)
-        reader = _Reader(question, self.answer)
+        figures.ended += 1
+        figures.tokens += len(reader.tokens)
+        figures.mixed += reader.attempts > 1
+        if reader.wrong:
+            self.cluster.violation(f"wrong answer {source}: {reader.wrong}")
+
+    async def _ask(self, client: Client, router: Process, question: Question) -> bool:
+        """Whether the client had better wait before it asks again."""
+        figures, judge = self.figures, self.judge
+        hearing = judge.hearing(router.name)
+        call = client.stub(router).Generate(question.message(), timeout=DEADLINE_S)
+        reader = Reader(question=question, right=self.answer)
         refused = False
         try:
             async for event in call:
                 reader.take(event)
                 if event.WhichOneof("event") == "tokens":
-                    hearing.heard(self.cluster.world.now_s, self.excuses.leaps_s(router.name))
+                    judge.heard(hearing)
                 if reader.wrong:
                     break
                 if question.leaves_after and len(reader.tokens) >= question.leaves_after:
@@ -228,20 +220,14 @@ class Load:
                 figures.complete += 1
         except grpc.aio.AioRpcError as error:
             refused = True
-            self._judge(error, reader, hearing)
+            self._take_error(from_rpc_error(error), reader, hearing, wire=not error.trailing_metadata())
         finally:
-            figures.ended += 1
-            figures.tokens += len(reader.tokens)
-            figures.mixed += reader.attempts > 1
-            if reader.wrong:
-                self.cluster.violation(f"wrong answer from {router.name}: {reader.wrong}")
+            self._end(reader, f"from {router.name}")
         return refused
 
-    def _judge(self, error: grpc.aio.AioRpcError, reader: _Reader, hearing: _Hearing) -> None:
-        """Is there an excuse for this error?"""
-        failure, router = from_rpc_error(error), hearing.router
-        reason, wire = failure.reason, not error.trailing_metadata()
-        if reader.finished and wire and self._excused(failure, reader, hearing, wire=True):
+    def _take_error(self, failure: BatonError, reader: Reader, hearing: Hearing, *, wire: bool) -> None:
+        reason, router, tokens = failure.reason, hearing.router, len(reader.tokens)
+        if reader.finished and wire and self.judge.excused(failure, hearing, tokens=tokens, wire=True):
             self.figures.complete += 1  # the whole answer is here; the connection broke under its status
         elif reader.finished:
             reader.wrong = f"an error after `finished`: {failure!r}"
@@ -249,119 +235,7 @@ class Load:
             reader.wrong = f"an error that nothing explains: {failure!r}"
         elif reason in OVERLOAD and not reader.tokens:
             self.figures.refused[reason.value] += 1
-        elif self._excused(failure, reader, hearing, wire=wire):
+        elif self.judge.excused(failure, hearing, tokens=tokens, wire=wire):
             self.figures.lost[f"{reason.value} of the way to {router}" if wire else reason.value] += 1
         else:
-            now_s = self.cluster.world.now_s
-            reader.wrong = (
-                f"an error without an excuse: {failure!r} after {len(reader.tokens)} tokens and "
-                f"{now_s - hearing.began_s:.3f} s, {now_s - hearing.heard_s:.3f} s after the last of them"
-            )
-
-    def _excused(self, failure: BatonError, reader: _Reader, hearing: _Hearing, *, wire: bool) -> bool:
-        if self.lost_allowed:
-            return self.disturbed or self.disturbed_s >= hearing.began_s
-        excuses, now_s = self.excuses, self.cluster.world.now_s
-        leapt_s = excuses.leaps_s(hearing.router)
-        if excuses.ends(hearing.router, hearing.began_s):
-            return True
-        if wire and excuses.way_lost(hearing.router, hearing.began_s):
-            return True
-        if failure.reason is Reason.DEADLINE:
-            return now_s - hearing.began_s >= DEADLINE_S * CLOCK_SHARE - (leapt_s - hearing.began_leapt_s)
-        if wire:
-            return False
-        if failure.reason is Reason.ATTEMPTS_SPENT:
-            return excuses.spent(hearing.router, hearing.began_s)
-        return excuses.nowhere(
-            failure,
-            hearing.router,
-            since_s=hearing.heard_s,
-            leapt_s=leapt_s - hearing.heard_leapt_s,
-            tokens=len(reader.tokens),
-        )
-
-
-class _Hearing:
-    """When a request began and was last heard of, by the world's clock, and how far its router's had leapt by then."""
-
-    def __init__(self, router: str, now_s: float, leapt_s: float) -> None:
-        self.router = router
-        self.began_s = self.heard_s = now_s
-        self.began_leapt_s = self.heard_leapt_s = leapt_s
-
-    def heard(self, now_s: float, leapt_s: float) -> None:
-        self.heard_s, self.heard_leapt_s = now_s, leapt_s
-
-
-class _Reader:
-    """One answer as it comes in."""
-
-    def __init__(self, question: Question, answer: Callable[[Question, list[int], int], list[int]]) -> None:
-        self.question = question
-        self.tokens: list[int] = []
-        self.wrong = ""
-        self.finished = False
-        self._right = answer
-        self._started = False
-        self.attempts = 0
-        """How many have drawn tokens of it."""
-        self._attempt = -1
-        self._answer: list[int] = []
-        """What is right from here on, if this attempt draws it."""
-
-    def take(self, event: inference_pb2.GenerateEvent) -> None:
-        kind = event.WhichOneof("event")
-        if self.finished:
-            self.wrong = f"{kind} after `finished`"
-        elif kind == "tokens":
-            self._take_tokens(event.tokens)
-        elif kind == "finished":
-            self.finished = True
-            self._check_whole(event.finished)
-        elif self._started:
-            self.wrong = "`started` twice"
-        else:
-            self._started = True
-
-    def _take_tokens(self, message: inference_pb2.Tokens) -> None:
-        at, ids = len(self.tokens), list(message.ids)
-        if message.first_index != at:
-            self.wrong = f"token index {message.first_index} where {at} is next"
-        elif ids != self._answer[at : at + len(ids)]:
-            for token in ids:
-                self._take_token(token)
-        else:
-            self.tokens += ids
-        if self.question.logprobs and not self.wrong:
-            reported = [round(-1 - logprob.logprob) for logprob in message.logprobs]
-            if reported != [token % ATTEMPTS for token in ids]:
-                self.wrong = f"log-probabilities by the attempts {reported} for tokens {ids}"
-
-    def _take_token(self, token: int) -> None:
-        """A token that is not the next one of the attempt so far."""
-        at, attempt = len(self.tokens), token % ATTEMPTS
-        if attempt < self._attempt:
-            self.wrong = f"token {at} is of attempt {attempt}, the one before it of attempt {self._attempt}"
-        elif attempt > self._attempt:
-            self._attempt = attempt
-            self.attempts += 1
-            self._answer = self._right(self.question, [token % ATTEMPTS for token in self.tokens], attempt)
-        self.tokens.append(token)
-        if self._answer[at : at + 1] != [token]:
-            self.wrong = self.wrong or f"token {token} at index {at}, by definition {self._answer[at : at + 1]}"
-
-    def _check_whole(self, finished: inference_pb2.Finished) -> None:
-        if len(self.tokens) != self.question.output_tokens:
-            self.wrong = f"{len(self.tokens)} tokens of {self.question.output_tokens}"
-        elif finished.reason != common_pb2.FINISH_REASON_LENGTH:
-            self.wrong = f"finished with reason {finished.reason}"
-        elif finished.stats.output_tokens != len(self.tokens):
-            self.wrong = f"the statistics count {finished.stats.output_tokens} tokens of {len(self.tokens)}"
-
-
-def _message(question: Question) -> inference_pb2.GenerateRequest:
-    sampling = inference_pb2.Sampling(temperature=0.0, seed=question.seed, max_tokens=question.output_tokens)
-    if question.logprobs:
-        sampling.logprobs = 0
-    return inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=question.prompt), sampling=sampling)
+            reader.wrong = self.judge.unexplained(failure, hearing, tokens=tokens)

@@ -59,8 +59,12 @@ class Profile:
     faults_at_once_max: int = 5
     fault_weights: tuple[tuple[str, int], ...] | None = None
     """How often each fault comes; None: as `faults.FaultPlan` has it."""
+    faults_more: tuple[tuple[str, int], ...] = ()
+    """Beside those."""
     leavers: float = 0.04
     """Share of the clients that go away in the middle of an answer."""
+    resumable: float = 0.75
+    """Share of the requests whose client may go on with them at another router."""
     prompts: int = 24
     """Different prompts; some share a beginning."""
     membership: MembershipConfig = field(
@@ -82,7 +86,17 @@ SMALL = Profile(name="small", routers=1, prefill=2, decode=2, hosts=3)
 PAIR = Profile(
     name="pair", routers=1, prefill=1, decode=1, hosts=1, concurrency=8, fault_gap_s=0.15, faults_at_once_max=2
 )
-ROUTERS = Profile(name="routers", routers=2, prefill=3, decode=2, hosts=4, concurrency=16)
+ROUTERS = Profile(
+    name="routers",
+    routers=2,
+    prefill=3,
+    decode=2,
+    hosts=4,
+    clients=2,
+    concurrency=16,
+    faults_more=(("lose_router", 10), ("cut_client", 8), ("cut_tokens", 6)),
+)
+"""Routers that are lost, and clients that find another one."""
 WIDE = Profile(
     name="wide",
     routers=2,
@@ -96,6 +110,7 @@ WIDE = Profile(
     decode_sequences=96,
     pause_s=0.0,
     fault_gap_s=0.1,
+    faults_more=(("lose_router", 3), ("cut_client", 3), ("cut_tokens", 3)),
     prompts=512,
     step_s=0.000_5,
     token_s=0.000_005,
@@ -200,6 +215,7 @@ def decode_config(name: str, endpoint: str, profile: Profile) -> DecodeConfig:
         requests_max=profile.decode_sequences,
         finished_ms_max=2_000,
         orphan_ms=1_200,
+        resume_ms=2_500,
         busy_retry_ms=50,
         stop_grace_ms=500,
     )

@@ -100,7 +100,7 @@ class SimServer:
         self.handlers: dict[str, Any] = {}
         self.calls: dict[ServedCall, None] = {}
         self._services: list[tuple[str, Callable[[Any, Any], None], object]] = []
-        self._endpoint = ""
+        self._place = self._endpoint = ""
 
     def on_refused(self, refused: Callable[[BatonError], None]) -> None:
         self.edge.refused = refused
@@ -118,9 +118,8 @@ class SimServer:
         del probe_listen
         for _, register, servicer in self._services:
             register(servicer, self)
-        self._endpoint = listen
-        assert listen not in self.process.network.servers, (listen, "in use")
-        self.process.network.servers[listen] = self
+        self._place = listen
+        self._listen()
         return int(listen.rpartition(":")[2])
 
     def add_generic_rpc_handlers(self, services: Any) -> None:
@@ -138,14 +137,30 @@ class SimServer:
     def set_ready(self, _ready: bool) -> None:
         """Nobody asks for health here."""
 
+    @property
+    def public_calls(self) -> int:
+        return self.edge.public_calls
+
+    def set_open(self, wanted: bool) -> None:
+        """Take calls, or none. Those that have begun go on."""
+        if not self._place:
+            return
+        if not wanted:
+            self.unlisten()
+        elif not self._endpoint:
+            self._listen()
+
+    def _listen(self) -> None:
+        assert self._place not in self.process.network.servers, (self._place, "in use")
+        self._endpoint = self._place
+        self.process.network.servers[self._endpoint] = self
+
     def unlisten(self) -> None:
         if self._endpoint:
             del self.process.network.servers[self._endpoint]
             self._endpoint = ""
 
     async def stop(self, grace_s: float) -> None:
-        if not self._endpoint:
-            return
         self.unlisten()
         await self.edge.ended(grace_s)
         for served in list(self.calls):

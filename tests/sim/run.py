@@ -14,7 +14,8 @@ from tests.sim.checks import check_blocks, check_bounds, check_now, what_is_left
 from tests.sim.cluster import SimCluster, current
 from tests.sim.excuses import Excuses
 from tests.sim.faults import FaultPlan, Faults
-from tests.sim.load import DEADLINE_S, Load, LoadFigures
+from tests.sim.judge import DEADLINE_S
+from tests.sim.load import Load, LoadFigures
 from tests.sim.loop import ProcessState, World
 from tests.sim.network import Network
 from tests.sim.profiles import PROFILES
@@ -77,7 +78,9 @@ class Outcome:
         return (
             f"{f.asked} requests: {f.complete} complete ({f.mixed} of several attempts), "
             f"{sum(f.lost.values())} lost to faults {dict(f.lost)}, "
-            f"{sum(f.refused.values())} refused for want of room, {f.left} left by their clients; {f.tokens} tokens; "
+            f"{sum(f.refused.values())} refused for want of room, {f.left} left by their clients; "
+            f"{f.resumable} resumable, {f.lost_resumable} of them lost, {f.moved} had over several calls "
+            f"({f.attached} attaches); {f.tokens} tokens; "
             f"{sum(self.faults.values())} faults {dict(self.faults)}, {self.deaths} deaths; "
             f"{self.simulated_s:.1f} s simulated, quiet after {self.quiet_after_s:.2f} s; {self.messages} messages, "
             f"{self.callbacks} callbacks; digest {self.digest}"
@@ -154,7 +157,7 @@ class _Simulation:
         gap_s = profile.fault_gap_s if self.config.fault_gap_s is None else self.config.fault_gap_s
         if gap_s == 0:
             return FaultPlan(weights=())
-        weights = profile.fault_weights or FaultPlan().weights
+        weights = (*(profile.fault_weights or FaultPlan().weights), *profile.faults_more)
         return FaultPlan(mean_gap_s=gap_s, at_once_max=profile.faults_at_once_max, weights=weights)
 
     def _run(self) -> None:
@@ -181,7 +184,7 @@ class _Simulation:
         """What works without faults works after them: nothing excuses an error now."""
         if self.cluster.violations or self.world.failures:
             return
-        self.load.disturbed, self.load.disturbed_s = False, -1.0
+        self.load.judge.disturbed, self.load.judge.disturbed_s = False, -1.0
         self.excuses.forget()
         self.load.ask_more(PROBES)
         self._until_answered()

@@ -21,6 +21,13 @@ class Result:
     complete: int
     lost: dict[str, int]
     """Ended in an error that a fault excuses, by its reason."""
+    resumable: int = 0
+    lost_resumable: int = 0
+    """Of those that were lost."""
+    attached: int = 0
+    """Calls to go on with an answer."""
+    moved: int = 0
+    """Answers that came by several calls."""
     refused: int
     left: int
     tokens: int
@@ -61,6 +68,10 @@ def run(config: RunConfig) -> Result:
         requests=f.asked,
         complete=f.complete,
         lost=dict(f.lost),
+        resumable=f.resumable,
+        lost_resumable=f.lost_resumable,
+        attached=f.attached,
+        moved=f.moved,
         refused=sum(f.refused.values()),
         left=f.left,
         tokens=f.tokens,
@@ -76,6 +87,22 @@ def run(config: RunConfig) -> Result:
     )
 
 
+_SUMMED = (
+    "requests",
+    "complete",
+    "resumable",
+    "lost_resumable",
+    "attached",
+    "moved",
+    "refused",
+    "left",
+    "tokens",
+    "attempts_later",
+    "deaths",
+    "callbacks",
+)
+
+
 class Tally:
     """The sum of some runs."""
 
@@ -89,7 +116,7 @@ class Tally:
 
     def add(self, result: Result) -> None:
         self._runs[result.profile] += 1
-        for name in ("requests", "complete", "refused", "left", "tokens", "attempts_later", "deaths", "callbacks"):
+        for name in _SUMMED:
             self._sums[name] += getattr(result, name)
         for reason, count in result.lost.items():
             self._lost[reason.rstrip("-0123456789")] += count
@@ -111,6 +138,8 @@ class Tally:
             f"{sum(self._runs.values())} runs ({runs}); {s['requests']} requests: {s['complete']} complete "
             f"({s['attempts_later']} of several attempts), {sum(self._lost.values())} ended by an error that a fault "
             f"excuses{ended}, {s['refused']} refused for want of room, {s['left']} left by their clients; "
+            f"{s['resumable']} of the requests resumable: {s['lost_resumable']} ended by an error, {s['moved']} had "
+            f"over several calls ({s['attached']} attaches); "
             f"{s['tokens']} tokens; {sum(self._faults.values())} faults ({faults}), "
             f"{s['deaths']} deaths; {self._simulated_s:.0f} s simulated, {s['callbacks']} callbacks, the books looked "
             f"at after each; {self.violations} violations; {speed}"

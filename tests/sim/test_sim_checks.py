@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from batonpb import common_pb2, inference_pb2
 
-from baton.ids import BlockId, GrantId
+from baton.ids import BlockId, GrantId, RequestId
 from cachestore.ledger import Ledger
 from kvtransfer.protocol.receiver import GrantState
+from router.resume import Place, ResumeToken, tokens_crc
 from tests.sim.books import LedgerWatch
 from tests.sim.engine import ATTEMPTS, reference
-from tests.sim.load import Question, _Reader
 from tests.sim.profiles import BLOCK_SIZE, OUTPUT_TOKENS_MAX
+from tests.sim.reader import Question, Reader
 from tests.sim.tally import Result, Tally
 
 GRANT = GrantId(b"g" * 16)
@@ -146,15 +147,14 @@ def _answer(attempts: list[int]) -> list[int]:
     return reference(PROMPT, 0, attempts, BLOCK_SIZE)
 
 
-def _read(parts: list[tuple[int, list[int]]], count: int = 32) -> _Reader:
-    question = Question(
-        prompt=PROMPT, salt=0, output_tokens=count, seed=0, logprobs=False, leaves_after=0, reads_slowly_s=0.0
-    )
+def _right(_question: Question, attempts: list[int], attempt: int) -> list[int]:
+    return _answer(attempts + [attempt] * (OUTPUT_TOKENS_MAX - len(attempts)))
 
-    def right(_question: Question, attempts: list[int], attempt: int) -> list[int]:
-        return _answer(attempts + [attempt] * (OUTPUT_TOKENS_MAX - len(attempts)))
 
-    reader = _Reader(question, right)
+def _read(parts: list[tuple[int, list[int]]], count: int = 32) -> Reader:
+    question = Question(prompt=PROMPT, output_tokens=count, seed=0)
+    reader = Reader(question=question, right=_right)
+    reader.take(inference_pb2.GenerateEvent(started=inference_pb2.Started()))
     for first_index, ids in parts:
         tokens = inference_pb2.Tokens(first_index=first_index, ids=ids)
         reader.take(inference_pb2.GenerateEvent(tokens=tokens))
@@ -182,6 +182,56 @@ def test_a_mixed_repeated_or_wrong_answer_is_found() -> None:
     assert "token index 4 where 3 is next" in _read([(0, one[:3]), (4, one[4:])]).wrong
     assert "by definition" in _read([(0, [*one[:3], one[3] + ATTEMPTS])]).wrong
     assert "by definition" in _read([(0, [*one[:3], one[4]])]).wrong
+
+
+RUNS = ("11" * 16, "22" * 16)
+
+
+def _attached(parts: list[tuple[str, int, list[int]]], *, place: int | None = None) -> Reader:
+    """A resumable request whose parts come from these runs, each by a call of its own where the run changes. The last
+    place counts `place` tokens, where that is said."""
+    reader = Reader(question=Question(prompt=PROMPT, output_tokens=32, seed=0, resumable=True), right=_right)
+    run, had = "", list[int]()
+    for number, (new_run, first_index, ids) in enumerate(parts):
+        if new_run != run:
+            run, reader = new_run, reader.fork()
+            reader.take(_event(run, had, started=inference_pb2.Started()))
+        had += ids
+        count = len(had) if place is None or number < len(parts) - 1 else place
+        reader.take(_event(run, had[:count], tokens=inference_pb2.Tokens(first_index=first_index, ids=ids)))
+        if reader.wrong:
+            break
+    return reader
+
+
+def _event(run: str, had: list[int], **event: Any) -> inference_pb2.GenerateEvent:
+    place = Place(request=RequestId(run), tokens=len(had), crc=tokens_crc(had))
+    token = ResumeToken(secret=b"s" * 16, seed=0, digest=0, places=(place,))
+    return inference_pb2.GenerateEvent(resume_token=token.encode(), **event)
+
+
+def test_an_answer_over_several_calls_is_one_answer() -> None:
+    """The first attempt of another run goes on behind the second one of the first run: each index once, in order."""
+    one, other = RUNS
+    ids = _answer([0] * 3 + [1] * 5 + [0] * 24)
+    reader = _attached([(one, 0, ids[:5]), (one, 5, ids[5:8]), (other, 8, ids[8:])])
+    assert reader.wrong == "" and reader.runs == RUNS and len(reader.tokens) == 32
+
+
+def test_what_is_wrong_with_an_answer_over_several_calls_is_found() -> None:
+    """Tokens twice or left out after an attach, a run that is back, a lower attempt in one run, a wrong place."""
+    one, other = RUNS
+    ids = _answer([0] * 32)
+    assert "token index 3 where 5 is next" in _attached([(one, 0, ids[:5]), (other, 3, ids[3:])]).wrong
+    assert "token index 6 where 5 is next" in _attached([(one, 0, ids[:5]), (other, 6, ids[6:])]).wrong
+    back = [(one, 0, ids[:5]), (other, 5, ids[5:9]), (one, 9, ids[9:])]
+    assert "a run that another has followed is back" in _attached(back).wrong
+    lower = _answer([1] * 5 + [0] * 27)
+    assert "is of attempt 0, the one before it of attempt 1" in _attached([(one, 0, lower)]).wrong
+    assert "its place says" in _attached([(one, 0, ids[:5])], place=4).wrong
+    plain = _read([(0, ids)])
+    plain.take(_event(one, ids, finished=inference_pb2.Finished()))
+    assert "with the resume token" in plain.wrong
 
 
 def test_runs_are_added_up() -> None:

@@ -7,13 +7,16 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 from batonpb import (
+    decode_pb2,
     decode_pb2_grpc,
+    inference_pb2,
     inference_pb2_grpc,
     node_pb2,
     node_pb2_grpc,
+    prefill_pb2,
     prefill_pb2_grpc,
 )
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -24,25 +27,13 @@ from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer, rpc_errors
 HANG_S = 20.0
 SERVING = health_pb2.HealthCheckResponse.SERVING
 Behavior = Callable[..., Any]
-SERVICES: dict[str, tuple[str, Behavior, tuple[str, ...]]] = {
-    "node": (
-        "baton.v1.Node",
-        node_pb2_grpc.add_NodeServicer_to_server,
-        ("GetStatus", "WatchStatus", "Cordon", "Uncordon", "Drain", "Undrain"),
-    ),
-    "prefill": ("baton.v1.Prefill", prefill_pb2_grpc.add_PrefillServicer_to_server, ("Prefill",)),
-    "decode": (
-        "baton.v1.Decode",
-        decode_pb2_grpc.add_DecodeServicer_to_server,
-        ("Subscribe", "Cancel", "Resolve"),
-    ),
-    "inference": (
-        "baton.v1.Inference",
-        inference_pb2_grpc.add_InferenceServicer_to_server,
-        ("Generate", "GenerateUnary"),
-    ),
+SERVICES: Final = {
+    "node": (node_pb2, "Node", node_pb2_grpc.add_NodeServicer_to_server),
+    "prefill": (prefill_pb2, "Prefill", prefill_pb2_grpc.add_PrefillServicer_to_server),
+    "decode": (decode_pb2, "Decode", decode_pb2_grpc.add_DecodeServicer_to_server),
+    "inference": (inference_pb2, "Inference", inference_pb2_grpc.add_InferenceServicer_to_server),
 }
-"""Full name, the generated add function, and the methods, which all get the test's behavior."""
+"""Where it is described, its name, and the generated add function. All methods get the test's behavior."""
 
 
 class Served:
@@ -75,8 +66,10 @@ async def answer(_request: object, _context: object) -> node_pb2.NodeStatus:
 def make_server(limits: RpcLimits | None = None, **behaviors: Behavior) -> RpcServer:
     server = RpcServer(limits=limits or RpcLimits(), rng=random.Random(1))
     for name, behavior in behaviors.items():
-        service, register, methods = SERVICES[name]
-        server.add(service, register, SimpleNamespace(**dict.fromkeys(methods, behavior)))
+        module, service, register = SERVICES[name]
+        described = module.DESCRIPTOR.services_by_name[service]
+        methods = [method.name for method in described.methods]
+        server.add(described.full_name, register, SimpleNamespace(**dict.fromkeys(methods, behavior)))
     return server
 
 

@@ -151,15 +151,25 @@ def test_heartbeats_go_on_when_the_directory_refuses_them() -> None:
 
 
 def test_a_restarted_node_waits_for_its_predecessor_to_run_out() -> None:
-    """The name is held for another 2.9 s by a process that was killed: the start succeeds after that."""
+    """The name is held for another 2.9 s by a process that was killed: the start succeeds after that, and says until
+    then what it waits for."""
 
     async def scene() -> None:
         directory, clock = ScriptedDirectory(), HastyClock()
         free_s = clock.monotonic_s() + 2.9
-        directory.refuse = lambda pushed: name_in_use() if clock.monotonic_s() < free_s else None
+        troubles: list[str] = []
+
+        def refuse(_pushed: NodeRecord) -> BatonError | None:
+            troubles.append(membership.trouble())
+            return name_in_use() if clock.monotonic_s() < free_s else None
+
+        directory.refuse = refuse
         membership = make(directory, clock, own=record("a"), ttl_ms=3000, heartbeat_ms=500)
         await membership.start()
         assert directory.pushes.get_nowait().name == "a"
+        waits = "This process waits until it is registered. The name a is held by the node at h:2."
+        assert troubles[1:7] == [waits] * 6
+        assert "registered" not in membership.trouble()
         await membership.stop()
 
     run(scene())

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from batonpb import node_pb2, pins_pb2
@@ -162,6 +163,32 @@ def test_the_edge_asks_for_the_token(tmp_path: Path) -> None:
             assert len(ran) == 6
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_file_is_read_once_however_many_ask(tmp_path: Path, there: bool) -> None:
+    """A hundred orders come at once, and a hundred after them: one look at the file serves all, also where there is no
+    token in it."""
+    path = tmp_path / "operator_token"
+    path.write_text(TOKEN if there else "none")
+    path.chmod(0o600)
+    reads = []
+
+    class Counted(OperatorToken):
+        def read(self) -> str:
+            reads.append(1)
+            return super().read()
+
+    async def scenario() -> None:
+        operator = Counted(path, reread_ms=3_600_000)
+        context = SimpleNamespace(invocation_metadata=lambda: (("authorization", f"Bearer {TOKEN}"),))
+        for _ in range(2):
+            asked = [operator.authorize("/baton.v1.Node/Drain", context) for _ in range(100)]
+            told = await asyncio.gather(*asked, return_exceptions=True)
+            assert {type(each) for each in told} == {type(None) if there else BatonError}
+
+    asyncio.run(scenario())
+    assert len(reads) == 1
 
 
 def test_every_order_of_the_protocol_is_an_operators() -> None:

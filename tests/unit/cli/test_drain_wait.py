@@ -158,6 +158,19 @@ def test_a_node_that_takes_requests_again_is_an_error() -> None:
     looked(Node([ready, ready, BUSY, ready, ready, ready]), scene)
 
 
+def test_a_lame_duck_is_waited_for() -> None:
+    """A router that serves new requests still is on its way to be drained."""
+    record = directory_pb2.NodeRecord(lifecycle=common_pb2.LIFECYCLE_LAME_DUCK, incarnation=7)
+    lame_duck = node_pb2.NodeStatus(record=record, requests=2)
+
+    async def scene(looks: StatusLooks) -> None:
+        assert [await looks.look() for _ in range(4)] == [lame_duck] * 3 + [BUSY]
+
+    looked(Node([lame_duck, lame_duck, lame_duck, BUSY]), scene)
+    said = "router-0 is a lame duck: it is not ready and serves new requests still, soon none; it holds 2 requests."
+    assert drain._text("router-0", lame_duck) == said
+
+
 def test_another_process_at_the_address_is_told_of() -> None:
     async def scene(looks: StatusLooks) -> None:
         with pytest.raises(BatonError, match="was restarted while it was waited for") as caught:

@@ -19,6 +19,7 @@ from cli.supervisor import ClusterSpec
 from cli.up import crowding
 from engine.build import EngineKind
 from engine.demo_model import DemoModelParams, write_demo_model
+from router.keys import new_key
 from tests.support.cli_harness import (
     BATON,
     RUN_S_MAX,
@@ -104,6 +105,20 @@ def test_http_is_off_unless_asked_for(tmp_path: Path) -> None:
         used = {**endpoints(up), "http": taken, "metrics": metrics}
         assert up.stop(signal.SIGINT) == 0
         assert_nothing_left(up, used)
+
+
+@pytest.mark.slow
+def test_with_api_keys_the_summary_says_how_to_send_one(tmp_path: Path) -> None:
+    """What it shows is run, with a key in the variable that it names, and without."""
+    key, entry = new_key("k" * 43, {"name": "a"})
+    (tmp_path / "keys.toml").write_text(entry)
+    with Foreground(*MOCK, folder=tmp_path, env={"BATON_ROUTER_API_KEYS_FILE": str(tmp_path / "keys.toml")}) as up:
+        up.wait_for(READY)
+        variable = re.findall(r"^  export (\w+)=\.\.\.  # a key of ", up.out, re.MULTILINE)[0]
+        shown = re.findall(r"^  baton (generate .*)$", up.out, re.MULTILINE)[0].split()
+        assert "needs an API key" in run_baton(*shown).stderr
+        assert run_baton(*shown, env={variable: key}).returncode == 0
+        assert up.stop(signal.SIGINT) == 0
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from baton.endpoint import source_of, split_endpoint
-from baton.strangers import Strangers
+from baton.shared_places import SharedPlaces
 from kvtransfer.transports.receiver_port import PortLimits
 from kvtransfer.transports.settings import TcpConfig
 from kvtransfer.transports.tcp import TcpWriterLink
@@ -21,7 +21,7 @@ from tests.support.tcp_harness import PAIR, Receiving, receiving
 
 def test_a_flood_pushes_out_itself() -> None:
     """Three places. The flood's oldest makes room, for another source too; that one stays until it is the last."""
-    strangers = Strangers(3)
+    strangers = SharedPlaces(3)
     left = [strangers.enter(n, "flood") for n in (1, 2, 3, 4)]
     left.append(strangers.enter(5, "other"))
     left += [strangers.enter(n, "flood") for n in (6, 7)]

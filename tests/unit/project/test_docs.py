@@ -52,6 +52,7 @@ UNITS: Final = re.compile(r"[a-z][a-z0-9_]*_(ms|ms_max|ms_min|max|min|bytes|byte
 NO_KEYS: Final = frozenset({
     "exposed_ms", "committed_ms",  # figures of benchmarks
     "retry_after_ms",  # of an error as data
+    "retries_max",  # of baton.client
 })  # fmt: skip
 NO_VARIABLES: Final = frozenset({"BATON_ROUTER_PORT", "BATON_OPERATOR_TOKEN_FILE", "BATON_API_KEY"})
 """An example of one that is refused, and those that only commands take."""

@@ -20,6 +20,7 @@ from router.keys import (
     KeyBook,
     KeyUse,
     Limit,
+    authorization_of,
     digest_of,
     new_key,
     parse_keys,
@@ -125,6 +126,17 @@ def test_what_is_missing_and_what_is_wrong_have_words_of_their_own(header: str |
     with pytest.raises(BatonError, match=why) as caught:
         KeyBook([made()[1]], blind=BLIND, now_s=0.0).find(header)
     assert caught.value.reason is Reason.INVALID_API_KEY
+
+
+def test_two_keys_are_none() -> None:
+    """Whichever of them is good: nobody knows which one a proxy before us has looked at."""
+    one = ("authorization", "Bearer a")
+    assert authorization_of([("a", "b"), one]) == "Bearer a"
+    assert authorization_of(None) is None
+    for second in (one, ("authorization", b"Bearer b")):
+        with pytest.raises(BatonError, match="several headers") as caught:
+            authorization_of([one, second])
+        assert caught.value.reason is Reason.INVALID_API_KEY
 
 
 def test_a_key_that_somebody_thought_up_is_none() -> None:

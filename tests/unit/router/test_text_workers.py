@@ -144,7 +144,7 @@ def test_texts_that_wait_when_the_router_stops_end(tmp_path: Path) -> None:
         done, left = await asyncio.wait(waiting, timeout=20)
         assert not left
         errors = [each.exception() for each in done if not each.cancelled()]
-        assert [isinstance(each, BatonError) and each.reason is Reason.CANCELLED for each in errors] == [True] * (
+        assert [isinstance(each, BatonError) and each.reason is Reason.NODE_DRAINING for each in errors] == [True] * (
             2 * PROCESSES
         )
 

@@ -183,9 +183,33 @@ def test_one_loss_of_many_calls_counts_once() -> None:
     rested_s = 5.0 + REST_MS_MIN / 1e3
     assert {book.pick(5.0) for _ in range(4)} == {1}
     assert {book.pick(rested_s) for _ in range(4)} == {0, 1}
-    book.lost(0, rested_s)
     book.heard(0)
     assert {book.pick(rested_s) for _ in range(4)} == {0, 1}
+
+
+def test_an_attach_of_our_own_that_was_lost() -> None:
+    """A router is stopped with our attach in its buffers, and carries it out when it goes on: it takes the answer from
+    the router that we have attached to since. We attach again, as often as attaches were lost; then it was somebody
+    else."""
+    asked, taken = course(2), BatonError(Reason.TAKEN_OVER, "Another one has it.")
+    asked.heard(attachable=True, new=True)
+    assert next_call(asked, GONE).attach
+    assert next_call(asked, GONE).attach
+    asked.heard(attachable=True, new=True)
+    assert next_call(asked, taken, by_router=True).attach
+    asked.heard(attachable=True, new=True)
+    assert end(asked, taken, by_router=True) == GiveUp(error=taken, over=True)
+
+
+def test_one_request_tries_a_lost_router() -> None:
+    """When its rest is over one request finds out whether it is back; the others do not wait for that. If it is not, it
+    rests for longer."""
+    book = RouterBook(2)
+    book.lost(0, 0.0)
+    picked = [book.pick(1.0) for _ in range(6)]
+    assert sorted(picked) == [0, 1, 1, 1, 1, 1]
+    book.lost(0, 2.0)
+    assert {book.pick(2.0 + 1.9 * REST_MS_MIN / 1e3) for _ in range(4)} == {1}
 
 
 ERRORS = st.sampled_from(

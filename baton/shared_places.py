@@ -1,12 +1,12 @@
-"""Connections and calls that have not shown yet what they are for, or names that somebody claims, and which of them
-makes room for a new one."""
+"""A bounded number of places, taken without asking: by connections and calls that have not shown yet what they are for,
+or by names that somebody claims."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 
 
-class Strangers:
+class SharedPlaces:
     """Beyond the limit a new one takes the place of the oldest one of the source that has most: a flood pushes out
     itself. One that has shown what it is for leaves at once. Pure."""
 
