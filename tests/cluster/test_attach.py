@@ -40,7 +40,7 @@ from tests.support.cluster_harness import (
     random_prompt,
     running,
 )
-from tests.support.inprocess_cluster import InProcessCluster, inprocess, until
+from tests.support.inprocess_cluster import MARK, InProcessCluster, Point, inprocess, until
 from tests.support.node_states import decode_state
 
 OTHER = "router-1"
@@ -157,9 +157,13 @@ def test_an_answer_that_was_finished_and_not_read(reserved: list[str]) -> None:
             read.call.cancel()
             (node,) = cluster.decode.values()
             await until(cluster, "the end of the answer", lambda: not decode_state(node).jobs)
+            before = len(read.tokens)
             read.attach(other, repeats=False)
             await has_all(read)
             assert len(reserved) == 1
+            assert len(read.tokens) - before == 4, (
+                "that it has started, tokens up to TOKENS_AT_ONCE_MAX, others, the end"
+            )
             read.attach(other)
             with pytest.raises(AssertionError, match="after finished"):
                 await read.read()
@@ -226,6 +230,60 @@ def test_its_decode_node_ends_and_the_request_is_computed_elsewhere(says: bool, 
             assert read.ids == mock_tokens(PROMPT, TOKENS, seed=7, temperature=1.0)
             assert len(set(reserved)) == 2
             assert has < TOKENS
+            await read.forget(other)
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("repeats", [True, False], ids=["repeats", "does-not-repeat"])
+def test_an_attempt_that_was_taken_over_is_lost(repeats: bool, reserved: list[str]) -> None:
+    """Its decode node ends behind the attach. The router goes on elsewhere by itself, under an id of its own, where the
+    client has repeated the request; else it says that the client is to."""
+
+    async def scenario() -> None:
+        async with two_routers(decode=2) as (cluster, other):
+            read = reader()
+            read.generate(cluster.client)
+            await read.read(20)
+            read.call.cancel()
+            (runs,) = [name for name, node in cluster.decode.items() if decode_state(node).known]
+            read.attach(other, repeats=repeats)
+            await read.read(40)
+            await cluster.stop_node(runs)
+            if not repeats:
+                assert (await error_of(read.read())).reason is Reason.NOT_RESUMABLE
+                read.attach(other)
+            await has_all(read)
+            assert read.finished is not None
+            assert read.finished.stats.resumptions == repeats
+            assert len(set(reserved)) == 2
+            await read.forget(other)
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_the_client_leaves_before_the_commit(reserved: list[str]) -> None:
+    """It has the first token, and no decode node has the request yet: the attempt is cancelled, and its client's attach
+    runs it anew."""
+
+    async def scenario() -> None:
+        async with two_routers() as (cluster, other):
+            prompt = [MARK, *PROMPT]
+            read = Reader(make_request(prompt, max_tokens=30))
+            cluster.gates[Point.COMMIT_ARRIVED].close()
+            read.generate(cluster.client)
+            await read.read(1)
+            read.call.cancel()
+            await until(cluster, "the attempt to be over", lambda: not cluster.router.requests)
+            cluster.gates[Point.COMMIT_ARRIVED].open()
+            read.attach(other)
+            await read.read()
+            assert read.ids == mock_tokens(prompt, 30)
+            assert len(set(reserved)) == 2
             await read.forget(other)
             await assert_conserved(cluster)
 
@@ -315,6 +373,8 @@ def test_the_only_router_restarts(reserved: list[str]) -> None:
             read.generate(other)
             await read.read(20)
             await cluster.stop_node(OTHER)
+            (node,) = cluster.decode.values()
+            assert [job.output.left for job in decode_state(node).jobs] == [True]
             assert (await error_of(read.read())).reason is Reason.PEER_UNREACHABLE
             await cluster.start_node(OTHER, Service.ROUTER)
             again = Client(cluster.endpoints[OTHER])
