@@ -71,6 +71,8 @@ TokenPart = tuple[int, list[int], list[common_pb2.TokenLogprobs]]
 """Index of the first token, token ids, and their log-probabilities (one each, or none at all)."""
 CutOff = Callable[[BatonError], None]
 
+TOKENS_AT_ONCE_MAX: Final = 256
+"""Of an answer that comes with many at once: their text is made, and then others have their turn."""
 HANDED_OFF_MS_MAX: Final = 1_000
 """How long a finished answer waits for the prefill node to confirm its handoff."""
 FIRST_NEWS_MS_MAX: Final = 1_000
@@ -398,8 +400,10 @@ class RouterNode:
             if job.cut_off_with is not None:
                 raise job.cut_off_with
             if not job.taken_over:
-                if said := job.take_said():
-                    yield len(job.output) - len(said), said, []
+                said = job.take_said()
+                for start in range(0, len(said), TOKENS_AT_ONCE_MAX):
+                    yield len(job.output) - len(said) + start, said[start : start + TOKENS_AT_ONCE_MAX], []
+                    await asyncio.sleep(0)
                 finish = ends_answer(job.output, job.checked.sampling, job.checked.eos_token_ids)
                 if finish is not None:
                     job.finish = finish
@@ -479,7 +483,7 @@ class RouterNode:
         given = 0
         try:
             while inbox.finish is None or given < len(inbox.tokens):
-                new = inbox.tokens[given:]
+                new = inbox.tokens[given : given + TOKENS_AT_ONCE_MAX]
                 if new:
                     job.token_times_s += [self._loop.time()] * len(new)
                     job.output += new
@@ -489,6 +493,8 @@ class RouterNode:
                     yield inbox.first_index + given, new, inbox.logprobs[given : given + len(new)]
                     given += len(new)
                     inbox.read, inbox.writing_s = given, None
+                    if len(new) == TOKENS_AT_ONCE_MAX:
+                        await asyncio.sleep(0)
                 elif inbox.error is not None:
                     if not await self._goes_on(inbox, inbox.error):
                         raise inbox.error

@@ -157,9 +157,13 @@ def test_an_answer_that_was_finished_and_not_read(reserved: list[str]) -> None:
             read.call.cancel()
             (node,) = cluster.decode.values()
             await until(cluster, "the end of the answer", lambda: not decode_state(node).jobs)
+            before = len(read.tokens)
             read.attach(other, repeats=False)
             await has_all(read)
             assert len(reserved) == 1
+            assert len(read.tokens) - before == 4, (
+                "that it has started, tokens up to TOKENS_AT_ONCE_MAX, others, the end"
+            )
             read.attach(other)
             with pytest.raises(AssertionError, match="after finished"):
                 await read.read()
