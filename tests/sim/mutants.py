@@ -153,19 +153,19 @@ class Mutant:
 
 
 MUTANTS: dict[str, Mutant] = {
-    "fence: over without evidence": Mutant(replaced=_fence_without_evidence, seed=33, resumable=0.0),
+    "fence: over without evidence": Mutant(replaced=_fence_without_evidence, seed=8, resumable=0.0),
     "fence: a lease that has run out frees the blocks": Mutant(
-        replaced=lambda: _receiver(machines.FreeOnTimeout), seed=5, resumable=0.0
+        replaced=lambda: _receiver(machines.FreeOnTimeout), seed=8, resumable=0.0
     ),
     "fence: so do unanswered Revokes": Mutant(
-        replaced=lambda: _receiver(machines.FreeAfterRevokes), seed=33, resumable=0.0
+        replaced=lambda: _receiver(machines.FreeAfterRevokes), seed=8, resumable=0.0
     ),
     "fence: only epochs are looked at": Mutant(
         replaced=lambda: [(ReceiverPorts, "forbid", _forbid_nothing)], seed=80, resumable=0.0
     ),
     "fence: no seal is waited for": Mutant(replaced=lambda: _receiver(machines.NoSeal), seed=6, resumable=0.0),
     "fence: the writer lets go before its writes have drained": Mutant(
-        replaced=lambda: _writer(machines.ReleaseUndrained), seed=107, resumable=0.0
+        replaced=lambda: _writer(machines.ReleaseUndrained), seed=108, resumable=0.0
     ),
     "epoch: never rises": Mutant(replaced=lambda: [(ReceiverMachine, "epoch", _same_epoch)], seed=13, resumable=0.0),
     "tombstone: none for refused numbers": Mutant(
@@ -191,7 +191,7 @@ MUTANTS: dict[str, Mutant] = {
         replaced=lambda: [(DecodeSubscription, "let_go", _cancel_anyway)], seed=8
     ),
     "take-over: the former router tries again": Mutant(
-        replaced=lambda: [(router.retries, "RESUMABLE", RESUMABLE | {Reason.TAKEN_OVER})], seed=32
+        replaced=lambda: [(router.retries, "RESUMABLE", RESUMABLE | {Reason.TAKEN_OVER})], seed=104
     ),
     "leave: nobody reaps": Mutant(replaced=lambda: [(DecodeNode, "_kept_until_s", _keep_for_ever)], seed=1),
     "forget: nobody remembers": Mutant(replaced=lambda: [(GoneRequests, "find", _remember_nothing)], seed=1),
