@@ -10,7 +10,8 @@ from batonpb import inference_pb2, resume_pb2
 
 from baton.errors import bad_field
 from baton.ids import RequestId
-from router.openai import OpenAiCall, chunks_id
+from router.openai import OpenAiCall
+from router.replies import chunks_id
 from router.resume import Place, Resume, ResumeToken, check_digest
 
 LAST_EVENT_ID: Final = "Last-Event-ID"

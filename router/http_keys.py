@@ -17,7 +17,7 @@ from baton.tracing import new_request_id, read_metadata
 from router.http_reply import error_response
 from router.http_server import ADMISSION, KEY_NAME, REQUESTS_PATH
 from router.keys import Admission, KeyBook, KeyUse, authorization_of
-from router.node import RequestLog
+from router.request_log import RequestLog
 
 WITHOUT_KEY: Final = frozenset({"/health", "/live", "/version"})
 

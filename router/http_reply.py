@@ -22,7 +22,7 @@ from baton.errors import BatonError, Reason
 from baton.log import get_log
 from router import openai
 from router.node import CutOff, client_guard
-from router.openai import Replies
+from router.replies import Replies
 from router.resume import Places
 
 log = get_log("http")

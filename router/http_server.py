@@ -38,7 +38,8 @@ from router.http_reply import CallReply, client_left, error_response, left
 from router.http_slots import Slots
 from router.keys import Admission
 from router.node import CutOff, RouterNode
-from router.openai import Json, OpenAiCall, Replies
+from router.openai import Json, OpenAiCall
+from router.replies import Replies
 from router.request import ClientCall
 from router.resume import SECRET_BYTES, Places, ResumeToken
 from router.text_jobs import parse_call

@@ -95,6 +95,7 @@ async def serve(
         sampling_defaults=_sampling_defaults(folder) if config.generation_config else NEUTRAL,
         received=metrics.received if metrics is not None else None,
         check_known=runtime.membership.check_known,
+        token_bytes=secrets.token_bytes,
     )
     http: dict[str, HttpServer] = {}
     runtime.holds = lambda: Holdings(requests=max(node.requests, _calls(runtime, http)))

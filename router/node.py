@@ -15,16 +15,17 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
+from weakref import WeakValueDictionary
 
 from batonpb import common_pb2, inference_pb2, resume_pb2
 
 from baton.clock import Clock
-from baton.errors import BatonError, Code, Reason
+from baton.errors import BatonError, Reason
 from baton.ids import Attempt, Incarnation, RequestId, RequestKey
 from baton.lifecycle import Lifecycle, NodeLifecycle
 from baton.log import get_log
-from baton.repeats import RepeatLimits, RepeatLog
+from baton.repeats import RepeatLog
 from baton.rpc import Channels
 from baton.tasks import Tasks
 from baton.tracing import Traceparent, new_request_id
@@ -48,6 +49,7 @@ from router.request import (
     check_request,
     text_of,
 )
+from router.request_log import RequestLog
 from router.resume import (
     SECRET_BYTES,
     Resume,
@@ -69,15 +71,8 @@ TokenPart = tuple[int, list[int], list[common_pb2.TokenLogprobs]]
 """Index of the first token, token ids, and their log-probabilities (one each, or none at all)."""
 CutOff = Callable[[BatonError], None]
 
-LIMITS: Final = RepeatLimits(interval_ms=10_000, full_max=20)
-"""For each reason: lines in an interval before the rest is counted."""
-_CLIENTS_OWN_CODES: Final = frozenset({Code.INVALID_ARGUMENT, Code.NOT_FOUND})
-_CLIENTS_OWN_REASONS: Final = frozenset({Reason.NO_TOKENIZER, Reason.NO_CHAT_TEMPLATE})
-"""It asks for what this model or router does not have, whatever state the cluster is in."""
-_KEYS_OWN_REASONS: Final = frozenset(
-    {Reason.INVALID_API_KEY, Reason.RATE_LIMIT_EXCEEDED, Reason.PERMISSION_DENIED, Reason.TAKEN_OVER, Reason.CANCELLED}
-)
-"""Nothing is wrong here: whoever watches for warnings is not to be woken by strangers."""
+TOKENS_AT_ONCE_MAX: Final = 256
+"""Of an answer that comes with many at once: their text is made, and then others have their turn."""
 HANDED_OFF_MS_MAX: Final = 1_000
 """How long a finished answer waits for the prefill node to confirm its handoff."""
 FIRST_NEWS_MS_MAX: Final = 1_000
@@ -108,51 +103,6 @@ async def client_guard() -> AsyncIterator[CutOff]:
         if not errors:
             raise
         raise errors.pop() from None
-
-
-class RequestLog(RepeatLog):
-    """How failed requests are tried again, how they end, and which are refused at the door; never their text. One line
-    each; where too many have one reason, the others are counted and summed up. Control thread only."""
-
-    def __init__(self, now_s: Callable[[], float]) -> None:
-        super().__init__(log, now_s, LIMITS, key="reason")
-
-    def tried_again(self, verdict: Verdict, error: BatonError, job: Job, *, attempt: int) -> None:
-        """An attempt has failed, another one follows: the first of those that look for a node, and each resumption."""
-        self.info(
-            verdict.name.lower(),
-            peer=error.reason.value,
-            request=job.id,
-            attempt=attempt,
-            tokens=len(job.output),
-            why=error.message,
-        )
-
-    def failed(self, error: BatonError, *, call: ClientCall, job: Job | None, began_s: float) -> None:
-        """The client has this error. `job` is None for a request that was refused before anything was done for it."""
-        fields: dict[str, Any] = {"took_ms": round((self._now_s() - began_s) * 1000)}
-        if job is not None:
-            fields.update(
-                key=job.id,
-                attempts=job.attempts,
-                resumptions=job.stats.resumptions,
-                tokens=len(job.output),
-                nodes=",".join(job.nodes) or "none",
-            )
-        if call.key_name is not None:
-            fields["api_key"] = call.key_name
-        self._ended("request failed", error, call.id, fields)
-
-    def refused(self, error: BatonError, *, door: str, request_id: RequestId | None = None) -> None:
-        """The client has this error in place of a request: none has begun. `door` is where it came to."""
-        self._ended("request refused", error, request_id, {"door": door})
-
-    def _ended(self, what: str, error: BatonError, request_id: RequestId | None, fields: dict[str, Any]) -> None:
-        clients_own = error.code in _CLIENTS_OWN_CODES or error.reason in _CLIENTS_OWN_REASONS
-        # The message of such an error may quote the request.
-        why = {"field": error.field or "none"} if clients_own else {"why": error.message}
-        report = self.info if clients_own or error.reason in _KEYS_OWN_REASONS else self.warning
-        report(what, peer=error.reason.value, request=request_id or "none", **fields, **why)
 
 
 class RouterNode:
@@ -192,6 +142,8 @@ class RouterNode:
         self._first_news = asyncio.Event()
         self._resumable: dict[RequestId, Job] = {}
         """Resumable requests that this router serves."""
+        self._attaches: WeakValueDictionary[RequestId, asyncio.Lock] = WeakValueDictionary()
+        """By the request that is taken over."""
         self._pace = ResumptionPace(config.retries, now_s=loop.time(), rng=rng)
         self._tasks = Tasks(loop, log)
         self._repeats = RepeatLog(log, loop.time, key="node")
@@ -341,12 +293,14 @@ class RouterNode:
         assert resume is not None
         assert resume.place is not None
         own_tag = resume.tag(call.key_name)
-        key, stream = await self._find(resume.place, own_tag, taken_over_error())
-        if stream is None:
-            return None
-        inbox = Inbox(key=key, told=True)
-        state = await stream.take_over(inbox, own_tag, left_s=call.deadline_s - self._loop.time())
-        return None if state is None else (inbox, state)
+        # A client may come back twice at once. The later call finds what the earlier one has taken over, and ends that.
+        async with self._attaches.setdefault(resume.place.request, asyncio.Lock()):
+            key, stream = await self._find(resume.place, own_tag, taken_over_error())
+            if stream is None:
+                return None
+            inbox = Inbox(key=key, told=True)
+            state = await stream.take_over(inbox, own_tag, left_s=call.deadline_s - self._loop.time())
+            return None if state is None else (inbox, state)
 
     async def _find(
         self, place: ResumePlace, own_tag: bytes, error: BatonError
@@ -446,8 +400,10 @@ class RouterNode:
             if job.cut_off_with is not None:
                 raise job.cut_off_with
             if not job.taken_over:
-                if said := job.take_said():
-                    yield len(job.output) - len(said), said, []
+                said = job.take_said()
+                for start in range(0, len(said), TOKENS_AT_ONCE_MAX):
+                    yield len(job.output) - len(said) + start, said[start : start + TOKENS_AT_ONCE_MAX], []
+                    await asyncio.sleep(0)
                 finish = ends_answer(job.output, job.checked.sampling, job.checked.eos_token_ids)
                 if finish is not None:
                     job.finish = finish
@@ -527,7 +483,7 @@ class RouterNode:
         given = 0
         try:
             while inbox.finish is None or given < len(inbox.tokens):
-                new = inbox.tokens[given:]
+                new = inbox.tokens[given : given + TOKENS_AT_ONCE_MAX]
                 if new:
                     job.token_times_s += [self._loop.time()] * len(new)
                     job.output += new
@@ -537,6 +493,8 @@ class RouterNode:
                     yield inbox.first_index + given, new, inbox.logprobs[given : given + len(new)]
                     given += len(new)
                     inbox.read, inbox.writing_s = given, None
+                    if len(new) == TOKENS_AT_ONCE_MAX:
+                        await asyncio.sleep(0)
                 elif inbox.error is not None:
                     if not await self._goes_on(inbox, inbox.error):
                         raise inbox.error

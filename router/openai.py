@@ -1,4 +1,4 @@
-"""The OpenAI endpoints' bodies, checked and turned into requests of ours, and the JSON of their answers. Pure.
+"""The OpenAI endpoints' bodies, checked and turned into requests of ours, and the JSON of errors. Pure.
 
 A field that we do not know is accepted and ignored, as OpenAI's own clients expect. One that we know and cannot serve
 is refused by name where it would change the answer. API: https://platform.openai.com/docs/api-reference
@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from batonpb import common_pb2, inference_pb2
+from batonpb import inference_pb2
 
 from baton.errors import BatonError, Code, Reason, bad_field
 from baton.wire import ModelInfo
 from router.request import MESSAGES_MAX, ROLES, UINT32_MAX, check_role
-from router.resume import RESUMABLE_ANSWERS_MAX, Place, request_digest
+from router.resume import RESUMABLE_ANSWERS_MAX, request_digest
 
 CHOICES_MAX: Final = 128
 """Answers to one call: prompts times n."""
@@ -336,8 +335,6 @@ def _ids(name: str, values: object) -> list[int]:
     return [_integer(name, value, 0, UINT32_MAX) for value in values]
 
 
-LOGPROB_MIN: Final = -9999.0
-"""Stands for minus infinity, which JSON has not."""
 STATUS_OF: Final = {
     Code.INVALID_ARGUMENT: 400,
     Code.FAILED_PRECONDITION: 400,
@@ -356,7 +353,6 @@ STATUS_OF: Final = {
 """HTTP status; 500 for the rest. ABORTED asks to send the request again, which 503 does too."""
 _OF_THE_CLUSTER: Final = frozenset({Reason.INCARNATION_MISMATCH, Reason.INCOMPATIBLE_NODE})
 """Preconditions that nodes fail, not the request: 503."""
-_FINISH: Final = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
 
 Json = dict[str, Any]
 
@@ -399,151 +395,3 @@ def model_json(model: ModelInfo, *, created: int, tokens_max: int) -> Json:
         "parent": None,
         "max_model_len": tokens_max,
     }
-
-
-def chunks_id(request_id: str, *, chat: bool) -> str:
-    """What answers have as their id."""
-    return f"{'chatcmpl' if chat else 'cmpl'}-{request_id}"
-
-
-@dataclass(slots=True, kw_only=True)
-class Replies:
-    """Makes the JSON of one call's answers. Mutable: knows which choices have begun, and how long each is."""
-
-    request_id: str
-    call: OpenAiCall
-    model: str
-    created: int
-    token_text: Callable[[int], str]
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    """Over all answers."""
-    _prompts: dict[int, int] = field(default_factory=dict)
-    """Tokens of each prompt, which counts once however many answers it has."""
-    _offsets: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def id(self) -> str:
-        return chunks_id(self.request_id, chat=self.call.chat)
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(self._prompts.values())
-
-    def go_on(self, places: Sequence[Place]) -> None:
-        """The client has so much of the answers. Those that it has to the end are not heard of again."""
-        for index, place in enumerate(places):
-            if place.tokens or place.finished:
-                self._offsets[index] = place.text_offset
-            if place.finished:
-                self._prompts[index // self.call.n] = place.prompt_tokens
-                self.completion_tokens += place.tokens
-
-    def offset(self, index: int) -> int:
-        """Characters of the answer's tokens so far, where their log-probabilities say it."""
-        return self._offsets.get(index, 0)
-
-    def prompt_of(self, index: int) -> int:
-        """Tokens of the answer's prompt."""
-        return self._prompts.get(index // self.call.n, 0)
-
-    def count(self, index: int, event: inference_pb2.GenerateEvent) -> None:
-        """Each event of each answer counts in the usage."""
-        if event.HasField("started"):
-            self._prompts[index // self.call.n] = event.started.prompt_tokens
-        elif event.HasField("finished"):
-            self.completion_tokens += event.finished.stats.output_tokens
-            self.cached_tokens += event.finished.stats.prompt_tokens_cached if index % self.call.n == 0 else 0
-
-    def usage(self) -> Json:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
-
-    def chunk(self, index: int, event: inference_pb2.GenerateEvent) -> Json | None:
-        """The chunk for one event of a stream, or None where it has nothing to say."""
-        if event.HasField("started"):
-            return None
-        first = index not in self._offsets
-        if event.HasField("finished"):
-            return self._chunk([self._piece(index, "", [], first=first, finish=_FINISH[event.finished.reason])])
-        tokens = event.tokens
-        if not (tokens.text or first or (tokens.ids and (self.call.logprobs or self.call.token_ids))):
-            return None
-        return self._chunk([self._piece(index, tokens.text, [tokens], first=first, finish=None)])
-
-    def usage_chunk(self) -> Json:
-        """The last one of a stream that asked for it."""
-        return {**self._chunk([]), "usage": self.usage()}
-
-    def whole(self, answers: Sequence[tuple[list[inference_pb2.Tokens], common_pb2.FinishReason]]) -> Json:
-        """The answer of a call that is no stream."""
-        choices = []
-        for index, (tokens, reason) in enumerate(answers):
-            text = "".join(each.text for each in tokens)
-            content: Json = {"message": {"role": "assistant", "content": text}} if self.call.chat else {"text": text}
-            logprobs = self._logprobs(index, tokens)
-            choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": _FINISH[reason]}
-            choices.append(choice | self._token_ids(tokens))
-        return {**self._head("chat.completion"), "choices": choices, "usage": self.usage()}
-
-    def _chunk(self, choices: list[Json]) -> Json:
-        chunk = {**self._head("chat.completion.chunk"), "choices": choices}
-        return {**chunk, "usage": None} if self.call.include_usage else chunk
-
-    def _head(self, chat_object: str) -> Json:
-        kind = chat_object if self.call.chat else "text_completion"
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-
-    def _piece(
-        self, index: int, text: str, tokens: list[inference_pb2.Tokens], *, first: bool, finish: str | None
-    ) -> Json:
-        content: Json = {"text": text}
-        if self.call.chat:
-            role = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
-            content = {"delta": role}
-        logprobs = self._logprobs(index, tokens)
-        piece = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
-        return piece | self._token_ids(tokens)
-
-    def _token_ids(self, tokens: Iterable[inference_pb2.Tokens]) -> Json:
-        return {"token_ids": [token for each in tokens for token in each.ids]} if self.call.token_ids else {}
-
-    def _logprobs(self, index: int, tokens: Iterable[inference_pb2.Tokens]) -> Json | None:
-        offset = self._offsets.setdefault(index, 0)
-        pairs = [pair for each in tokens for pair in zip(each.ids, each.logprobs, strict=False)]
-        if not self.call.logprobs or not pairs:
-            return None
-        if self.call.chat:
-            return {"content": [self._chat_logprob(token, found) for token, found in pairs], "refusal": None}
-        texts = [self.token_text(token) for token, _ in pairs]
-        *offsets, self._offsets[index] = accumulate(map(len, texts), initial=offset)
-        return {
-            "tokens": texts,
-            "token_logprobs": [_finite(found.logprob) for _, found in pairs],
-            "top_logprobs": [self._top(token, found) for token, found in pairs],
-            "text_offset": offsets,
-        }
-
-    def _top(self, token: int, found: common_pb2.TokenLogprobs) -> dict[str, float]:
-        """The best tokens, and the drawn one whether it is among them or not. Of equal texts the best one counts."""
-        top = {self.token_text(token): _finite(found.logprob)}
-        for other, value in zip(found.top_ids, found.top_logprobs, strict=True):
-            top[self.token_text(other)] = max(_finite(value), top.get(self.token_text(other), LOGPROB_MIN))
-        return top
-
-    def _chat_logprob(self, token: int, found: common_pb2.TokenLogprobs) -> Json:
-        pairs = zip(found.top_ids, found.top_logprobs, strict=True)
-        return {**self._entry(token, found.logprob), "top_logprobs": [self._entry(*pair) for pair in pairs]}
-
-    def _entry(self, token: int, logprob: float) -> Json:
-        text = self.token_text(token)
-        whole = "\ufffd" not in text
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode()) if whole else None}
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, LOGPROB_MIN)

@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from batonpb import common_pb2, inference_pb2
+from batonpb import common_pb2, decode_pb2, inference_pb2
 from tokenizers import Tokenizer, models
 
 from baton.endpoint import split_endpoint
@@ -24,6 +24,8 @@ from baton.rpc import rpc_errors
 from cli.services import Service
 from cli.supervisor import ROUTER_NAME, ClusterSpec
 from decode_node.service import DecodeService, ReceiverService
+from router.decode_streams import DecodeSubscription
+from router.inbox import Parting
 from router.keys import new_key
 from tests.cluster.test_resume import FAST, ROUTER_FLAGS, kill, runner_of
 from tests.faults.proxy import Dark, Proxy
@@ -40,7 +42,7 @@ from tests.support.cluster_harness import (
     random_prompt,
     running,
 )
-from tests.support.inprocess_cluster import InProcessCluster, inprocess, until
+from tests.support.inprocess_cluster import MARK, InProcessCluster, Point, inprocess, until
 from tests.support.node_states import decode_state
 
 OTHER = "router-1"
@@ -157,9 +159,13 @@ def test_an_answer_that_was_finished_and_not_read(reserved: list[str]) -> None:
             read.call.cancel()
             (node,) = cluster.decode.values()
             await until(cluster, "the end of the answer", lambda: not decode_state(node).jobs)
+            before = len(read.tokens)
             read.attach(other, repeats=False)
             await has_all(read)
             assert len(reserved) == 1
+            assert len(read.tokens) - before == 4, (
+                "that it has started, tokens up to TOKENS_AT_ONCE_MAX, others, the end"
+            )
             read.attach(other)
             with pytest.raises(AssertionError, match="after finished"):
                 await read.read()
@@ -226,6 +232,60 @@ def test_its_decode_node_ends_and_the_request_is_computed_elsewhere(says: bool, 
             assert read.ids == mock_tokens(PROMPT, TOKENS, seed=7, temperature=1.0)
             assert len(set(reserved)) == 2
             assert has < TOKENS
+            await read.forget(other)
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("repeats", [True, False], ids=["repeats", "does-not-repeat"])
+def test_an_attempt_that_was_taken_over_is_lost(repeats: bool, reserved: list[str]) -> None:
+    """Its decode node ends behind the attach. The router goes on elsewhere by itself, under an id of its own, where the
+    client has repeated the request; else it says that the client is to."""
+
+    async def scenario() -> None:
+        async with two_routers(decode=2) as (cluster, other):
+            read = reader()
+            read.generate(cluster.client)
+            await read.read(20)
+            read.call.cancel()
+            (runs,) = [name for name, node in cluster.decode.items() if decode_state(node).known]
+            read.attach(other, repeats=repeats)
+            await read.read(40)
+            await cluster.stop_node(runs)
+            if not repeats:
+                assert (await error_of(read.read())).reason is Reason.NOT_RESUMABLE
+                read.attach(other)
+            await has_all(read)
+            assert read.finished is not None
+            assert read.finished.stats.resumptions == repeats
+            assert len(set(reserved)) == 2
+            await read.forget(other)
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_the_client_leaves_before_the_commit(reserved: list[str]) -> None:
+    """It has the first token, and no decode node has the request yet: the attempt is cancelled, and its client's attach
+    runs it anew."""
+
+    async def scenario() -> None:
+        async with two_routers() as (cluster, other):
+            prompt = [MARK, *PROMPT]
+            read = Reader(make_request(prompt, max_tokens=30))
+            cluster.gates[Point.COMMIT_ARRIVED].close()
+            read.generate(cluster.client)
+            await read.read(1)
+            read.call.cancel()
+            await until(cluster, "the attempt to be over", lambda: not cluster.router.requests)
+            cluster.gates[Point.COMMIT_ARRIVED].open()
+            read.attach(other)
+            await read.read()
+            assert read.ids == mock_tokens(prompt, 30)
+            assert len(set(reserved)) == 2
             await read.forget(other)
             await assert_conserved(cluster)
 
@@ -315,6 +375,8 @@ def test_the_only_router_restarts(reserved: list[str]) -> None:
             read.generate(other)
             await read.read(20)
             await cluster.stop_node(OTHER)
+            (node,) = cluster.decode.values()
+            assert [job.output.left for job in decode_state(node).jobs] == [True]
             assert (await error_of(read.read())).reason is Reason.PEER_UNREACHABLE
             await cluster.start_node(OTHER, Service.ROUTER)
             again = Client(cluster.endpoints[OTHER])
@@ -323,6 +385,42 @@ def test_the_only_router_restarts(reserved: list[str]) -> None:
             assert len(reserved) == 1
             await read.forget(again)
             await again.close()
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_the_last_words_of_a_router_reach_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its stream is slow, and closes in the moment in which it leaves the request: the node hears of it."""
+    real = DecodeSubscription._requests
+
+    async def slow(self: DecodeSubscription, wake: asyncio.Event) -> AsyncIterator[decode_pb2.SubscribeRequest]:
+        async for message in real(self, wake):
+            await asyncio.sleep(0.05)
+            yield message
+
+    monkeypatch.setattr(DecodeSubscription, "_requests", slow)
+
+    async def scenario() -> None:
+        async with two_routers() as (cluster, other):
+            read = reader()
+            read.generate(other)
+            await read.read(20)
+            streams = cluster.routers[OTHER].streams
+            (inbox,) = streams.inboxes.values()
+            stream = streams.find(inbox.decode)
+            assert stream is not None
+            monkeypatch.setattr(stream, "_open", lambda: None)  # news of the directory would
+            stream.let_go(inbox, Parting.LEAVE)
+            await stream.close()
+            (node,) = cluster.decode.values()
+            (job,) = decode_state(node).jobs
+            await until(cluster, "the node to hear of it", lambda: job.output.left)
+            read.call.cancel()
+            read.attach(cluster.client)
+            await has_all(read)
+            await read.forget(cluster.client)
             await assert_conserved(cluster)
 
     asyncio.run(scenario())
@@ -354,6 +452,44 @@ def test_the_reply_to_the_take_over_is_lost(monkeypatch: pytest.MonkeyPatch, res
             await has_all(read)
             assert len(lost) == len(reserved) == 1
             await read.forget(other)
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_one_router_is_asked_twice_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second call comes while the first one's take-over is under way. It has the answer in the end, and the first
+    one is told so."""
+    asked = asyncio.Event()
+    go_on = asyncio.Event()
+    real = DecodeService.TakeOver
+
+    async def take_over(self: DecodeService, request: Any, context: Any) -> Any:
+        asked.set()
+        await go_on.wait()
+        return await real(self, request, context)
+
+    monkeypatch.setattr(DecodeService, "TakeOver", take_over)
+
+    async def scenario() -> None:
+        async with two_routers() as (cluster, other):
+            read = reader()
+            read.generate(cluster.client)
+            await read.read(20)
+            read.call.cancel()
+            twins = [reader(), reader()]
+            for twin in twins:
+                twin.ids, twin.token = list(read.ids), read.token
+            twins[0].attach(other)
+            first = asyncio.create_task(error_of(twins[0].read()))
+            await asked.wait()
+            twins[1].attach(other)
+            await until(cluster, "both calls", lambda: cluster.routers[OTHER].requests == 2)
+            go_on.set()
+            await has_all(twins[1])
+            assert (await first).reason is Reason.TAKEN_OVER
+            await twins[1].forget(other)
             await assert_conserved(cluster)
 
     asyncio.run(scenario())

@@ -26,8 +26,8 @@ QUICK = (
     "cancelled calls",
 )
 IN_GRPC = frozenset(name for name in ATTACKS if name.startswith("frames: "))
-"""Floods of HTTP/2 frames that gRPC takes in on its own thread, and calls that it makes of them: no bound of ours is on
-that. Others wait, for seconds at worst, and get all of their tokens."""
+"""Floods of HTTP/2 frames that gRPC takes in by itself, and calls that it makes of them: no bound of ours is on that.
+Others wait, for seconds at worst, and get all of their tokens."""
 TOGETHER = (
     ("body: few_lists", "one byte chunks", "health watches", "cancelled calls"),
     ("body: surrogates", "message: stops", "surplus connections", "slow readers"),

@@ -20,6 +20,7 @@ from cli.supervisor import Cluster, ClusterSpec
 from node.peers import OUT_OF_REACH
 from tests.faults.asking import Asker, GrpcAsker
 from tests.faults.points import ARMED_ENV, NTH, Failpoint, Strike, Struck, Trigger
+from tests.faults.web import WebAsker
 from tests.support.cluster_harness import ROUTER_NAME, Client, RunningCluster, mock_spec, wait_for
 from tests.support.fork_server import forked_children
 from tests.support.ports import free_ports
@@ -52,6 +53,7 @@ def faulty_spec(
     *,
     both: Mapping[str, object] | None = None,
     decode_flags: Mapping[str, object] | None = None,
+    router_flags: Mapping[str, object] | None = None,
     redis: str | None = None,
     routers: int = 2,
     web: bool = False,
@@ -68,7 +70,7 @@ def faulty_spec(
                 both={**MEMBERSHIP, "engine.tokens_per_step_max": CHUNK_TOKENS, **(both or {})},
                 prefill_flags={"engine.mock_layer_delay_ms": 3},
                 decode_flags={"engine.mock_layer_delay_ms": 1, **RECEIVER_FLAGS, **(decode_flags or {})},
-                router_flags=ROUTER_FLAGS,
+                router_flags={**ROUTER_FLAGS, **(router_flags or {})},
             ),
             directory=redis,
             http="127.0.0.1:0" if web else None,
@@ -127,29 +129,38 @@ class FaultyCluster(RunningCluster):
         self.cluster = _Processes(replace(spec, env={**spec.env, ARMED_ENV: str(self.trigger.armed)}))
         self.doors: dict[str, str] = {}
         """Where clients reach the routers of these names, in place of the routers' own endpoints."""
-        self._askers: dict[str, Asker] = {}
+        self.over_http = False
+        """Clients ask over HTTP."""
+        self._askers: dict[str, GrpcAsker] = {}
+        self._web: WebAsker | None = None
 
     @property
     def router_names(self) -> list[str]:
         return [name for name, service in self.cluster.spec.processes() if service is Service.ROUTER]
 
-    def asker(self, router: str = "") -> Asker:
-        """A client of the router of this name only, by default of all."""
+    def asker(self) -> Asker:
+        """A client of all routers."""
+        return self.web_asker() if self.over_http else self.grpc_asker()
+
+    def grpc_asker(self, router: str = "") -> GrpcAsker:
+        """Of the router of this name only, by default of all."""
         if router not in self._askers:
             endpoints = {**self.cluster.endpoints, **self.doors}
             names = [router] if router else self.router_names
             self._askers[router] = GrpcAsker([endpoints[name] for name in names])
         return self._askers[router]
 
-    @property
-    def web_endpoints(self) -> list[str]:
-        """Where routers serve HTTP."""
-        return [self.cluster.others_of(name)["http"] for name in self.router_names]
+    def web_asker(self) -> WebAsker:
+        if self._web is None:
+            self._web = WebAsker([self.cluster.others_of(name)["http"] for name in self.router_names])
+        return self._web
 
     async def stop(self) -> None:
         """Raises AssertionError where a process did not stop well."""
         for asker in self._askers.values():
             await asker.close()
+        if self._web is not None:
+            await self._web.close()
         await super().stop()
         problems = await self.cluster.stop()
         assert not problems, "\n".join(problems)

@@ -138,6 +138,7 @@ ONLY_ROUTER_CASES: Final = (
     DoubleCase(kind="only-", point=Failpoint.DECODING, hits=(ROUTER, DECODE), at_once=True),
     DoubleCase(kind="only-", point=Failpoint.DECODING, hits=(ROUTER,), then=(Failpoint.ATTACH, ROUTER), at_once=True),
 )
+WEB_CASES: Final = (DoubleCase(kind="web-", point=Failpoint.DECODING, hits=(ROUTER, DECODE)),)
 MIXED_CASES: Final = (
     DoubleCase(kind="mixed-", point=Failpoint.LAYER, hits=(PREFILL, DECODE)),
     DoubleCase(kind="mixed-", point=Failpoint.COMMIT_SENT, hits=(PREFILL, DECODE_STOPPED)),

@@ -74,6 +74,13 @@ async def mock_cluster(
 
 
 @asynccontextmanager
+async def web_cluster(*, seed: int) -> AsyncIterator[tuple[FaultyCluster, Questions]]:
+    async with mock_cluster(partial(faulty_spec, web=True), seed=seed) as (cluster, questions):
+        cluster.over_http = True
+        yield cluster, questions
+
+
+@asynccontextmanager
 async def link_cluster(
     make_spec: Callable[..., ClusterSpec], *, seed: int, data: bool, marked_tokens: int = HANDED_OVER
 ) -> AsyncIterator[tuple[links.LinkCluster, Questions]]:
@@ -103,6 +110,7 @@ GROUPS: Final[tuple[Group, ...]] = (
         cases=(*links.KEPT_CASES, *doubles.KEPT_LINK_CASES),
         opened=partial(link_cluster, mixed_spec, data=True, marked_tokens=KEPT),
     ),
+    Group(cases=(*signals.WEB_CASES, *doubles.WEB_CASES), opened=web_cluster),
     Group(cases=rolling.CASES, opened=rolling.rolling_cluster),
     Group(cases=redis_away.CASES, opened=redis_cluster),
     Group(cases=real.CASES, opened=real.real_cluster),

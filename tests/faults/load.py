@@ -21,6 +21,7 @@ class Asked:
 
     def __init__(self, asker: Asker, question: Question) -> None:
         self.question = question
+        self._asked_s = time.monotonic()
         self.token_times_s: list[float] = []
         """On the machine's monotonic clock."""
         self.answer: Answer | None = None
@@ -51,6 +52,7 @@ class Asked:
     def longest_wait_s(self, since_s: float) -> float:
         """The longest time without a token from then on. Tokens that were on their way to the client at the time of a
         fault do not hide it."""
+        since_s = max(since_s, self._asked_s)
         times = [since_s, *(at_s for at_s in self.token_times_s if at_s > since_s)]
         return max((later - sooner for sooner, later in pairwise(times)), default=0.0)
 

@@ -66,12 +66,12 @@ class MockQuestions:
     def __call__(self) -> Question:
         rng = self._rng
         prompt = [rng.randrange(1, MARK) for _ in range(rng.choice((8, 40, 150, 300)))]
-        return self._question(prompt, rng.randrange(60, 160))
+        return self._question(prompt, rng.randrange(40, 120))
 
     def marked(self) -> Question:
         """400 tokens of prompt are four chunks."""
         rest = [self._rng.randrange(1, MARK) for _ in range(self._marked_tokens - 1)]
-        return self._question([MARK, *rest], 120)
+        return self._question([MARK, *rest], 90)
 
     def short(self) -> Question:
         return self._question([self._rng.randrange(1, MARK) for _ in range(100)], 4)

@@ -15,10 +15,11 @@ from tests.faults.load import Load
 from tests.faults.outcome import Outcome
 from tests.faults.questions import MockQuestions, Questions
 from tests.faults.signals import settle
-from tests.faults.web import WebAsker
 
 STREAMS: Final = 10
 """At a time over gRPC; as many over HTTP."""
+IMPATIENT: Final = {"lame_duck_ms": 300, "drain_ms_max": 200, "stop_grace_ms": 100}
+"""A router ends in the middle of answers, which go on at the other one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,18 +31,15 @@ class RollingCase:
     async def run(self, cluster: FaultyCluster, questions: Questions) -> Outcome:
         """Raises AssertionError where the case itself could not be played."""
         outcome = Outcome(case=self.name)
-        web, began_s = WebAsker(cluster.web_endpoints), time.monotonic()
-        try:
-            async with (
-                Load(cluster.asker, questions, at_once=STREAMS) as load,
-                Load(lambda: web, questions, at_once=STREAMS) as web_load,
-            ):
-                for name in cluster.cluster.names:
-                    await self._restart(cluster, name)
-                await load.finish()
-                await web_load.finish()
-        finally:
-            await web.close()
+        began_s = time.monotonic()
+        async with (
+            Load(cluster.grpc_asker, questions, at_once=STREAMS) as load,
+            Load(cluster.web_asker, questions, at_once=STREAMS) as web_load,
+        ):
+            for name in cluster.cluster.names:
+                await self._restart(cluster, name)
+            await load.finish()
+            await web_load.finish()
         asked = [*load.asked, *web_load.asked]
         outcome.count(asked, asked[0], struck_s=began_s, router_struck=True)
         await settle(cluster, questions, [name for name in cluster.cluster.names if name != DIRECTORY_NAME], outcome)
@@ -61,7 +59,7 @@ class RollingCase:
 
 @asynccontextmanager
 async def rolling_cluster(*, seed: int) -> AsyncIterator[tuple[FaultyCluster, Questions]]:
-    async with faulty(faulty_spec(web=True), forked=False) as cluster:
+    async with faulty(faulty_spec(web=True, router_flags=IMPATIENT), forked=False) as cluster:
         yield cluster, MockQuestions(seed=6 + seed)
 
 

@@ -140,7 +140,7 @@ async def served_by(cluster: FaultyCluster, questions: Questions, name: str, out
     parts = set[Side]()
 
     async def holds() -> bool:
-        asked = [Asked(cluster.asker(router), questions.short()) for _ in range(4)]
+        asked = [Asked(cluster.grpc_asker(router), questions.short()) for _ in range(4)]
         await asyncio.gather(*(one.task for one in asked))
         now_s = time.monotonic()
         outcome.count(asked, asked[0], struck_s=now_s)
@@ -184,6 +184,14 @@ ONLY_ROUTER_CASES: Final = (
     SignalCase(blow=Blow.STOP, side=Side.ROUTER, point=Failpoint.DECODING, kind="only-"),
 )
 """There is no other router to go to: clients wait until it is back on its port."""
+WEB_CASES: Final = (
+    *(
+        SignalCase(blow=Blow.KILL, side=Side.ROUTER, point=point, kind="web-")
+        for point in (Failpoint.RESERVED, Failpoint.COMMIT_SENT, Failpoint.DECODING, Failpoint.FINISHED)
+    ),
+    SignalCase(blow=Blow.KILL, side=Side.DECODE, point=Failpoint.DECODING, kind="web-"),
+)
+"""Clients ask over HTTP, and go on by Last-Event-ID."""
 MIXED_CASES: Final = (
     *(
         SignalCase(blow=Blow.KILL, side=side, point=point, kind="mixed-")

@@ -18,8 +18,9 @@ from baton.wire import ModelInfo
 from router import openai
 from router.chat_template import ChatTemplate
 from router.http_attach import LAST_EVENT_ID, call_of, read_token, resumes
-from router.openai import CHOICES_MAX, OpenAiCall, Replies
+from router.openai import CHOICES_MAX, OpenAiCall
 from router.prompts import PromptEncoder
+from router.replies import Replies
 from router.request import ROLES, check_request
 from router.resume import RESUMABLE_ANSWERS_MAX, TOKEN_CHARS_MAX, ResumeToken
 from router.text import TextCodec

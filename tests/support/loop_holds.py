@@ -54,6 +54,8 @@ class Holds:
     files: int
     frozen: int
     """Objects that the collector leaves alone."""
+    collected_at: tuple[int, ...]
+    """The collector's thresholds."""
 
 
 class Watch:
@@ -87,6 +89,7 @@ class Watch:
             threads=len(os.listdir("/proc/self/task")),
             files=len(os.listdir("/proc/self/fd")),
             frozen=gc.get_freeze_count(),
+            collected_at=gc.get_threshold(),
         )
 
     def _tick(self) -> None:

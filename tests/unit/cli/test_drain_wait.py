@@ -166,7 +166,7 @@ def test_a_lame_duck_is_waited_for() -> None:
     async def scene(looks: StatusLooks) -> None:
         assert [await looks.look() for _ in range(4)] == [lame_duck] * 3 + [BUSY]
 
-    looked(Node([lame_duck] * 3 + [BUSY]), scene)
+    looked(Node([lame_duck, lame_duck, lame_duck, BUSY]), scene)
     said = "router-0 is a lame duck: it is not ready and serves new requests still, soon none; it holds 2 requests."
     assert drain._text("router-0", lame_duck) == said
 

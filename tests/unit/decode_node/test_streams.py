@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from batonpb import common_pb2, decode_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -250,3 +251,27 @@ def test_finished_answers_that_nobody_has_are_bounded_in_bytes() -> None:
     assert [output.forgotten.is_set() for output in outputs] == [True, False, False, False, False]
     streams.drop_left(7_999)
     assert [output.forgotten.is_set() for output in outputs] == [True, False, True, False, False]
+
+
+def test_an_answer_that_has_ended_does_not_grow() -> None:
+    """The router has seen its end in the text while the next token was being drawn. That one is dropped."""
+    output = RequestOutput(key=RequestKey(request=RequestId("one"), attempt=Attempt(0)), router=ROUTERS[0], tokens=[1])
+    output.end(finish=common_pb2.FINISH_REASON_STOP)
+    output.append(2, None)
+    assert output.tokens == [1]
+
+
+@pytest.mark.parametrize("left_first", [False, True])
+@pytest.mark.parametrize("finish", [None, common_pb2.FINISH_REASON_LENGTH])
+def test_a_failed_answer_that_nobody_has_is_of_no_use(left_first: bool, finish: common_pb2.FinishReason | None) -> None:
+    """It fails, and is left before or after that: it is forgotten at once. One that has finished is kept."""
+    streams = TokenStreams(lambda: 0.0)
+    output = RequestOutput(key=RequestKey(request=RequestId("one"), attempt=Attempt(0)), router=ROUTERS[0])
+    streams.open(output)
+    if left_first:
+        streams.leave(output)
+    output.end(finish=finish, error=None if finish else "failed")
+    if not left_first:
+        assert not output.forgotten.is_set(), "its router is to learn of it"
+        streams.leave(output)
+    assert output.forgotten.is_set() is (finish is None)

@@ -21,7 +21,8 @@ from baton.errors import BatonError, Reason
 from router.choices import run_choices
 from router.http_reply import CallReply, Events
 from router.node import CutOff, client_guard
-from router.openai import Replies, parse_completion
+from router.openai import parse_completion
+from router.replies import Replies
 from router.retries import Retries, RetryConfig
 
 Make = Callable[[], BatonError]

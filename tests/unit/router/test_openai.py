@@ -22,7 +22,6 @@ from router.openai import (
     JSON_ELEMENTS_MAX,
     JSON_STRINGS_MAX,
     OpenAiCall,
-    Replies,
     error_headers,
     error_json,
     error_status,
@@ -30,6 +29,7 @@ from router.openai import (
     parse_chat,
     parse_completion,
 )
+from router.replies import Replies
 from router.text import TextCodec
 
 FIELDS = [

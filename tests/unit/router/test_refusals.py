@@ -23,7 +23,7 @@ from baton.tracing import REQUEST_ID_KEY
 from router import http_server, text_workers
 from router.config import RouterConfig
 from router.http_server import HttpServer, OpenAiApp
-from router.node import LIMITS, RequestLog
+from router.request_log import LIMITS, RequestLog
 from router.service import INFERENCE_SERVICE, InferenceService
 from tests.support.cluster_harness import wait_for
 from tests.support.router_records import lone_router

@@ -21,7 +21,7 @@ from baton.wire import NodeRecord, Role
 from router.config import RouterConfig
 from router.line import Priority
 from router.metrics import RouterMetrics
-from router.node import LIMITS, RequestLog
+from router.request_log import LIMITS, RequestLog
 from tests.support.router_records import MODEL, client_call, lone_router
 
 WAIT_S_MAX = 30.0
