@@ -50,6 +50,7 @@ class DecodeSubscription:
         self._leaves: list[decode_pb2.LeftRequest] = []
         self._wake = asyncio.Event()
         self._all_said = asyncio.Event()
+        self._all_said.set()
         self._task: asyncio.Task[None] | None = None
         self.out_of_reach = False
         """Lost, and not connected since. The log says so once; streams to a dead process are tried until the directory
@@ -207,9 +208,7 @@ class DecodeSubscription:
 
     async def close(self) -> None:
         if self._task is not None:
-            if (self._dones or self._leaves) and not self._task.done() and not self.out_of_reach:
-                self._all_said.clear()
-                self._wake.set()
+            if not self._task.done() and not self.out_of_reach:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LAST_WORDS_MS_MAX / 1000):
                         await self._all_said.wait()

@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from batonpb import common_pb2, inference_pb2
+from batonpb import common_pb2, decode_pb2, inference_pb2
 from tokenizers import Tokenizer, models
 
 from baton.endpoint import split_endpoint
@@ -24,6 +24,8 @@ from baton.rpc import rpc_errors
 from cli.services import Service
 from cli.supervisor import ROUTER_NAME, ClusterSpec
 from decode_node.service import DecodeService, ReceiverService
+from router.decode_streams import DecodeSubscription
+from router.inbox import Parting
 from router.keys import new_key
 from tests.cluster.test_resume import FAST, ROUTER_FLAGS, kill, runner_of
 from tests.faults.proxy import Dark, Proxy
@@ -383,6 +385,42 @@ def test_the_only_router_restarts(reserved: list[str]) -> None:
             assert len(reserved) == 1
             await read.forget(again)
             await again.close()
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_the_last_words_of_a_router_reach_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its stream is slow, and closes in the moment in which it leaves the request: the node hears of it."""
+    real = DecodeSubscription._requests
+
+    async def slow(self: DecodeSubscription, wake: asyncio.Event) -> AsyncIterator[decode_pb2.SubscribeRequest]:
+        async for message in real(self, wake):
+            await asyncio.sleep(0.05)
+            yield message
+
+    monkeypatch.setattr(DecodeSubscription, "_requests", slow)
+
+    async def scenario() -> None:
+        async with two_routers() as (cluster, other):
+            read = reader()
+            read.generate(other)
+            await read.read(20)
+            streams = cluster.routers[OTHER].streams
+            (inbox,) = streams.inboxes.values()
+            stream = streams.find(inbox.decode)
+            assert stream is not None
+            monkeypatch.setattr(stream, "_open", lambda: None)  # news of the directory would
+            stream.let_go(inbox, Parting.LEAVE)
+            await stream.close()
+            (node,) = cluster.decode.values()
+            (job,) = decode_state(node).jobs
+            await until(cluster, "the node to hear of it", lambda: job.output.left)
+            read.call.cancel()
+            read.attach(cluster.client)
+            await has_all(read)
+            await read.forget(cluster.client)
             await assert_conserved(cluster)
 
     asyncio.run(scenario())
