@@ -107,7 +107,7 @@ class Answer:
     logprobs: Sequence[TokenLogprobs] = ()
     stats: Stats = field(default_factory=Stats)
     attaches: int = 0
-    """How often the client had to go on with it at a router."""
+    """How often the client has gone on with it at a router."""
 
 
 class AnswerBuilder:
@@ -121,16 +121,13 @@ class AnswerBuilder:
         self.resume_token = ""
         """Of the last event; empty where the request is not resumable."""
         self.complete = False
-        self.attaches = 0
+        self.attaching = False
+        """The next beginning is that of an attach."""
+        self._attaches = 0
         self._texts: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
         self._request_id = self._finish = ""
         self._stats = Stats()
-
-    @property
-    def begun(self) -> bool:
-        """There is something of the answer that must not come twice."""
-        return bool(self.ids or self._texts)
 
     def push(self, event: inference_pb2.GenerateEvent) -> Piece | None:
         """What the event adds to the answer."""
@@ -149,6 +146,7 @@ class AnswerBuilder:
             return piece
         if kind == "started":
             self._request_id = event.started.request_id
+            self._attaches += self.attaching
         elif kind == "finished":
             self._finish = _FINISHES.get(event.finished.reason, "unknown")
             self._stats = event.finished.stats
@@ -164,5 +162,5 @@ class AnswerBuilder:
             finish=self._finish,
             logprobs=list(self._logprobs),
             stats=self._stats,
-            attaches=self.attaches,
+            attaches=self._attaches,
         )

@@ -284,8 +284,8 @@ class _Asking:
         """A call whose events can be iterated over, and that can be cancelled."""
         stub, request, metadata = self._client.stub(called.router), self._request, self._metadata
         timeout_s = max(left_s, 1e-3)
+        self.builder.attaching = called.attach
         if called.attach:
-            self.builder.attaches += 1
             attach = inference_pb2.AttachRequest(
                 resume_token=self.builder.resume_token,
                 request=request,
