@@ -81,8 +81,6 @@ FIRST_NEWS_MS_MAX: Final = 1_000
 TOKENS_AT_ONCE: Final = 256
 """Of an answer that is taken over and comes whole: their text takes some milliseconds, and clients refuse large
 messages."""
-MESSAGE_WRITTEN_MS_MAX: Final = 200
-"""How long a request that is ended from outside may take to write the message that it is at."""
 DEADLINE_MARGIN_S: Final = 0.05
 """A call may be ended a little before what we hold for its deadline."""
 
@@ -224,8 +222,7 @@ class RouterNode:
             observed.ended()
             if job is not None:
                 self._let_go(job)
-                if self._resumable.get(job.id) is job:
-                    del self._resumable[job.id]
+                self._forget_id(job)
                 job.cut_off_with = None
             self.requests -= 1
             if place is not None:
@@ -345,8 +342,7 @@ class RouterNode:
         if job.inbox is not None:
             job.inbox.fail(error)
         if job.call.cut_off is not None:
-            # A client that reads gets the error by then: gRPC takes no status beside a message that is on its way.
-            self._loop.call_later(MESSAGE_WRITTEN_MS_MAX / 1000, job.call.cut_off, error)
+            job.call.cut_off(error)
 
     async def forget(self, token: ResumeToken, key_name: str | None) -> None:
         """The client has the whole answers, or wants no more of them. Idempotent. Raises BatonError PERMISSION_DENIED,
@@ -483,10 +479,15 @@ class RouterNode:
         """The attempt that was taken over is lost: what follows is this router's own. Raises BatonError."""
         job.checked = await self._check(job.request, job.call)
         job.call.take_prompt(len(job.checked.prompt))
-        del self._resumable[job.id]
+        self._forget_id(job)
         job.id = self._new_id()  # the old one has tombstones
         self._resumable[job.id] = job
         job.taken_over = False
+
+    def _forget_id(self, job: Job) -> None:
+        """Unless a later call of its client has it by now."""
+        if self._resumable.get(job.id) is job:
+            del self._resumable[job.id]
 
     async def _pause(self, rounds: int, *, resumed: bool) -> None:
         retry_ms = self.config.placement_retry_ms
