@@ -211,8 +211,7 @@ class RouterNode:
             observed.ended()
             if job is not None:
                 self._let_go(job)
-                if self._resumable.get(job.id) is job:
-                    del self._resumable[job.id]
+                self._forget_id(job)
                 job.cut_off_with = None
             self.requests -= 1
             if place is not None:
@@ -463,10 +462,15 @@ class RouterNode:
         """The attempt that was taken over is lost: what follows is this router's own. Raises BatonError."""
         job.checked = await self._check(job.request, job.call)
         job.call.take_prompt(len(job.checked.prompt))
-        del self._resumable[job.id]
+        self._forget_id(job)
         job.id = new_request_id(self.rng)  # the old one has tombstones
         self._resumable[job.id] = job
         job.taken_over = False
+
+    def _forget_id(self, job: Job) -> None:
+        """Unless a later call of its client has it by now."""
+        if self._resumable.get(job.id) is job:
+            del self._resumable[job.id]
 
     async def _pause(self, rounds: int, *, resumed: bool) -> None:
         retry_ms = self.config.placement_retry_ms

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, Final, TypeVar
 
@@ -25,6 +25,7 @@ from router.text_workers import SHORT_BYTES_MAX
 _T = TypeVar("_T")
 
 INFERENCE_SERVICE: Final = "baton.v1.Inference"
+FIRST_WRITE_MS_MAX: Final = 1_000
 
 
 class InferenceService:
@@ -93,7 +94,10 @@ class InferenceService:
             aclosing(self._events(request, context, admission, resume=resume, cut_off=cut_off)) as events,
         ):
             async for event in events:
-                await context.write(event)
+                if event.HasField("started"):
+                    await _to_its_end(context.write(event))
+                else:
+                    await context.write(event)
 
     def _events(
         self,
@@ -181,3 +185,13 @@ class InferenceService:
                         response.reason = event.finished.reason
                         response.stats.CopyFrom(event.finished.stats)
         return response
+
+
+async def _to_its_end(write: Coroutine[Any, Any, None]) -> None:
+    """A call's first write, with its headers: if it were cut off, gRPC would send them again with the error, and the
+    call would never end. It is small, and does not wait for the client."""
+    task = asyncio.ensure_future(write)
+    try:
+        await asyncio.shield(task)
+    finally:
+        await asyncio.wait([task], timeout=FIRST_WRITE_MS_MAX / 1000)

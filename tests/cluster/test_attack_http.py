@@ -14,7 +14,7 @@ from batonpb import inference_pb2, inference_pb2_grpc
 from baton.endpoint import split_endpoint
 from baton.errors import BatonError, Reason
 from baton.rpc import rpc_errors
-from router.node import LIMITS
+from router.request_log import LIMITS
 from router.text_workers import HELD_BYTES_MAX
 from tests.support.attack import (
     Front,

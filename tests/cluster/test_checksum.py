@@ -9,8 +9,9 @@ import pytest
 
 from cli.services import Service
 from tests.faults.cluster import FaultyCluster, faulty, faulty_spec
-from tests.faults.load import Asked, Load, MockQuestions
+from tests.faults.load import Asked, Load
 from tests.faults.points import Failpoint
+from tests.faults.questions import MockQuestions
 from tests.support.cluster_harness import assert_conserved
 
 SHOUT = "CORRUPT RECORDS"
@@ -19,8 +20,8 @@ SHOUT = "CORRUPT RECORDS"
 async def flipped(cluster: FaultyCluster) -> Asked:
     """One bit of one record of the marked request flips after it has landed, while eight other requests run."""
     questions = MockQuestions(seed=5)
-    async with Load(cluster.client, questions) as load:
-        cluster.arm(point=Failpoint.LANDED, mark=questions.mark, hits=(), flip=True)
+    async with Load(cluster.asker, questions) as load:
+        await cluster.arm(point=Failpoint.LANDED, mark=questions.mark, hits=(), flip=True)
         hit = load.ask(questions.marked())
         await cluster.struck()
         await hit.task

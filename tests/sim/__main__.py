@@ -27,6 +27,9 @@ def main() -> int:
     parser.add_argument("--profile", choices=sorted(PROFILES), default="small")
     parser.add_argument("--fault-gap-s", type=float, default=None, help="mean simulated time between faults; 0: none")
     parser.add_argument("--loss", action="store_true", help="any fault near a request excuses its failure")
+    parser.add_argument(
+        "--resumable", type=float, default=None, help="share of the requests that are; else the profile's"
+    )
     parser.add_argument("--trace", action="store_true", help="print what every node logs, with the simulated time")
     parser.add_argument("--log", type=Path, help="append one line of JSON for each run to this file")
     parser.add_argument("--sum", type=Path, help="run nothing: print the sum of such a file")
@@ -44,6 +47,7 @@ def main() -> int:
             profile=asked.profile,
             fault_gap_s=asked.fault_gap_s,
             lost_allowed=asked.loss,
+            resumable=asked.resumable,
             trace=asked.trace,
             progress=_Progress() if asked.seeds == 1 and not asked.trace else None,
         )

@@ -32,6 +32,7 @@ RETRY_DOUBLINGS_MAX = 5
 """A client waits the longer the more of its requests have failed: else most of the requests of a run would be those
 that are turned away while a router is gone, of which nothing is to be learnt."""
 PINGS = LivenessConfig(heartbeat_ms=150, answer_ms_max=300)
+HANDOFF_S = 0.02
 FORGETS_MAX = 6
 FORGET_S = 2.0
 AWAY_S = (0.0, 0.0, 0.05, 0.5, 4.0)
@@ -146,8 +147,8 @@ class Resumed:
         self._judge = judge
         self._rng = rng
         self._fate = self._draw_fate(leavers)
-        self._turn_at = rng.randrange(OUTPUT_TOKENS_MIN)
-        """The client turns to its fate with so many tokens."""
+        self._turn_at = 0 if rng.random() < 0.3 else rng.randrange(OUTPUT_TOKENS_MIN)
+        """The client turns to its fate with so many tokens; without one, in the middle of the handoff."""
         self._cuts = rng.choice((1, 1, 2, 4))
         self._silent_s = rng.choice(SILENT_S)
         self._began_s = judge.now_s()
@@ -276,6 +277,8 @@ class Resumed:
     async def _turn(self, stream: Stream) -> None:
         """To its fate, in the middle of an answer."""
         fate = self._fate
+        if not stream.reader.tokens:
+            await asyncio.sleep(HANDOFF_S * self._rng.random())
         if fate is Fate.CUT:
             stream.drop()
             self._cuts -= 1

@@ -5,19 +5,29 @@ Each mutant is a replacement by name, in force for one run. Machines without a g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+from batonpb import inference_pb2
+
 import node.peers
 import node.receiver
-from baton.ids import Epoch, GrantId, Pair, RequestKey
+import router.retries
+from baton.errors import Reason
+from baton.ids import Epoch, GrantId, Incarnation, Pair, RequestKey
+from decode_node.gone import GoneRequests
 from decode_node.node import DecodeNode
+from decode_node.streams import RequestOutput, TokenStreams
 from kvtransfer.protocol.receiver import FencePair, PairFenced, ReceiverMachine
 from kvtransfer.receiver import Receiver, ReceiverPorts
-from router.inbox import Inbox
+from router.decode_streams import DecodeSubscription
+from router.inbox import Inbox, Parting
+from router.resume import Unseen
+from router.retries import RESUMABLE
 from tests.explorer import mutants as machines
 
 Replacement = tuple[Any, str, Any]
@@ -81,31 +91,112 @@ def _no_look_after_commit() -> Sequence[Replacement]:
     return [(ReceiverMachine, "take_over", take_over)]
 
 
+def _same_owner_epoch(self: TokenStreams, output: RequestOutput, router: Incarnation) -> None:
+    """A request that changes hands keeps its epoch."""
+    _TAKE_OVER(self, output, router)
+    output.epoch = max(1, output.epoch - 1)
+
+
+_TAKE_OVER = TokenStreams.take_over
+
+
+def _heed_all(_self: RequestOutput, _router: Incarnation, _epoch: int) -> bool:
+    """A router that has lost the request is listened to."""
+    return True
+
+
+def _cancel_anyway(self: DecodeSubscription, inbox: Inbox, parting: Parting = Parting.DROP) -> None:
+    """A router cancels what another has taken over."""
+    _LET_GO(self, inbox, Parting.DROP if parting is Parting.NOTHING else parting)
+
+
+_LET_GO = DecodeSubscription.let_go
+
+
+def _keep_for_ever(self: DecodeNode, output: RequestOutput) -> float:
+    """What was left is never reaped."""
+    return math.inf if output.left else _KEPT_UNTIL_S(self, output)
+
+
+_KEPT_UNTIL_S = DecodeNode._kept_until_s
+
+
+def _remember_nothing(_self: GoneRequests, _key: RequestKey, _now_s: float) -> None:
+    """What its client has forgotten may be asked for again."""
+
+
+def _unseen(by: int) -> Sequence[Replacement]:
+    """A client that attaches is taken to have so many tokens more."""
+    real = Unseen._take_tokens
+
+    def take_tokens(self: Unseen, new: inference_pb2.Tokens) -> inference_pb2.GenerateEvent | None:
+        event = real(self, new)
+        first = event is not None and self._had.tokens and event.tokens.first_index == self._had.tokens
+        if event is None or not first or len(event.tokens.ids) < 2:
+            return event
+        at, ids = event.tokens.first_index, list(event.tokens.ids)
+        ids = ids[by:] if by > 0 else [ids[0], *ids]
+        tokens = inference_pb2.Tokens(first_index=at, ids=ids, text=event.tokens.text)
+        return inference_pb2.GenerateEvent(tokens=tokens)
+
+    return [(Unseen, "_take_tokens", take_tokens)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
     """`seed` is one of the suite's that catches it, tried first."""
 
     replaced: Callable[[], Sequence[Replacement]]
     seed: int
+    resumable: float | None = None
+    """Share of the requests that are. Those of handoffs need clients whose leaving cancels, at any moment."""
 
 
 MUTANTS: dict[str, Mutant] = {
-    "fence: over without evidence": Mutant(replaced=_fence_without_evidence, seed=33),
+    "fence: over without evidence": Mutant(replaced=_fence_without_evidence, seed=8, resumable=0.0),
     "fence: a lease that has run out frees the blocks": Mutant(
-        replaced=lambda: _receiver(machines.FreeOnTimeout), seed=5
+        replaced=lambda: _receiver(machines.FreeOnTimeout), seed=8, resumable=0.0
     ),
-    "fence: so do unanswered Revokes": Mutant(replaced=lambda: _receiver(machines.FreeAfterRevokes), seed=33),
-    "fence: only epochs are looked at": Mutant(replaced=lambda: [(ReceiverPorts, "forbid", _forbid_nothing)], seed=8),
-    "fence: no seal is waited for": Mutant(replaced=lambda: _receiver(machines.NoSeal), seed=6),
+    "fence: so do unanswered Revokes": Mutant(
+        replaced=lambda: _receiver(machines.FreeAfterRevokes), seed=8, resumable=0.0
+    ),
+    "fence: only epochs are looked at": Mutant(
+        replaced=lambda: [(ReceiverPorts, "forbid", _forbid_nothing)], seed=80, resumable=0.0
+    ),
+    "fence: no seal is waited for": Mutant(replaced=lambda: _receiver(machines.NoSeal), seed=6, resumable=0.0),
     "fence: the writer lets go before its writes have drained": Mutant(
-        replaced=lambda: _writer(machines.ReleaseUndrained), seed=107
+        replaced=lambda: _writer(machines.ReleaseUndrained), seed=108, resumable=0.0
     ),
-    "epoch: never rises": Mutant(replaced=lambda: [(ReceiverMachine, "epoch", _same_epoch)], seed=13),
-    "tombstone: none for refused numbers": Mutant(replaced=lambda: _receiver(machines.NoRefusedNumbers), seed=31),
-    "tombstone: none for cancelled attempts": Mutant(replaced=lambda: _receiver(machines.NoDeadAttempts), seed=112),
-    "dedupe: token indices are not looked at": Mutant(replaced=lambda: [(Inbox, "put", _put_all)], seed=6),
-    "resolve: leaves no tombstone": Mutant(replaced=lambda: [(DecodeNode, "resolve", _resolve_nothing)], seed=70),
-    "commit: not looked at again after a cancel": Mutant(replaced=_no_look_after_commit, seed=12),
+    "epoch: never rises": Mutant(replaced=lambda: [(ReceiverMachine, "epoch", _same_epoch)], seed=13, resumable=0.0),
+    "tombstone: none for refused numbers": Mutant(
+        replaced=lambda: _receiver(machines.NoRefusedNumbers), seed=31, resumable=0.0
+    ),
+    "tombstone: none for cancelled attempts": Mutant(
+        replaced=lambda: _receiver(machines.NoDeadAttempts), seed=112, resumable=0.0
+    ),
+    "dedupe: token indices are not looked at": Mutant(
+        replaced=lambda: [(Inbox, "put", _put_all)], seed=6, resumable=0.0
+    ),
+    "resolve: leaves no tombstone": Mutant(
+        replaced=lambda: [(DecodeNode, "resolve", _resolve_nothing)], seed=40, resumable=0.0
+    ),
+    "commit: not looked at again after a cancel": Mutant(replaced=_no_look_after_commit, seed=12, resumable=0.0),
+    "take-over: the epoch does not rise": Mutant(
+        replaced=lambda: [(TokenStreams, "take_over", _same_owner_epoch)], seed=1
+    ),
+    "take-over: a Done or Leave of an older epoch is taken": Mutant(
+        replaced=lambda: [(RequestOutput, "heeds", _heed_all)], seed=2
+    ),
+    "take-over: the former router cancels": Mutant(
+        replaced=lambda: [(DecodeSubscription, "let_go", _cancel_anyway)], seed=8
+    ),
+    "take-over: the former router tries again": Mutant(
+        replaced=lambda: [(router.retries, "RESUMABLE", RESUMABLE | {Reason.TAKEN_OVER})], seed=104
+    ),
+    "leave: nobody reaps": Mutant(replaced=lambda: [(DecodeNode, "_kept_until_s", _keep_for_ever)], seed=1),
+    "forget: nobody remembers": Mutant(replaced=lambda: [(GoneRequests, "find", _remember_nothing)], seed=1),
+    "attach: a token too few is sent": Mutant(replaced=lambda: _unseen(1), seed=1),
+    "attach: a token too many is sent": Mutant(replaced=lambda: _unseen(-1), seed=1),
 }
 
 

@@ -127,6 +127,7 @@ TANGLED = Profile(
     fault_gap_s=0.02,
     faults_at_once_max=8,
     leavers=0.4,
+    resumable=0.4,
     fault_weights=(
         ("delay", 8),
         ("reset_calls", 8),

@@ -7,7 +7,7 @@ import logging
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from tests.sim.checks import check_blocks, check_bounds, check_now, what_is_left
@@ -42,6 +42,8 @@ class RunConfig:
     fault_gap_s: float | None = None
     """Mean simulated time between faults; 0: none; None: the profile's."""
     lost_allowed: bool = False
+    resumable: float | None = None
+    """Share of the requests that are; None: the profile's."""
     check_every_s: float = 0.02
     """Of simulated time, between two looks at every node's limits. (Its blocks are looked at after each callback.)"""
     recount_every_s: float = 0.1
@@ -54,7 +56,10 @@ class RunConfig:
         command = f"make sim SEED={self.seed} STEPS={self.requests} PROFILE={self.profile}"
         if self.fault_gap_s is not None:
             command += f" GAP={self.fault_gap_s:g}"
-        return f"{command} FLAGS=--loss" if self.lost_allowed else command
+        flags = ["--loss"] if self.lost_allowed else []
+        if self.resumable is not None:
+            flags.append(f"--resumable={self.resumable:g}")
+        return f"{command} FLAGS='{' '.join(flags)}'" if flags else command
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,6 +118,8 @@ class _Simulation:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         profile = PROFILES[config.profile]
+        if config.resumable is not None:
+            profile = replace(profile, resumable=config.resumable)
         root = Random(f"{config.seed}/{config.profile}")
         self.world = World(root.getrandbits(64))
         self.network = Network(self.world, profile.network, rng=Random(root.getrandbits(64)))
@@ -295,6 +302,7 @@ SUITE_REQUESTS = 40
 _SUITE_PROFILES = ("small", "tangled", "routers", "pair", "overtaken", "stalled")
 
 
-def suite_config(seed: int) -> RunConfig:
+def suite_config(seed: int, resumable: float | None = None) -> RunConfig:
     """The short run of this seed: the profiles take turns."""
-    return RunConfig(seed=seed, requests=SUITE_REQUESTS, profile=_SUITE_PROFILES[seed % len(_SUITE_PROFILES)])
+    profile = _SUITE_PROFILES[seed % len(_SUITE_PROFILES)]
+    return RunConfig(seed=seed, requests=SUITE_REQUESTS, profile=profile, resumable=resumable)

@@ -76,9 +76,10 @@ def test_a_seed_repeats_itself() -> None:
 @pytest.mark.parametrize("name", sorted(MUTANTS))
 def test_a_mutant_is_caught(name: str) -> None:
     """With one guard taken out of the product, one of the short seeds finds something wrong."""
-    for seed in (MUTANTS[name].seed, *range(1, SUITE_SEEDS + 1)):
+    mutant = MUTANTS[name]
+    for seed in (mutant.seed, *range(1, SUITE_SEEDS + 1)):
         with mutated(name):
-            outcome = simulate(suite_config(seed))
+            outcome = simulate(suite_config(seed, mutant.resumable))
         if outcome.violations:
             # A replacement that no longer fits what it replaces would be found out by any seed, and show nothing.
             assert not re.search(r"\b(TypeError|AttributeError|NameError)\b", outcome.violations[0]), outcome.violations

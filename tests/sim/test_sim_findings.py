@@ -5,27 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 from batonpb import common_pb2, inference_pb2
 
-from baton.errors import Reason
 from baton.ids import Attempt, GrantId, Incarnation, RequestId, RequestKey
 from decode_node.node import DecodeNode
 from decode_node.streams import RequestOutput, TokenStreams
-from router.decode_streams import DecodeSubscription
 from router.prompts import PromptEncoder
 from router.text_jobs import read_attach
 from tests.sim.run import simulate_or_fail, suite_config
-from tests.support.attaching import Reader
 from tests.support.cluster_harness import (
     assert_conserved,
-    error_of,
-    make_request,
     mock_spec,
-    mock_tokens,
     random_prompt,
 )
 from tests.support.inprocess_cluster import MARK, inprocess
@@ -69,47 +62,6 @@ def test_one_cut_between_router_and_decode_node_loses_no_request() -> None:
     """The router cannot reach a decode node that prefill nodes reach: the router names it with the request, and they
     ask another one. (They did not once; two attempts there counted as two deaths and ended the request.)"""
     simulate_or_fail(suite_config(143))
-
-
-def test_two_attaches_at_once_at_one_router() -> None:
-    """The second one is made while the first waits for the decode node's word. The first gets TAKEN_OVER and not the
-    tokens that come for the second, which has the whole answer."""
-    prompt = random_prompt(random.Random(1), 40)
-
-    async def scenario() -> None:
-        real = DecodeSubscription._take_over
-        begun = [asyncio.Event(), asyncio.Event()]
-        first_over = asyncio.Event()
-        waits = iter((begun[1], first_over))
-        begins = iter(begun)
-
-        async def take_over(self: DecodeSubscription, *args: Any, **kwargs: Any) -> Any:
-            wait, begin = next(waits, first_over), next(begins, first_over)
-            begin.set()
-            reply = await real(self, *args, **kwargs)
-            await asyncio.wait_for(wait.wait(), REACHED_S_MAX)
-            return reply
-
-        with patch.object(DecodeSubscription, "_take_over", take_over):
-            async with inprocess(mock_spec(decode_flags={"engine.mock_layer_delay_ms": 1})) as cluster:
-                first, second = (Reader(make_request(prompt, max_tokens=200)) for _ in range(2))
-                first.generate(cluster.client)
-                await first.read(10)
-                first.call.cancel()
-                second.token, second.ids = first.token, list(first.ids)
-                first.attach(cluster.client)
-                losing = asyncio.create_task(error_of(first.read()))
-                await begun[0].wait()
-                second.attach(cluster.client)
-                winning = asyncio.create_task(second.read())
-                assert (await losing).reason is Reason.TAKEN_OVER
-                first_over.set()
-                await winning
-                assert second.ids == mock_tokens(prompt, 200)
-                await second.forget(cluster.client)
-                await assert_conserved(cluster)
-
-    asyncio.run(scenario())
 
 
 def test_who_forgets_an_answer_does_not_get_it_once_more() -> None:
