@@ -21,6 +21,9 @@ four bytes, so a tokenizer shows something by then."""
 LOGPROB_MIN: Final = -9999.0
 """Stands for minus infinity, which JSON does not have; as in the OpenAI endpoints."""
 
+CONNECT_S_MAX: Final = 1.0
+"""More than gRPC's pause between two tries to connect: a router that has just started is found."""
+
 router_option: Final = click.option(
     "--router", multiple=True, default=("127.0.0.1:7000",), show_default=True, metavar="HOST:PORT",
     callback=lambda _context, _option, given: ",".join(given),
@@ -48,8 +51,8 @@ answer_timeout_option: Final = timeout_option(300.0, "How long a whole answer ma
 
 
 def open_client(router: str, *, timeout_s: float, api_key: str | None = None) -> AsyncClient:
-    """For a user who waits: where no router answers at all, that is said at once. Raises BatonError BAD_ENDPOINT."""
-    return AsyncClient(router, timeout_s=timeout_s, api_key=api_key, connect_timeout_s=0)
+    """For a user who waits: where no router answers at all, that is said soon. Raises BatonError BAD_ENDPOINT."""
+    return AsyncClient(router, timeout_s=timeout_s, api_key=api_key, connect_timeout_s=CONNECT_S_MAX)
 
 
 class StreamPrinter:

@@ -365,10 +365,11 @@ class DecodeNode:
 
     def reap(self) -> None:
         """Called every second: requests without a router, answers that nobody fetches."""
-        for output in self.streams.orphans(self.config.orphan_ms):
-            if not output.left:
+        for output in self.streams.orphans(orphan_ms=self.config.orphan_ms, resume_ms=self.config.resume_ms):
+            if not output.left and not output.ended.is_set():
                 self._repeats.warning("orphan cancelled", peer=f"{output.router:016x}", request=output.key.request)
             self.cancel(output.key, "it has no router")
+            output.forgotten.set()
         # Those that a router is reading go last.
         finished = sorted(self.streams.finished, key=lambda output: not output.left)
         for output in finished[: -self.config.finished_max]:
