@@ -21,8 +21,7 @@ from baton.repeats import RepeatLog
 from baton.tasks import Tasks
 from baton.wire import NodeLoad
 from decode_node.config import DecodeConfig
-from decode_node.gone import GoneRequests
-from decode_node.job import Job, check_first_token, output_of
+from decode_node.job import GoneRequests, Job, check_first_token, output_of
 from decode_node.reserving import Reserving
 from decode_node.streams import RequestOutput, TokenStreams
 from engine.core import TokenEvent
