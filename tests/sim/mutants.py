@@ -161,7 +161,7 @@ MUTANTS: dict[str, Mutant] = {
         replaced=lambda: _receiver(machines.FreeAfterRevokes), seed=8, resumable=0.0
     ),
     "fence: only epochs are looked at": Mutant(
-        replaced=lambda: [(ReceiverPorts, "forbid", _forbid_nothing)], seed=80, resumable=0.0
+        replaced=lambda: [(ReceiverPorts, "forbid", _forbid_nothing)], seed=336, resumable=0.0
     ),
     "fence: no seal is waited for": Mutant(replaced=lambda: _receiver(machines.NoSeal), seed=6, resumable=0.0),
     "fence: the writer lets go before its writes have drained": Mutant(
