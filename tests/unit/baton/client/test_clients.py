@@ -235,11 +235,10 @@ def test_a_client_that_is_closed_under_way() -> None:
     router = RouterDouble(plays=deque([Play(tokens=1, end="hold"), Play(tokens=2, end="hold")]))
     with router_doubles(router) as address, ThreadPoolExecutor(5) as threads:
         client = Client(address)
-        stream = client.stream("hello")
-        assert next(stream).ids == [10]
-        router.holds.clear()
-        waiting = threads.submit(client.generate, "hello")
-        assert router.holds.wait(WAIT_S_MAX)
+        stream, other = client.stream("hello"), client.stream("hello")
+        assert [next(each).ids for each in (stream, other)] == [[10], [10]]
+        assert next(other).ids == [11]
+        waiting = threads.submit(next, other)
         for closing in [threads.submit(client.close) for _ in range(4)]:
             closing.result(WAIT_S_MAX)
         with pytest.raises(RuntimeError, match="closed"):
@@ -256,25 +255,25 @@ def test_a_client_that_is_closed_under_way() -> None:
 def test_an_asyncio_client_that_is_closed_under_way() -> None:
     """A stream that was left just before by `break`, one that is held, and a task that waits: the router hears of
     each."""
-    router = RouterDouble(plays=deque([Play(tokens=tokens, end="hold") for tokens in (1, 2, 3)]))
+    router = RouterDouble(plays=deque([Play(tokens=1, end="hold") for _ in range(4)]))
 
     async def close(address: str) -> None:
         client = AsyncClient(address)
         async for _ in client.stream("hello"):
             break
-        held = client.stream("hello")
-        assert (await anext(held)).ids == [10]
-        router.holds.clear()
-        waiting = asyncio.create_task(client.generate("hello"))
-        await asyncio.to_thread(router.holds.wait, WAIT_S_MAX)
+        held, other = client.stream("hello"), client.stream("hello")
+        assert [(await anext(each)).ids for each in (held, other)] == [[10], [10]]
+        waiting = asyncio.ensure_future(client.generate("hello"))
+        asking = asyncio.ensure_future(anext(other))
+        await asyncio.sleep(0)
         await client.close()
-        for late in (waiting, client.generate("hello")):
+        for late in (asking, waiting, client.generate("hello")):
             with pytest.raises(RuntimeError, match="closed"):
                 await late
 
     with router_doubles(router) as address:
         asyncio.run(close(address))
-    assert len(router.forgotten) == 3
+    assert router.forgotten == ["behind 1"] * 3
 
 
 def test_a_client_after_a_fork() -> None:
