@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections import deque
 
 RETRY_MS_MAX = 30_000
 """The longest retry time that a client gets: the load now says little about a later time."""
@@ -12,7 +11,6 @@ ROOM_SHARE = 0.125
 """The share of a full queue that must have left before the refused requests come back: they come together."""
 SPREAD = 0.5
 """Retry times are longer by up to this share, so that not all come back at once."""
-ENDS_KEPT_MAX = 32
 RESUMED_PAUSE_MS_MAX = 400
 """The longest pause after which a router looks again for room for a request in the middle of its answer."""
 RESUMED_WAIT_MS_MIN = 2 * RESUMED_PAUSE_MS_MAX
@@ -48,20 +46,3 @@ def wait_s(amount: float, per_s: float) -> float | None:
 def spread_of(name: str) -> float:
     """A place from 0 to 1 for this name (a request's id), always the same."""
     return zlib.crc32(name.encode()) / 0xFFFFFFFF
-
-
-class LeaveRate:
-    """How fast something leaves, over the last `ENDS_KEPT_MAX` times. Falls while nothing leaves. Of one thread."""
-
-    def __init__(self) -> None:
-        self._ends: deque[tuple[float, float]] = deque(maxlen=ENDS_KEPT_MAX)
-
-    def left(self, amount: float, now_s: float) -> None:
-        """`amount` has left now. Times do not go back."""
-        self._ends.append((now_s, amount))
-
-    def per_s(self, now_s: float) -> float:
-        """0 while unknown: fewer than two times, or all at `now_s`. The first one's amount left before the span."""
-        if len(self._ends) < 2 or now_s <= self._ends[0][0]:
-            return 0.0
-        return sum(amount for _, amount in list(self._ends)[1:]) / (now_s - self._ends[0][0])

@@ -1,8 +1,9 @@
-"""One request in a decode node, and what is refused of its Reserve and its Commit."""
+"""One request in a decode node, what is refused of its Reserve and its Commit, and what is remembered of it later."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from typing import Final
@@ -10,7 +11,7 @@ from typing import Final
 from batonpb import common_pb2, prefill_pb2, transfer_pb2
 
 from baton.errors import BatonError, Reason, bad_field
-from baton.ids import BlockId, GrantId, Incarnation, RequestKey
+from baton.ids import BlockId, GrantId, Incarnation, RequestId, RequestKey
 from baton.wire import RESUME_STATE_BYTES_MAX
 from decode_node.streams import RequestOutput
 from engine.scheduler import Sequence
@@ -18,6 +19,8 @@ from node.pool import DevicePool, check_request
 
 TAG_BYTES: Final = 32
 """Of a SHA-256."""
+GONE_MAX: Final = 4_096
+"""Beyond so many the oldest is forgotten."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -133,3 +136,42 @@ def check_first_token(request: transfer_pb2.CommitRequest, *, vocab_size: int) -
             "first_logprobs",
             f"{len(logprobs.top_ids)} token ids come with {len(logprobs.top_logprobs)} log-probabilities.",
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gone:
+    tag: bytes
+    epoch: int
+    """By which it was had last: a router with a lower one has lost it to another."""
+    over: bool
+    """Its client wants no more of it."""
+    until_s: float
+
+
+class GoneRequests:
+    """Resumable requests that another router has taken over, or whose client wants no more of them."""
+
+    def __init__(self, *, keep_ms: int) -> None:
+        self._keep_s = keep_ms / 1000
+        self._gone: OrderedDict[RequestId, Gone] = OrderedDict()
+        """Oldest first."""
+
+    def __len__(self) -> int:
+        return len(self._gone)
+
+    def add(self, request: RequestId, *, tag: bytes, epoch: int, over: bool, now_s: float) -> None:
+        """What was over stays over."""
+        known = self._gone.pop(request, None)
+        over = over or (known is not None and known.over)
+        self._gone[request] = Gone(tag=tag, epoch=epoch, over=over, until_s=now_s + self._keep_s)
+        if len(self._gone) > GONE_MAX:
+            self._gone.popitem(last=False)
+
+    def find(self, request: RequestId, now_s: float) -> Gone | None:
+        """By any of its attempts: they have one tag, and one client."""
+        known = self._gone.get(request)
+        return known if known is not None and now_s < known.until_s else None
+
+    def upkeep(self, now_s: float) -> None:
+        while self._gone and next(iter(self._gone.values())).until_s <= now_s:
+            self._gone.popitem(last=False)

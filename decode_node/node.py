@@ -21,8 +21,7 @@ from baton.repeats import RepeatLog
 from baton.tasks import Tasks
 from baton.wire import NodeLoad
 from decode_node.config import DecodeConfig
-from decode_node.gone import GoneRequests
-from decode_node.job import Job, check_first_token, output_of
+from decode_node.job import GoneRequests, Job, check_first_token, output_of
 from decode_node.reserving import Reserving
 from decode_node.streams import RequestOutput, TokenStreams
 from engine.core import TokenEvent
@@ -365,10 +364,11 @@ class DecodeNode:
 
     def reap(self) -> None:
         """Called every second: requests without a router, answers that nobody fetches."""
-        for output in self.streams.orphans(self.config.orphan_ms):
-            if not output.left:
+        for output in self.streams.orphans(orphan_ms=self.config.orphan_ms, resume_ms=self.config.resume_ms):
+            if not output.left and not output.ended.is_set():
                 self._repeats.warning("orphan cancelled", peer=f"{output.router:016x}", request=output.key.request)
             self.cancel(output.key, "it has no router")
+            output.forgotten.set()
         for output in self.streams.finished[: -self.config.finished_max]:
             output.forgotten.set()
         self.streams.drop_left(LEFT_BYTES_MAX)

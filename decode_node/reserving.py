@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
@@ -18,7 +18,7 @@ from typing import Final
 from batonpb import transfer_pb2
 
 from baton.ids import Attempt, GrantId, Pair, RequestId, RequestKey, ReserveNumber
-from baton.retry_time import LeaveRate, retry_after_ms, spread_of, wait_s
+from baton.retry_time import retry_after_ms, spread_of, wait_s
 from decode_node.config import DecodeConfig
 from decode_node.job import Job, why_never
 from engine.scheduler import Sequence, SequenceMode
@@ -29,6 +29,24 @@ from node.pool import DevicePool
 
 WAITING_MAX: Final = 1_024
 """Beyond so many the one that asked longest ago is forgotten."""
+ENDS_KEPT_MAX: Final = 32
+
+
+class LeaveRate:
+    """How fast something leaves, over the last `ENDS_KEPT_MAX` times. Falls while nothing leaves. Of one thread."""
+
+    def __init__(self) -> None:
+        self._ends: deque[tuple[float, float]] = deque(maxlen=ENDS_KEPT_MAX)
+
+    def left(self, amount: float, now_s: float) -> None:
+        """`amount` has left now. Times do not go back."""
+        self._ends.append((now_s, amount))
+
+    def per_s(self, now_s: float) -> float:
+        """0 while unknown: fewer than two times, or all at `now_s`. The first one's amount left before the span."""
+        if len(self._ends) < 2 or now_s <= self._ends[0][0]:
+            return 0.0
+        return sum(amount for _, amount in list(self._ends)[1:]) / (now_s - self._ends[0][0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

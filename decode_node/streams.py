@@ -160,16 +160,19 @@ class TokenStreams:
         if subscription is not None:
             subscription.news.set()
 
-    def orphans(self, orphan_ms: int) -> list[RequestOutput]:
-        """Outputs that have not ended, and for `orphan_ms` have been nobody's, or their router has had no stream."""
-        before_s = self._now_s() - orphan_ms / 1000
-        return [
-            output
-            for output in self._outputs.values()
-            if not output.ended.is_set()
-            and output.moved_s <= before_s
-            and (output.left or self._away_since_s.get(output.router, self._now_s()) <= before_s)
-        ]
+    def orphans(self, *, orphan_ms: int, resume_ms: int) -> list[RequestOutput]:
+        """Outputs that for too long have been nobody's, or their router has had no stream: `orphan_ms`, or `resume_ms`
+        for the finished answer of a resumable request. Other finished answers wait for their router."""
+        now_s = self._now_s()
+
+        def is_orphan(output: RequestOutput) -> bool:
+            if output.finish is not None and output.resumable is None:
+                return False
+            kept_s = (orphan_ms if output.finish is None else resume_ms) / 1000
+            since_s = output.moved_s if output.left else self._away_since_s.get(output.router, now_s)
+            return max(output.moved_s, since_s) <= now_s - kept_s
+
+        return [output for output in self._outputs.values() if is_orphan(output)]
 
     @property
     def finished(self) -> list[RequestOutput]:

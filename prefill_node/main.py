@@ -2,53 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing
-from typing import Any, Unpack
+from contextlib import AsyncExitStack
+from typing import Unpack
 
-from batonpb import node_pb2, prefill_pb2, prefill_pb2_grpc, transfer_pb2_grpc
+from batonpb import node_pb2, prefill_pb2_grpc, transfer_pb2_grpc
 
-from baton.drain import node_draining
 from baton.runtime import NodeRuntime
-from baton.tracing import forward_metadata
-from baton.wire import Role, check_header
+from baton.wire import Role
 from node.main import Serving, serve_node
 from node.peers import Peers
 from node.pool import DevicePool, RegionTransports
 from node.service import WriterService
 from prefill_node.config import PrefillConfig
 from prefill_node.job import LocalRunner
-from prefill_node.node import PrefillNode
+from prefill_node.node import PrefillNode, PrefillService
 
 
 async def serve(config: PrefillConfig, **serving: Unpack[Serving]) -> None:
     """See `serve_node`."""
     await serve_node(config, Role.PREFILL, lambda *parts: PrefillHalf(config, *parts), decodes=False, **serving)
-
-
-class PrefillService(prefill_pb2_grpc.PrefillServicer):
-    """baton.v1.Prefill, for routers."""
-
-    def __init__(self, node: PrefillNode, runtime: NodeRuntime) -> None:
-        self._node = node
-        self._runtime = runtime
-
-    async def Prefill(
-        self, request: prefill_pb2.PrefillRequest, context: Any
-    ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
-        own = self._runtime.incarnation
-        check_header(request.header, own=own)
-        if not self._runtime.lifecycle.takes_requests:
-            raise node_draining(own)
-        # From here on the router waits for its turn, not for the node.
-        await context.send_initial_metadata(())
-        deadline_s = asyncio.get_running_loop().time() + context.time_remaining()
-        metadata = forward_metadata(context.invocation_metadata(), self._runtime.rng)
-        events = self._node.prefill(request, deadline_s=deadline_s, metadata=metadata)
-        async with aclosing(events):
-            async for event in events:
-                yield event
 
 
 class PrefillHalf:

@@ -9,18 +9,21 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
-from batonpb import prefill_pb2
+from batonpb import prefill_pb2, prefill_pb2_grpc
 
-from baton.drain import Holdings
+from baton.drain import Holdings, node_draining
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import BlockId, RequestKey
 from baton.retry_time import ROOM_SHARE, retry_after_ms, spread_of, wait_s
-from baton.wire import NodeLoad
+from baton.runtime import NodeRuntime
+from baton.tracing import forward_metadata
+from baton.wire import NodeLoad, check_header
 from cachestore.block_manager import prefix_blocks_max
 from engine.core import TokenEvent
 from engine.scheduler import SequenceMode
@@ -453,3 +456,27 @@ class StepSink:
     def layer_done(self, layer: int) -> None:
         for step_writes in self.writes:
             step_writes.layer_done(layer)
+
+
+class PrefillService(prefill_pb2_grpc.PrefillServicer):
+    """baton.v1.Prefill, for routers."""
+
+    def __init__(self, node: PrefillNode, runtime: NodeRuntime) -> None:
+        self._node = node
+        self._runtime = runtime
+
+    async def Prefill(
+        self, request: prefill_pb2.PrefillRequest, context: Any
+    ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        own = self._runtime.incarnation
+        check_header(request.header, own=own)
+        if not self._runtime.lifecycle.takes_requests:
+            raise node_draining(own)
+        # From here on the router waits for its turn, not for the node.
+        await context.send_initial_metadata(())
+        deadline_s = asyncio.get_running_loop().time() + context.time_remaining()
+        metadata = forward_metadata(context.invocation_metadata(), self._runtime.rng)
+        events = self._node.prefill(request, deadline_s=deadline_s, metadata=metadata)
+        async with aclosing(events):
+            async for event in events:
+                yield event

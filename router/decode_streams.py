@@ -22,7 +22,7 @@ from baton.rpc import Channels, rpc_errors
 from baton.tasks import Tasks
 from baton.wire import NodeRecord, Role
 from router.config import RouterConfig
-from router.inbox import Inbox, Parting, foreign_error, internal_error, taken_over_error
+from router.job import Inbox, Parting, foreign_error, internal_error, taken_over_error
 
 log = get_log("subscriptions")
 

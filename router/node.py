@@ -34,8 +34,7 @@ from engine.model_config import SamplingDefaults
 from router.byte_shares import TextOwner
 from router.config import RouterConfig
 from router.decode_streams import DecodeStreams, DecodeSubscription
-from router.inbox import Inbox, Parting, foreign_error, taken_over_error
-from router.job import Job
+from router.job import Inbox, Job, Parting, foreign_error, taken_over_error
 from router.line import Place
 from router.placement import RegionWatch, answer_tokens, tokens_max
 from router.prefill_nodes import NOT_READY_RETRY_MS, PrefillCalls, PrefillNodes
@@ -55,7 +54,6 @@ from router.resume import (
     Resume,
     ResumeToken,
     Unseen,
-    ends_answer,
     tag,
 )
 from router.resume import Place as ResumePlace
@@ -403,7 +401,7 @@ class RouterNode:
                 for start in range(0, len(said), TOKENS_AT_ONCE_MAX):
                     yield len(job.output) - len(said) + start, said[start : start + TOKENS_AT_ONCE_MAX], []
                     await asyncio.sleep(0)
-                finish = ends_answer(job.output, job.checked.sampling, job.checked.eos_token_ids)
+                finish = job.checked.finish_after(job.output)
                 if finish is not None:
                     job.finish = finish
                     return

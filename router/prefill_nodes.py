@@ -20,8 +20,7 @@ from baton.tracing import call_metadata
 from baton.wire import ModelInfo, NodeRecord
 from cachestore.prefix_cache import chain_digests, root_digest
 from router.decode_streams import DecodeStreams
-from router.inbox import Inbox, internal_error
-from router.job import Job
+from router.job import Inbox, Job, internal_error
 from router.line import Place
 from router.placement import Placement, may_hold
 from router.retries import ASK_ANOTHER

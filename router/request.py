@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from batonpb import common_pb2, inference_pb2, resume_pb2
+from google.protobuf.message import DecodeError
 
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import RequestId
@@ -53,6 +54,16 @@ class CheckedRequest:
     """The model's."""
     said: tuple[int, ...] = ()
     """Ids that the client says it has of the answer, from index 0 on: it goes on behind them."""
+
+    def finish_after(self, ids: Sequence[int]) -> common_pb2.FinishReason | None:
+        """Why nothing follows these ids, by the rules that engines end answers by. Stop strings are the text's."""
+        if not ids:
+            return None
+        sampling = self.sampling
+        ends = ids[-1] in sampling.stop_token_ids or (not sampling.ignore_eos and ids[-1] in self.eos_token_ids)
+        if ends and len(ids) > sampling.min_tokens:
+            return common_pb2.FINISH_REASON_STOP
+        return common_pb2.FINISH_REASON_LENGTH if len(ids) >= sampling.max_tokens else None
 
 
 def text_of(state: resume_pb2.ResumeState) -> CheckedRequest:
@@ -122,6 +133,34 @@ class ClientCall:
     this error for the client."""
     resume: Resume | None = None
     """Of a request that its client may go on with by another call, or goes on with by this one."""
+
+
+def read_message(_prompts: object, raw: bytes | bytearray, context_len_max: int) -> inference_pb2.GenerateRequest:
+    """The message of a call, whose parts are few enough to be looked at on the event loop. Raises BatonError."""
+    try:
+        request = inference_pb2.GenerateRequest.FromString(bytes(raw))
+    except DecodeError as error:
+        raise BatonError(Reason.BAD_FIELD, "The message of the call is no GenerateRequest.") from error
+    _check_parts(request, context_len_max)
+    return request
+
+
+def read_attach(_prompts: object, raw: bytes | bytearray, context_len_max: int) -> inference_pb2.AttachRequest:
+    """The same of a client that attaches."""
+    try:
+        message = inference_pb2.AttachRequest.FromString(bytes(raw))
+    except DecodeError as error:
+        raise BatonError(Reason.BAD_FIELD, "The message of the call is no AttachRequest.") from error
+    if message.HasField("request"):
+        _check_parts(message.request, context_len_max)
+    check_prompt_length(len(message.output.ids), context_len_max, field="output")
+    return message
+
+
+def _check_parts(request: inference_pb2.GenerateRequest, context_len_max: int) -> None:
+    check_counts(request)
+    check_prompt_length(len(request.token_ids.ids), context_len_max, field="token_ids")
+    request.DiscardUnknownFields()
 
 
 def check_request(

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from batonpb import common_pb2, inference_pb2, resume_pb2
+from batonpb import inference_pb2, resume_pb2
 from google.protobuf.message import DecodeError
 
 from baton.errors import BatonError, Reason, bad_field
@@ -299,15 +299,3 @@ def _differs() -> BatonError:
         "The node that had the answer is gone, and computed again it is not the one that you have the beginning of. "
         "Send the ids of the tokens that you have with the resume token, or the request as a new one.",
     )
-
-
-def ends_answer(
-    ids: Sequence[int], sampling: common_pb2.SamplingSpec, eos_token_ids: Sequence[int]
-) -> common_pb2.FinishReason | None:
-    """Why nothing follows these ids, by the rules that engines end answers by. Stop strings are the text's."""
-    if not ids:
-        return None
-    ends = ids[-1] in sampling.stop_token_ids or (not sampling.ignore_eos and ids[-1] in eos_token_ids)
-    if ends and len(ids) > sampling.min_tokens:
-        return common_pb2.FINISH_REASON_STOP
-    return common_pb2.FINISH_REASON_LENGTH if len(ids) >= sampling.max_tokens else None

@@ -17,9 +17,8 @@ from router.byte_shares import TextOwner
 from router.keys import Admission, KeyBook, authorization_of
 from router.node import CutOff, RouterNode, client_guard
 from router.prompts import PromptEncoder
-from router.request import ClientCall
+from router.request import ClientCall, read_attach, read_message
 from router.resume import Resume, ResumeToken, check_same, request_digest
-from router.text_jobs import read_attach, read_message
 from router.text_workers import SHORT_BYTES_MAX
 
 _T = TypeVar("_T")

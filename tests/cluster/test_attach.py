@@ -25,7 +25,7 @@ from cli.services import Service
 from cli.supervisor import ROUTER_NAME, ClusterSpec
 from decode_node.service import DecodeService, ReceiverService
 from router.decode_streams import DecodeSubscription
-from router.inbox import Parting
+from router.job import Parting
 from router.keys import new_key
 from tests.cluster.test_resume import FAST, ROUTER_FLAGS, kill, runner_of
 from tests.faults.proxy import Dark, Proxy

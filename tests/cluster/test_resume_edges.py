@@ -12,6 +12,7 @@ from baton.ids import RequestKey
 from cli.services import Service
 from decode_node.node import DecodeNode
 from router.decode_streams import DecodeSubscription
+from router.job import Inbox
 from tests.cluster.test_resume import FAST, kill
 from tests.support.cluster_harness import (
     RunningCluster,
@@ -74,10 +75,9 @@ def test_the_answer_ends_while_its_router_asks() -> None:
             cluster.gates[Point.LAST_TOKEN].close()
             asking = asyncio.Event()
 
-            async def unanswered(self: DecodeSubscription, key: RequestKey) -> bool:
+            async def unanswered(self: DecodeSubscription, inbox: Inbox) -> bool:
                 asking.set()
                 cluster.gates[Point.LAST_TOKEN].open()
-                (inbox,) = cluster.router.streams.inboxes.values()
                 await wait_for(lambda: ended(inbox), "the end of the answer")
                 return False
 
@@ -108,10 +108,10 @@ def test_the_record_of_a_lost_node_goes_while_a_router_asks_it() -> None:
             cluster.gates[Point.LAST_TOKEN].close()
             real, asking, dropped = DecodeSubscription.has_committed, asyncio.Event(), asyncio.Event()
 
-            async def slow(self: DecodeSubscription, key: RequestKey) -> bool:
+            async def slow(self: DecodeSubscription, inbox: Inbox) -> bool:
                 asking.set()
                 await dropped.wait()
-                return await real(self, key)
+                return await real(self, inbox)
 
             prompt = [MARK, *random_prompt(random.Random(PROMPT_SEED + 2), 40)]
             with patch.object(DecodeSubscription, "has_committed", slow):

@@ -111,8 +111,13 @@ async def ask_marked(cluster: FaultyCluster, load: Load, questions: Questions) -
 
 async def nothing_left(cluster: FaultyCluster, outcome: Outcome) -> None:
     """Count what those that live still have of any request, after they have had time to let go."""
+
+    async def forgotten() -> bool:
+        return not any(status.answers_unacknowledged for status in (await cluster.statuses()).values())
+
     try:
         await assert_conserved(cluster, timeout_s=WAIT_S_MAX / 2)
+        await wait_for(forgotten, "finished answers to be forgotten", story=cluster.story, timeout_s=WAIT_S_MAX / 2)
     except AssertionError as error:
         left = leftovers(await cluster.statuses())
         outcome.leaked += sum(count for found in left.values() for count in found.values()) or 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.ids import BlockId
 from cachestore.ledger import Ledger
-from decode_node.gone import GONE_MAX
+from decode_node.job import GONE_MAX
 from kvtransfer.protocol.receiver import GrantState
 from tests.sim.books import OVER
 from tests.sim.cluster import Kind, Process, SimCluster

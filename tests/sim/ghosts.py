@@ -18,8 +18,7 @@ from engine.types import key_from_proto
 from kvtransfer.protocol.receiver import AnswerGranted, AnswerRefused, ReserveAsked
 from kvtransfer.receiver import Receiver
 from router.decode_streams import DecodeSubscription
-from router.inbox import Inbox
-from router.job import Job
+from router.job import Inbox, Job
 from router.prefill_nodes import PrefillCalls
 
 if TYPE_CHECKING:

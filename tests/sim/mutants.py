@@ -19,13 +19,13 @@ import node.receiver
 import router.retries
 from baton.errors import Reason
 from baton.ids import Epoch, GrantId, Incarnation, Pair, RequestKey
-from decode_node.gone import GoneRequests
+from decode_node.job import GoneRequests
 from decode_node.node import DecodeNode
 from decode_node.streams import RequestOutput, TokenStreams
 from kvtransfer.protocol.receiver import FencePair, PairFenced, ReceiverMachine
 from kvtransfer.receiver import Receiver, ReceiverPorts
 from router.decode_streams import DecodeSubscription
-from router.inbox import Inbox, Parting
+from router.job import Inbox, Parting
 from router.resume import Unseen
 from router.retries import RESUMABLE
 from tests.explorer import mutants as machines

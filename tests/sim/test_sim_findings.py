@@ -14,7 +14,7 @@ from baton.ids import Attempt, GrantId, Incarnation, RequestId, RequestKey
 from decode_node.node import DecodeNode
 from decode_node.streams import RequestOutput, TokenStreams
 from router.prompts import PromptEncoder
-from router.text_jobs import read_attach
+from router.request import read_attach
 from tests.sim.run import simulate_or_fail, suite_config
 from tests.support.cluster_harness import (
     assert_conserved,

@@ -22,8 +22,7 @@ from cachestore.prefix_cache import IndexCursor
 from engine.scheduler import Sequence
 from kvtransfer.writer import Handoff, StepWrites
 from prefill_node.job import Job as PrefillJob
-from router.inbox import Inbox
-from router.job import Job
+from router.job import Inbox, Job
 from router.request import CheckedRequest
 from tests.support.cluster_harness import (
     assert_conserved,

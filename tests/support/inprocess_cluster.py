@@ -37,8 +37,7 @@ from kvtransfer.receiver import Receiver
 from kvtransfer.writer import WriterPeer
 from mixed_node.node import MixedNode
 from node.peers import Peers
-from prefill_node.main import PrefillService
-from prefill_node.node import PrefillNode, StepSink
+from prefill_node.node import PrefillNode, PrefillService, StepSink
 from router.decode_streams import DecodeSubscription
 from router.node import RouterNode
 from tests.support.cluster_harness import (

@@ -178,13 +178,13 @@ def test_whatever_routers_say_each_answer_has_one_owner(steps: list[tuple[str, i
             has = world.have[output.router][output.key]
             assert has.ids == output.tokens[has.began :] and has.ended is output.ended.is_set()
     world.now_s += ORPHAN_MS / 1_000
-    running = {key for key, output in world.outputs.items() if not output.ended.is_set()}
+    running = {key for key, output in world.outputs.items() if output.finish is None}
     left = {key for key in running if world.outputs[key].left}
-    assert {output.key for output in world.streams.orphans(ORPHAN_MS)} == left
+    assert {output.key for output in world.streams.orphans(orphan_ms=ORPHAN_MS, resume_ms=10 * ORPHAN_MS)} == left
     for router in ROUTERS:
         world.on_stream("break", router)
     world.now_s += ORPHAN_MS / 1_000
-    assert {output.key for output in world.streams.orphans(ORPHAN_MS)} == running
+    assert {output.key for output in world.streams.orphans(orphan_ms=ORPHAN_MS, resume_ms=10 * ORPHAN_MS)} == running
     for output in list(world.outputs.values()):
         world.forget(output)
     world.check()
@@ -227,9 +227,29 @@ def test_a_router_that_takes_over_has_its_own_time_to_come() -> None:
     streams.take_over(outputs[1], ROUTERS[0])
     streams.leave(outputs[2])
     now_s = 1.1
-    assert streams.orphans(ORPHAN_MS) == [outputs[0]]
+    assert streams.orphans(orphan_ms=ORPHAN_MS, resume_ms=10 * ORPHAN_MS) == [outputs[0]]
     now_s = 2.0
-    assert streams.orphans(ORPHAN_MS) == outputs
+    assert streams.orphans(orphan_ms=ORPHAN_MS, resume_ms=10 * ORPHAN_MS) == outputs
+
+
+def test_the_finished_answer_of_a_router_that_is_away_is_kept_for_as_long_as_its_client_may_come_back() -> None:
+    """Two answers are finished, one of them resumable, and their router has no stream. The resumable one is kept for
+    `resume_ms`; the other one waits for its router."""
+    now_s = 0.0
+    streams = TokenStreams(lambda: now_s)
+    outputs = [
+        RequestOutput(
+            key=RequestKey(request=RequestId(name), attempt=Attempt(0)), router=ROUTERS[0], resumable=resumable
+        )
+        for name, resumable in (("a", common_pb2.Resumable(tag=b"a")), ("b", None))
+    ]
+    for output in outputs:
+        streams.open(output)
+        output.end(finish=common_pb2.FINISH_REASON_LENGTH)
+    now_s = 2.9
+    assert streams.orphans(orphan_ms=1_000, resume_ms=3_000) == []
+    now_s = 3.0
+    assert streams.orphans(orphan_ms=1_000, resume_ms=3_000) == outputs[:1]
 
 
 def test_finished_answers_that_nobody_has_are_bounded_in_bytes() -> None:

@@ -14,8 +14,7 @@ from batonpb import common_pb2, decode_pb2, transfer_pb2
 from baton.errors import BatonError, Reason
 from baton.ids import Epoch, GrantId, Incarnation, Pair, RequestId, ReserveNumber
 from baton.wire import RESUME_STATE_BYTES_MAX
-from decode_node.gone import GONE_MAX, GoneRequests
-from decode_node.job import check_resumable
+from decode_node.job import GONE_MAX, GoneRequests, check_resumable
 from decode_node.node import DecodeNode
 from kvtransfer.transport import Seal, TransportName
 from tests.support.cluster_harness import assert_conserved, mock_spec, mock_tokens, random_prompt

@@ -20,7 +20,7 @@ from baton.lifecycle import Lifecycle
 from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer, begun
 from baton.wire import NodeRecord, Role
 from router.config import RouterConfig
-from router.inbox import Inbox
+from router.job import Inbox
 from router.node import RouterNode
 from router.retries import Retries, RetryConfig, Verdict
 from tests.support.cluster_harness import wait_for

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from batonpb import inference_pb2
+from batonpb import common_pb2, inference_pb2
 
 from baton.errors import BatonError, Code, Reason
 from baton.wire import ModelInfo
@@ -237,3 +238,22 @@ def test_the_prompt_is_checked_before_the_sampling() -> None:
     assert refused((), model="huge", temperature=-1.0).reason is Reason.UNKNOWN_MODEL
     assert refused((), temperature=-1.0).reason is Reason.EMPTY_PROMPT
     assert refused(temperature=-1.0, top_p=7.0).field == "sampling.temperature"
+
+
+def test_when_ids_end_an_answer() -> None:
+    """As engines end it: an eos or stop token behind `min_tokens`, else the length."""
+    stop, length = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
+    plain = CheckedRequest(
+        prompt=(1,),
+        sampling=common_pb2.SamplingSpec(max_tokens=3, stop_token_ids=[8]),
+        stop=(),
+        include_stop=False,
+        eos_token_ids=(9,),
+    )
+    assert [plain.finish_after(ids) for ids in ([], [1, 2], [9], [8], [1, 2, 3], [1, 2, 9])] == [
+        None, None, stop, stop, length, stop,
+    ]  # fmt: skip
+    ignoring = replace(plain, sampling=common_pb2.SamplingSpec(max_tokens=3, stop_token_ids=[8], ignore_eos=True))
+    assert [ignoring.finish_after(ids) for ids in ([9], [8], [1, 2, 9])] == [None, stop, length]
+    later = replace(plain, sampling=common_pb2.SamplingSpec(max_tokens=3, min_tokens=2))
+    assert [later.finish_after(ids) for ids in ([9], [1, 9], [1, 2, 9])] == [None, None, stop]

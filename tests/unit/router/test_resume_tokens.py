@@ -22,7 +22,6 @@ from router.resume import (
     ResumeToken,
     Unseen,
     check_same,
-    ends_answer,
     request_digest,
     tag,
     tokens_crc,
@@ -231,16 +230,3 @@ def test_a_repeated_request_must_be_the_same() -> None:
         with pytest.raises(BatonError) as raised:
             check_same(token, [other], answers, field="resume_token")
         assert (raised.value.reason, raised.value.field) == (Reason.BAD_FIELD, "resume_token")
-
-
-def test_when_ids_end_an_answer() -> None:
-    """As engines end it: an eos or stop token behind `min_tokens`, else the length."""
-    stop, length = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
-    plain = common_pb2.SamplingSpec(max_tokens=3, stop_token_ids=[8])
-    assert [ends_answer(ids, plain, [9]) for ids in ([], [1, 2], [9], [8], [1, 2, 3], [1, 2, 9])] == [
-        None, None, stop, stop, length, stop,
-    ]  # fmt: skip
-    ignoring = common_pb2.SamplingSpec(max_tokens=3, stop_token_ids=[8], ignore_eos=True)
-    assert [ends_answer(ids, ignoring, [9]) for ids in ([9], [8], [1, 2, 9])] == [None, stop, length]
-    later = common_pb2.SamplingSpec(max_tokens=3, min_tokens=2)
-    assert [ends_answer(ids, later, [9]) for ids in ([9], [1, 9], [1, 2, 9])] == [None, None, stop]

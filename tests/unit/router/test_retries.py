@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import Attempt, RequestId, RequestKey
 from baton.retry_time import RESUMED_PAUSE_MS_MAX, RESUMED_WAIT_MS_MIN
-from router.inbox import Inbox
+from router.job import Inbox
 from router.retries import (
     DEATHS,
     FULL,
