@@ -190,7 +190,9 @@ class RouterNode:
         observed = self._received(began_s)
         self.requests += 1
         try:
-            place = self._line.enter(call.priority, 0 if request is None else request.ByteSize())
+            comes_back = call.resume is not None and call.resume.place is not None
+            size_bytes = 0 if request is None else request.ByteSize()
+            place = self._line.enter(call.priority, size_bytes, comes_back=comes_back)
             job = await self._begin(request, call, observed, place)
             if not job.taken_over:
                 call.take_prompt(len(job.checked.prompt))
