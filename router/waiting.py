@@ -32,7 +32,7 @@ class WaitingLine:
     def waiting(self) -> int:
         return self._book.waiting
 
-    def enter(self, priority: Priority, size_bytes: int, *, comes_back: bool) -> Place:
+    def enter(self, priority: Priority, size_bytes: int, *, comes_back: bool = False) -> Place:
         """A request has come, or `comes_back` for its answer. Raises BatonError TOO_MANY_CALLS where the line is
         full."""
         return self._book.enter(priority, size_bytes, self._loop.time(), comes_back=comes_back)
