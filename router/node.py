@@ -26,6 +26,7 @@ from baton.ids import Attempt, Incarnation, RequestId, RequestKey
 from baton.lifecycle import Lifecycle, NodeLifecycle
 from baton.log import get_log
 from baton.repeats import RepeatLog
+from baton.retry_time import whole_seconds_ms
 from baton.rpc import Channels
 from baton.tasks import Tasks
 from baton.tracing import Traceparent, new_request_id
@@ -158,20 +159,12 @@ class RouterNode:
         """For a new call that its client may go on with; `digest` is that of its request."""
         return Resume(secret=self.token_bytes(SECRET_BYTES), seed=self.rng.getrandbits(64), digest=digest)
 
-    def attach(
-        self, request: inference_pb2.GenerateRequest | None, call: ClientCall
-    ) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
-        """Go on with an answer behind `call.resume.place`, from wherever it is, or with the request, computed again.
-        Else like `generate`."""
-        assert call.resume is not None
-        assert call.resume.place is not None
-        return self.generate(request, call)
-
     async def generate(
         self, request: inference_pb2.GenerateRequest | None, call: ClientCall
     ) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
         """One request, from the client's call to its last token. Closing the iterator frees it on every node, or leaves
-        a resumable one to other routers.
+        a resumable one to other routers. A call with a place goes on behind it, with the answer from wherever it is, or
+        computed again; `request` is None where the client has not repeated it.
 
         Raises BatonError: what is wrong with the request, or why it could not be run.
         """
@@ -648,12 +641,13 @@ class RouterNode:
         self.check_open()
         if not self._lifecycle.ready:
             text = "This router is about to take no new requests: others do."
-            raise BatonError(Reason.NODE_DRAINING, text, retry_after_ms=1_000)
+            raise BatonError(Reason.NODE_DRAINING, text, retry_after_ms=whole_seconds_ms(self.rng.random()))
 
     def check_open(self) -> None:
         """Raises BatonError NODE_DRAINING where this router takes no new requests."""
         if not self._lifecycle.takes_requests:
-            raise BatonError(Reason.NODE_DRAINING, "This router takes no new requests.", retry_after_ms=1_000)
+            text = "This router takes no new requests."
+            raise BatonError(Reason.NODE_DRAINING, text, retry_after_ms=whole_seconds_ms(self.rng.random()))
 
     def check_cluster(self) -> None:
         """Raises BatonError DIRECTORY_LOST, NO_DECODE_NODE or NO_PREFILL_NODE where each request would end so."""
