@@ -369,7 +369,9 @@ class DecodeNode:
                 self._repeats.warning("orphan cancelled", peer=f"{output.router:016x}", request=output.key.request)
             self.cancel(output.key, "it has no router")
             output.forgotten.set()
-        for output in self.streams.finished[: -self.config.finished_max]:
+        # Those that a router is reading go last.
+        finished = sorted(self.streams.finished, key=lambda output: not output.left)
+        for output in finished[: -self.config.finished_max]:
             output.forgotten.set()
         self.streams.drop_left(LEFT_BYTES_MAX)
         self._gone.upkeep(self._loop.time())

@@ -15,7 +15,6 @@ from baton.runtime import NodeRuntime
 from baton.wire import check_header, model_from_proto
 from decode_node.job import check_resumable
 from decode_node.node import DecodeNode
-from decode_node.streams import add_lost
 from engine.types import key_from_proto
 from kvtransfer.link import (
     check_compatible,
@@ -126,16 +125,15 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         router = check_header(first.open.header, own=self._own)
         # So that the router knows that it is connected before there is a token.
         await context.send_initial_metadata(())
-        lost, cursors = decode_pb2.TokenBatch(), {}
+        lost, cursors = [], {}
         for cursor in first.open.cursors:
             key, epoch = key_from_proto(cursor.key), cursor.key.epoch
             if self._node.is_router_of(key, router, epoch):
                 cursors[key] = cursor.next_index
             else:  # the router was away meanwhile, and would wait for ever
-                add_lost(lost, key, epoch, taken_over=self._node.is_taken_over(key, epoch))
-        if lost.requests:
-            yield lost
-        batches = self._node.streams.subscribe(router, cursors, self._words(router, messages))
+                lost.append((key, epoch, self._node.is_taken_over(key, epoch)))
+        # Nothing is waited for in between: what another router takes over from now on, this one is told by the stream.
+        batches = self._node.streams.subscribe(router, cursors, self._words(router, messages), lost=lost)
         async with aclosing(batches):
             async for batch in batches:
                 yield batch

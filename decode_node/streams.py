@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from batonpb import common_pb2, decode_pb2
 
@@ -19,6 +19,13 @@ from baton.ids import Incarnation, RequestKey
 from baton.log import get_log
 
 log = get_log("streams")
+
+BATCH_BYTES_MAX: Final = 1 << 20
+"""Of one message to a router, about. Answers that are taken over come whole, and many may come at once."""
+TOKEN_BYTES: Final = 5
+"""That a token takes there at most, without log-probabilities."""
+LOGPROB_BYTES: Final = 11
+"""That one log-probability takes, with the id that it is of."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -80,6 +87,11 @@ class RequestOutput:
                 self.forgotten.set()
 
     @property
+    def token_bytes(self) -> int:
+        """What a token and its log-probabilities take in a message, about."""
+        return TOKEN_BYTES + (LOGPROB_BYTES * (2 + len(self.logprobs[0].top_ids)) if self.logprobs else 0)
+
+    @property
     def bytes(self) -> int:
         """What it takes in memory, about."""
         top = len(self.logprobs[0].top_ids) if self.logprobs else 0
@@ -96,8 +108,9 @@ class Subscription:
     router: Incarnation
     cursors: dict[RequestKey, int] = field(default_factory=dict)
     ends_sent: set[RequestKey] = field(default_factory=set)
-    lost: list[tuple[RequestKey, int]] = field(default_factory=list)
-    """What other routers have taken over, with the epoch by which this router had it: it is to be told."""
+    lost: list[tuple[RequestKey, int, bool]] = field(default_factory=list)
+    """What this router does not have any more, with the epoch by which it had it, and whether another one has taken it
+    over: it is to be told."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
     closed: bool = False
 
@@ -145,7 +158,7 @@ class TokenStreams:
         """From now on it is this router's, whose stream carries it from index 0. The former one is told."""
         former = self._subscriptions.get(output.router)
         if former is not None and not output.left and output.router != router:
-            former.lost.append((output.key, output.epoch))
+            former.lost.append((output.key, output.epoch, True))
             former.news.set()
         if output.opened and not output.left:
             self._take(output)
@@ -179,13 +192,18 @@ class TokenStreams:
         """Ended outputs that nobody has acknowledged, oldest first."""
         return [output for output in self._outputs.values() if output.ended.is_set()]
 
-    def attach(self, router: Incarnation, cursors: Mapping[RequestKey, int]) -> Subscription:
+    def attach(
+        self,
+        router: Incarnation,
+        cursors: Mapping[RequestKey, int],
+        lost: Sequence[tuple[RequestKey, int, bool]] = (),
+    ) -> Subscription:
         """The router has a new stream, which replaces an older one."""
         older = self._subscriptions.get(router)
         if older is not None:
             older.closed = True
             older.news.set()
-        mine = self._subscriptions[router] = Subscription(router=router, cursors=dict(cursors))
+        mine = self._subscriptions[router] = Subscription(router=router, cursors=dict(cursors), lost=list(lost))
         self._away_since_s.pop(router, None)
         mine.news.set()
         return mine
@@ -199,13 +217,17 @@ class TokenStreams:
                 self._away_since_s[router] = self._now_s()
 
     def collect(self, subscription: Subscription) -> decode_pb2.TokenBatch:
-        """Everything behind the cursors, and move them."""
+        """What is behind the cursors, and move them. What is more than one message takes is left for the next one."""
         batch = decode_pb2.TokenBatch()
         lost, subscription.lost = subscription.lost, []
-        for key, epoch in lost:
-            add_lost(batch, key, epoch, taken_over=True)
+        for key, epoch, taken_over in lost:
+            _add_lost(batch, key, epoch, taken_over=taken_over)
+        room = BATCH_BYTES_MAX
         for output in self._of_router.get(subscription.router, {}).values():
-            _add_news(batch, output, subscription)
+            room -= _add_news(batch, output, subscription, room)
+            if room <= 0:
+                subscription.news.set()
+                break
         return batch
 
     def close_all(self) -> None:
@@ -224,13 +246,19 @@ class TokenStreams:
                     output.forgotten.set()
 
     async def subscribe(
-        self, router: Incarnation, cursors: Mapping[RequestKey, int], reading: Coroutine[Any, Any, None]
+        self,
+        router: Incarnation,
+        cursors: Mapping[RequestKey, int],
+        reading: Coroutine[Any, Any, None],
+        *,
+        lost: Sequence[tuple[RequestKey, int, bool]] = (),
     ) -> AsyncGenerator[decode_pb2.TokenBatch, None]:
         """Messages for one router, until a newer stream replaces it. Where it names no cursor: from where it began.
 
-        `reading` takes in what the router sends on the same stream, and runs as long as this does.
+        `lost` is as in `Subscription`, of what it believes to have. `reading` takes in what the router sends
+        on the same stream, and runs as long as this does.
         """
-        mine = self.attach(router, cursors)
+        mine = self.attach(router, cursors, lost)
         reader = asyncio.get_running_loop().create_task(reading)
         try:
             while True:
@@ -267,7 +295,7 @@ class TokenStreams:
             subscription.ends_sent.discard(output.key)
 
 
-def add_lost(batch: decode_pb2.TokenBatch, key: RequestKey, epoch: int, *, taken_over: bool) -> None:
+def _add_lost(batch: decode_pb2.TokenBatch, key: RequestKey, epoch: int, *, taken_over: bool) -> None:
     """Tell a router that has a request by this epoch that it gets nothing more of it."""
     message = batch.requests.add(error="it is not here any more")
     message.key.request, message.key.attempt, message.key.epoch = key.request, key.attempt, epoch
@@ -275,24 +303,31 @@ def add_lost(batch: decode_pb2.TokenBatch, key: RequestKey, epoch: int, *, taken
         message.error, message.error_reason = "another router has taken it over", Reason.TAKEN_OVER.value
 
 
-def _add_news(batch: decode_pb2.TokenBatch, output: RequestOutput, subscription: Subscription) -> None:
+def _add_news(batch: decode_pb2.TokenBatch, output: RequestOutput, subscription: Subscription, bytes_max: int) -> int:
+    """Returns the bytes that it takes, about. At least one token goes, however little room there is."""
     if output.forgotten.is_set():
-        return
+        return 0
     began = 0 if output.epoch else output.first_index
     cursor = max(began, subscription.cursors.get(output.key, 0))
-    ended = output.ended.is_set() and output.key not in subscription.ends_sent
-    key = output.key
+    key, taken = output.key, 0
     if cursor < output.first_index:
         # These have no log-probabilities here.
-        earlier = batch.requests.add(first_index=cursor, ids=output.tokens[cursor : output.first_index])
+        stop = min(output.first_index, cursor + 1 + bytes_max // TOKEN_BYTES)
+        earlier = batch.requests.add(first_index=cursor, ids=output.tokens[cursor:stop])
         earlier.key.request, earlier.key.attempt, earlier.key.epoch = key.request, key.attempt, output.epoch
-        cursor = subscription.cursors[key] = output.first_index
-    new = output.tokens[cursor:]
+        taken += TOKEN_BYTES * (stop - cursor)
+        cursor = subscription.cursors[key] = stop
+        if cursor < output.first_index:
+            return taken
+    stop = min(len(output.tokens), cursor + 1 + max(0, bytes_max - taken) // output.token_bytes)
+    new = output.tokens[cursor:stop]
+    ended = output.ended.is_set() and stop == len(output.tokens) and key not in subscription.ends_sent
     if not new and not ended:
-        return
-    message = batch.requests.add(first_index=cursor, ids=new, logprobs=output.logprobs[cursor - output.first_index :])
+        return taken
+    logprobs = output.logprobs[cursor - output.first_index : stop - output.first_index]
+    message = batch.requests.add(first_index=cursor, ids=new, logprobs=logprobs)
     message.key.request, message.key.attempt, message.key.epoch = key.request, key.attempt, output.epoch
-    subscription.cursors[key] = cursor + len(new)
+    subscription.cursors[key] = stop
     if ended:
         subscription.ends_sent.add(key)
         if output.finish is not None:
@@ -301,3 +336,4 @@ def _add_news(batch: decode_pb2.TokenBatch, output: RequestOutput, subscription:
             message.error = output.error or "unknown"
             if output.error_reason is not None:
                 message.error_reason = output.error_reason.value
+    return taken + output.token_bytes * len(new)

@@ -51,6 +51,7 @@ from router.request import (
 )
 from router.request_log import RequestLog
 from router.resume import (
+    REQUEST_ID_BYTES,
     SECRET_BYTES,
     Resume,
     ResumeToken,
@@ -76,6 +77,9 @@ HANDED_OFF_MS_MAX: Final = 1_000
 """How long a finished answer waits for the prefill node to confirm its handoff."""
 FIRST_NEWS_MS_MAX: Final = 1_000
 """How long a client that attaches waits for the first word of the directory: this router has just started."""
+TOKENS_AT_ONCE: Final = 256
+"""Of an answer that is taken over and comes whole: their text takes some milliseconds, and clients refuse large
+messages."""
 DEADLINE_MARGIN_S: Final = 0.05
 """A call may be ended a little before what we hold for its deadline."""
 
@@ -159,6 +163,11 @@ class RouterNode:
         """For a new call that its client may go on with; `digest` is that of its request."""
         return Resume(secret=self.token_bytes(SECRET_BYTES), seed=self.rng.getrandbits(64), digest=digest)
 
+    def _new_id(self) -> RequestId:
+        """Nobody can foretell it from those that clients have seen: a node takes the word of who knows it that a
+        request is over which it does not have yet."""
+        return RequestId(self.token_bytes(REQUEST_ID_BYTES).hex())
+
     async def generate(
         self, request: inference_pb2.GenerateRequest | None, call: ClientCall
     ) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
@@ -174,18 +183,22 @@ class RouterNode:
         observed = self._received(began_s)
         self.requests += 1
         try:
-            place = self._line.enter(call.priority, 0 if request is None else request.ByteSize())
+            comes_back = call.resume is not None and call.resume.place is not None
+            size_bytes = 0 if request is None else request.ByteSize()
+            place = self._line.enter(call.priority, size_bytes, comes_back=comes_back)
             job = await self._begin(request, call, observed, place)
             if not job.taken_over:
                 call.take_prompt(len(job.checked.prompt))
             async with aclosing(self._events(job)) as events:
                 async for event in events:
                     new = job.for_client(event)
+                    computed = event if not job.taken_over else new  # what the client had is computed again for it
+                    if computed is not None and computed.tokens.ids:
+                        call.take_output(len(computed.tokens.ids))
                     if new is None:
                         continue
                     if new.tokens.ids:
                         observed.tokens(self._loop.time(), len(new.tokens.ids))
-                        call.take_output(len(new.tokens.ids))
                     yield new
         except BatonError as error:
             observed.failed(error.reason)
@@ -253,7 +266,7 @@ class RouterNode:
                 observed.attached("refused")
             raise
         job = Job(
-            id=new_request_id(self.rng) if inbox is None else inbox.key.request,
+            id=self._new_id() if inbox is None else inbox.key.request,
             call=call,
             request=request,
             checked=checked,
@@ -282,12 +295,16 @@ class RouterNode:
         resume = call.resume
         assert resume is not None
         assert resume.place is not None
+        if not resume.place.request:
+            return None  # its answer had not begun
         own_tag = resume.tag(call.key_name)
         # A client may come back twice at once. The later call finds what the earlier one has taken over, and ends that.
         async with self._attaches.setdefault(resume.place.request, asyncio.Lock()):
             key, stream = await self._find(resume.place, own_tag, taken_over_error())
             if stream is None:
                 return None
+            if key.request not in self._resumable and key in self.streams.inboxes:
+                raise foreign_error()  # of a request here that nobody may take over
             inbox = Inbox(key=key, told=True)
             state = await stream.take_over(inbox, own_tag, left_s=call.deadline_s - self._loop.time())
             return None if state is None else (inbox, state)
@@ -328,9 +345,11 @@ class RouterNode:
 
     async def _forget(self, place: ResumePlace, own_tag: bytes) -> None:
         error = BatonError(Reason.CANCELLED, "The client has ended this request by another call.")
-        key, stream = await self._find(place, own_tag, error)
-        if stream is not None:
-            await stream.forget(key, own_tag)
+        # Not beside a call that takes it over: that would wait for tokens which nobody sends.
+        async with self._attaches.setdefault(place.request, asyncio.Lock()):
+            key, stream = await self._find(place, own_tag, error)
+            if stream is not None:
+                await stream.forget(key, own_tag)
 
     async def _check(self, request: inference_pb2.GenerateRequest | None, call: ClientCall) -> CheckedRequest:
         """Check the request, against the model of a cluster that may still be coming up. Raises BatonError."""
@@ -454,7 +473,7 @@ class RouterNode:
         job.checked = await self._check(job.request, job.call)
         job.call.take_prompt(len(job.checked.prompt))
         self._forget_id(job)
-        job.id = new_request_id(self.rng)  # the old one has tombstones
+        job.id = self._new_id()  # the old one has tombstones
         self._resumable[job.id] = job
         job.taken_over = False
 
@@ -488,6 +507,8 @@ class RouterNode:
                     yield inbox.first_index + given, new, inbox.logprobs[given : given + len(new)]
                     given += len(new)
                     inbox.read, inbox.writing_s = given, None
+                    if given < len(inbox.tokens):
+                        await asyncio.sleep(0)  # others get their turn, whatever is left out of this for the client
                     if len(new) == TOKENS_AT_ONCE_MAX:
                         await asyncio.sleep(0)
                 elif inbox.error is not None:

@@ -70,9 +70,11 @@ def request_message(
         cache_salt=cache_salt,
         resumable=resumable,
     )
+    if isinstance(prompt, bytes):
+        raise TypeError("The prompt is bytes: decode it to text.")
     if isinstance(prompt, str):
         request.text = prompt
-    elif prompt and not isinstance(prompt[0], int):
+    elif len(prompt) and isinstance(prompt[0], Mapping):
         request.chat.messages.extend([inference_pb2.ChatMessage(**message) for message in prompt])  # type: ignore[arg-type]
     else:
         request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]

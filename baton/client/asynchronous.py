@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from typing import Any, Final, Self, TypedDict, Unpack
 
 import grpc
@@ -18,10 +18,14 @@ from baton.endpoint import check_reachable
 from baton.errors import BatonError, Reason
 from baton.grpc_core import ping_options, whole_wakes
 from baton.status import from_rpc_error, is_of_node
+from baton.tracing import REQUEST_ID
 
 log = logging.getLogger("baton.client")
 
 TIMEOUT_S_DEFAULT: Final = 300.0
+CALL_S_MAX: Final = 7 * 24 * 3600.0
+"""gRPC takes far longer times for past ones."""
+CLOSED: Final = "This client is closed."
 CONNECT_MS_MAX: Final = 1_000
 """For one attempt to connect to a router."""
 RECONNECT_MS_MAX: Final = 500
@@ -70,7 +74,11 @@ class AsyncClient:
 
     def __init__(self, routers: str | Sequence[str] = "127.0.0.1:7000", **options: Unpack[ClientOptions]) -> None:
         """`routers`: addresses as host:port, also several in one text with commas between, or dns:///name:port for all
-        routers that a name stands for. Raises BatonError BAD_ENDPOINT."""
+        routers that a name stands for. Raises BatonError BAD_ENDPOINT or INVALID_API_KEY, TypeError or ValueError."""
+        _check_options(options, ClientOptions.__annotations__)
+        api_key = options.get("api_key")
+        if api_key is not None and not all("!" <= character <= "~" for character in api_key):
+            raise BatonError(Reason.INVALID_API_KEY, "The API key must be ASCII without spaces.", field="api_key")
         self._targets = _targets(routers)
         self._options = options
         self._rng = random.Random()
@@ -79,6 +87,7 @@ class AsyncClient:
         self._channels: dict[int, grpc.aio.Channel] = {}
         self._stubs: dict[int, Any] = {}
         self._forgets: set[asyncio.Task[None]] = set()
+        self._askings: set[_Asking] = set()
         self._closed = False
 
     async def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Answer:
@@ -94,6 +103,7 @@ class AsyncClient:
         return self._stream(prompt, options)
 
     def _stream(self, prompt: Prompt, options: RequestOptions, *, unary: bool = False) -> AsyncStream:
+        _check_options(options, RequestOptions.__annotations__)
         request = request_message(
             prompt,
             options.get("sampling"),
@@ -104,7 +114,12 @@ class AsyncClient:
         timeout_s = options.get("timeout_s")
         if timeout_s is None:
             timeout_s = self._options.get("timeout_s", TIMEOUT_S_DEFAULT)
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s is {timeout_s}; it must be above 0.")
         request_id = options.get("request_id")
+        if request_id is not None and not REQUEST_ID.fullmatch(request_id):
+            text = "A request id has 1 to 64 letters, digits or '._:-'."
+            raise BatonError(Reason.BAD_REQUEST_ID, text, field="request_id")
         return AsyncStream(_Asking(self, request, timeout_s=timeout_s, request_id=request_id, unary=unary))
 
     async def settle(self) -> None:
@@ -113,9 +128,11 @@ class AsyncClient:
             await asyncio.wait(self._forgets, timeout=2 * FORGET_MS_MAX / 1e3)
 
     async def close(self) -> None:
-        """Ends what is under way. Idempotent."""
-        await self.settle()
+        """Ends what is under way: who waits for it gets a RuntimeError. Idempotent."""
+        for asking in self._askings:
+            asking.leave()
         self._closed = True
+        await self.settle()
         for forgetting in self._forgets:
             forgetting.cancel()
         channels, self._channels, self._stubs = list(self._channels.values()), {}, {}
@@ -142,8 +159,24 @@ class AsyncClient:
             retries_max=options.get("retries_max"),
         )
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def follow(self, asking: _Asking) -> None:
+        """It begins: `close` ends it. Raises RuntimeError."""
+        self.check_open()
+        self._askings.add(asking)
+
+    def follow_no_more(self, asking: _Asking) -> None:
+        self._askings.discard(asking)
+
+    def check_open(self) -> None:
+        """Raises RuntimeError."""
+        if self._closed:
+            raise RuntimeError(CLOSED)
+
     def stub(self, router: int) -> Any:
-        assert not self._closed, "a request after close"
         stub = self._stubs.get(router)
         if stub is None:
             credentials = self._options.get("credentials")
@@ -233,18 +266,22 @@ class _Asking:
         self._timeout_s = timeout_s
         self._metadata = client.metadata(request_id)
         self._unary = unary
+        self._call: Any = None
+        self._router = 0
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """Raises BatonError."""
+        """Raises BatonError, and RuntimeError where the client is closed."""
         client, builder, now_s = self._client, self.builder, asyncio.get_running_loop().time
         course = client.course(self._timeout_s, now_s())
         over = False
+        client.follow(self)
         try:
             while True:
                 called = course.call
                 if called.after_s:
                     await asyncio.sleep(called.after_s)
-                call = self._open(called, course.deadline_s - now_s())
+                client.check_open()
+                self._call = call = self._open(called, course.deadline_s - now_s())
                 failure: BatonError | None = None
                 by_router = False
                 try:
@@ -255,17 +292,33 @@ class _Asking:
                             yield piece
                 except grpc.aio.AioRpcError as error:
                     failure, by_router = from_rpc_error(error, peer=client.peer(called.router)), is_of_node(error)
+                except asyncio.CancelledError:
+                    task = asyncio.current_task()
+                    if task is None or task.cancelling() or not client.closed:
+                        raise
                 finally:
                     call.cancel()
                 if builder.complete:
                     return
+                client.check_open()
                 next_step = self._failed(course, failure, by_router=by_router)
                 if isinstance(next_step, GiveUp):
                     over = next_step.over
                     raise next_step.error
         finally:
-            if builder.resume_token and not over:
-                client.forget(builder.resume_token, course.call.router)
+            client.follow_no_more(self)
+            if not over:
+                self._forget()
+
+    def leave(self) -> None:
+        """The client is about to be closed."""
+        if self._call is not None:
+            self._call.cancel()
+        self._forget()
+
+    def _forget(self) -> None:
+        if self.builder.resume_token:
+            self._client.forget(self.builder.resume_token, self._router)
 
     def _failed(self, course: Course, failure: BatonError | None, *, by_router: bool) -> Call | GiveUp:
         """What follows after a call that has ended before the answer."""
@@ -283,8 +336,8 @@ class _Asking:
     def _open(self, called: Call, left_s: float) -> Any:
         """A call whose events can be iterated over, and that can be cancelled."""
         stub, request, metadata = self._client.stub(called.router), self._request, self._metadata
-        timeout_s = max(left_s, 1e-3)
-        self.builder.attaching = called.attach
+        timeout_s = min(max(left_s, 1e-3), CALL_S_MAX)
+        self.builder.attaching, self._router = called.attach, called.router
         if called.attach:
             attach = inference_pb2.AttachRequest(
                 resume_token=self.builder.resume_token,
@@ -314,6 +367,13 @@ class _Whole:
 
 UNREACHED_KEY: Final = "unreached"
 """In the metadata of an error: the router that did not answer, or was lost."""
+
+
+def _check_options(given: Iterable[str], known: Iterable[str]) -> None:
+    """Raises TypeError."""
+    for name in set(given) - set(known):
+        in_sampling = " It goes into sampling=Sampling(...)." if name in Sampling.__slots__ else ""
+        raise TypeError(f"There is no option '{name}'. There are: {', '.join(known)}.{in_sampling}")
 
 
 def _targets(routers: str | Sequence[str]) -> list[str]:

@@ -172,6 +172,9 @@ class Course:
         if error.reason is Reason.TAKEN_OVER and self._ghosts:
             self._ghosts -= 1
             verdict = Verdict.REFUSED
+        if error.reason is Reason.DEADLINE and not by_router:
+            text = f"There was no whole answer within {self._timeout_s:g} s."
+            return GiveUp(error=BatonError(Reason.DEADLINE, text, metadata=error.metadata), over=False)
         if verdict is Verdict.FINAL:
             # What a refused request is cancelled by says less than the refusal.
             refusal = self._refusal if error.reason is Reason.CANCELLED else None

@@ -161,11 +161,11 @@ MUTANTS: dict[str, Mutant] = {
         replaced=lambda: _receiver(machines.FreeAfterRevokes), seed=8, resumable=0.0
     ),
     "fence: only epochs are looked at": Mutant(
-        replaced=lambda: [(ReceiverPorts, "forbid", _forbid_nothing)], seed=80, resumable=0.0
+        replaced=lambda: [(ReceiverPorts, "forbid", _forbid_nothing)], seed=336, resumable=0.0
     ),
     "fence: no seal is waited for": Mutant(replaced=lambda: _receiver(machines.NoSeal), seed=6, resumable=0.0),
     "fence: the writer lets go before its writes have drained": Mutant(
-        replaced=lambda: _writer(machines.ReleaseUndrained), seed=108, resumable=0.0
+        replaced=lambda: _writer(machines.ReleaseUndrained), seed=107, resumable=0.0
     ),
     "epoch: never rises": Mutant(replaced=lambda: [(ReceiverMachine, "epoch", _same_epoch)], seed=13, resumable=0.0),
     "tombstone: none for refused numbers": Mutant(
@@ -178,9 +178,9 @@ MUTANTS: dict[str, Mutant] = {
         replaced=lambda: [(Inbox, "put", _put_all)], seed=6, resumable=0.0
     ),
     "resolve: leaves no tombstone": Mutant(
-        replaced=lambda: [(DecodeNode, "resolve", _resolve_nothing)], seed=40, resumable=0.0
+        replaced=lambda: [(DecodeNode, "resolve", _resolve_nothing)], seed=31, resumable=0.0
     ),
-    "commit: not looked at again after a cancel": Mutant(replaced=_no_look_after_commit, seed=12, resumable=0.0),
+    "commit: not looked at again after a cancel": Mutant(replaced=_no_look_after_commit, seed=90, resumable=0.0),
     "take-over: the epoch does not rise": Mutant(
         replaced=lambda: [(TokenStreams, "take_over", _same_owner_epoch)], seed=1
     ),

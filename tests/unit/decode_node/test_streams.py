@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from baton.errors import Reason
 from baton.ids import Attempt, Incarnation, RequestId, RequestKey
-from decode_node.streams import RequestOutput, Subscription, TokenStreams, add_lost
+from decode_node.streams import BATCH_BYTES_MAX, RequestOutput, Subscription, TokenStreams
 
 ORPHAN_MS = 1_000
 ROUTERS = [Incarnation(number) for number in (11, 12, 13)]
@@ -103,15 +103,14 @@ class World:
 
     def subscribe(self, router: Incarnation) -> None:
         """As `DecodeService.Subscribe` does it. An older stream is found out about later, or never."""
-        lost, cursors = decode_pb2.TokenBatch(), {}
+        lost, cursors = [], {}
         for key, has in self.have[router].items():
             output = self.outputs.get(key)
             if output is not None and output.heeds(router, has.epoch):
                 cursors[key] = has.began + len(has.ids)
             else:
-                add_lost(lost, key, has.epoch, taken_over=True)
-        self.subscriptions[router] = self.streams.attach(router, cursors)
-        self.take(router, lost)
+                lost.append((key, has.epoch, True))
+        self.subscriptions[router] = self.streams.attach(router, cursors, lost)
 
     def take(self, router: Incarnation, batch: decode_pb2.TokenBatch) -> None:
         """Each index comes once and in order, from where the router began, and only to the router that has it."""
@@ -119,7 +118,8 @@ class World:
             key = RequestKey(request=RequestId(message.key.request), attempt=Attempt(message.key.attempt))
             has = self.have[router].get(key)
             if message.error_reason == Reason.TAKEN_OVER.value:
-                assert not self.outputs[key].heeds(router, message.key.epoch)
+                output = self.outputs.get(key)
+                assert output is None or not output.heeds(router, message.key.epoch)
                 if has is not None and has.epoch == message.key.epoch:
                     del self.have[router][key]
                 continue
@@ -295,3 +295,33 @@ def test_a_failed_answer_that_nobody_has_is_of_no_use(left_first: bool, finish: 
         assert not output.forgotten.is_set(), "its router is to learn of it"
         streams.leave(output)
     assert output.forgotten.is_set() is (finish is None)
+
+
+@pytest.mark.parametrize("top", [None, 20])
+def test_answers_that_come_whole_take_several_messages(top: int | None) -> None:
+    """Many long answers are taken over at once, some with all log-probabilities that may be asked for: no message is as
+    large as a peer refuses, each index comes once, and each end comes last."""
+    streams, length, began = TokenStreams(lambda: 0.0), 20_000, 7_000
+    logprobs = common_pb2.TokenLogprobs(logprob=-1.5, top_ids=[120_000] * (top or 0), top_logprobs=[-2.5] * (top or 0))
+    keys = [RequestKey(request=RequestId(f"r{number}"), attempt=Attempt(0)) for number in range(8)]
+    for key in keys:
+        output = RequestOutput(key=key, router=ROUTERS[0], tokens=[120_000] * began, first_index=began)
+        for _ in range(length - began):
+            output.append(120_000, logprobs if top is not None else None)
+        streams.open(output)
+        streams.take_over(output, ROUTERS[1])
+        output.end(finish=common_pb2.FINISH_REASON_STOP)
+    mine, had, ended = streams.attach(ROUTERS[1], {}), dict.fromkeys((key.request for key in keys), 0), []
+    while mine.news.is_set():
+        mine.news.clear()
+        batch = streams.collect(mine)
+        assert batch.ByteSize() <= BATCH_BYTES_MAX + 1_000
+        for message in batch.requests:
+            assert message.first_index == had[RequestId(message.key.request)]
+            had[RequestId(message.key.request)] += len(message.ids)
+            assert len(message.logprobs) == (len(message.ids) if top and message.first_index >= began else 0)
+            if message.HasField("finish"):
+                assert had[RequestId(message.key.request)] == length
+                ended.append(message.key.request)
+    assert set(had.values()) == {length}
+    assert sorted(ended) == sorted(had)

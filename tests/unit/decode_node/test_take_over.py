@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from batonpb import common_pb2, decode_pb2, transfer_pb2
@@ -306,6 +306,27 @@ def test_a_finished_answer_is_kept_for_resume_ms() -> None:
         assert await s.later.take_over(key_of("one")) == ("ABSENT", 0)
 
     played(play, resume_ms=250, finished_ms_max=600_000)
+
+
+def test_what_a_router_still_reads_outlasts_what_was_left() -> None:
+    """The node has more finished answers than it keeps. The oldest one's router has not acknowledged it yet; the later
+    ones are nobody's. Those go."""
+
+    async def play(s: Scene) -> None:
+        await s.finished("one")
+        for request in ("two", "three"):
+            await s.former.prefill(request, PROMPT, 20)
+            await s.until("the end", lambda request=request: (request, 0) in s.former.ends)  # type: ignore[misc]
+            await s.former.leave(key_of(request))
+        await s.until("two left", lambda: sum(job.output.left for job in s.node._by_key.values()) == 2)
+        s.node.config = replace(s.node.config, finished_max=1)
+        s.node.reap()
+        await s.until("one answer", lambda: len(s.node.streams) == 1)
+        assert [key.request for key in s.node._by_key] == ["one"]
+        await s.former.done(key_of("one"))
+        await s.nothing_left()
+
+    played(play)
 
 
 def test_a_stop_string_has_ended_the_answer() -> None:

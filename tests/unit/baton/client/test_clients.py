@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from typing import Any
 
@@ -200,6 +201,102 @@ def test_a_name_for_all_routers() -> None:
     with router_doubles(router) as address:
         _, answer = read_sync(f"dns:///localhost:{address.partition(':')[2]}")
     assert (answer.ids, answer.attaches) == ([10, 11, 12, 13, 14], 1)
+
+
+@both
+def test_options_that_are_none(read: Read) -> None:
+    """A name that is mistyped, or belongs to the sampling, is not passed over; values that gRPC would never send, or
+    take for a time in the past, are refused before anything is sent."""
+    key, request_id = "one\ntwo", "schl\xfcssel"
+    with pytest.raises(TypeError, match=r"no option 'max_tokens'.*It goes into sampling=Sampling"):
+        read("127.0.0.1:1", max_tokens=3)
+    with pytest.raises(TypeError, match=r"no option 'timeout'"):
+        read("127.0.0.1:1", client={"timeout": 3})
+    with pytest.raises(TypeError, match="decode it"):
+        read("127.0.0.1:1", prompt=b"bytes")
+    for timeout_s in (0, -1, float("nan")):
+        with pytest.raises(ValueError, match="must be above 0"):
+            read("127.0.0.1:1", timeout_s=timeout_s)
+    for wrong, reason in (
+        ({"client": {"api_key": key}}, Reason.INVALID_API_KEY),
+        ({"request_id": request_id}, Reason.BAD_REQUEST_ID),
+    ):
+        with pytest.raises(BatonError) as caught:
+            read("127.0.0.1:1", **wrong)
+        assert caught.value.reason is reason
+        assert key not in str(caught.value)
+    router = RouterDouble()
+    with router_doubles(router) as address:
+        assert read(address, timeout_s=float("inf"))[1].finish == "length"
+
+
+def test_a_client_that_is_closed_under_way() -> None:
+    """Threads that wait are not left waiting, the router is told, and nothing more can be asked."""
+    router = RouterDouble(plays=deque([Play(tokens=1, end="hold"), Play(tokens=2, end="hold")]))
+    with router_doubles(router) as address, ThreadPoolExecutor(5) as threads:
+        client = Client(address)
+        stream, other = client.stream("hello"), client.stream("hello")
+        assert [next(each).ids for each in (stream, other)] == [[10], [10]]
+        assert next(other).ids == [11]
+        waiting = threads.submit(next, other)
+        for closing in [threads.submit(client.close) for _ in range(4)]:
+            closing.result(WAIT_S_MAX)
+        with pytest.raises(RuntimeError, match="closed"):
+            waiting.result(WAIT_S_MAX)
+        with pytest.raises(RuntimeError, match="closed"):
+            next(stream)
+        with pytest.raises(RuntimeError, match="closed"):
+            client.generate("hello")
+        stream.close()
+        client.close()
+    assert sorted(router.forgotten) == ["behind 1", "behind 2"]
+
+
+def test_an_asyncio_client_that_is_closed_under_way() -> None:
+    """A stream that was left just before by `break`, one that is held, and a task that waits: the router hears of
+    each."""
+    router = RouterDouble(plays=deque([Play(tokens=1, end="hold") for _ in range(4)]))
+
+    async def close(address: str) -> None:
+        client = AsyncClient(address)
+        async for _ in client.stream("hello"):
+            break
+        held, other = client.stream("hello"), client.stream("hello")
+        assert [(await anext(each)).ids for each in (held, other)] == [[10], [10]]
+        waiting = asyncio.ensure_future(client.generate("hello"))
+        asking = asyncio.ensure_future(anext(other))
+        await asyncio.sleep(0)
+        await client.close()
+        for late in (asking, waiting, client.generate("hello")):
+            with pytest.raises(RuntimeError, match="closed"):
+                await late
+
+    with router_doubles(router) as address:
+        asyncio.run(close(address))
+    assert router.forgotten == ["behind 1"] * 3
+
+
+def test_a_client_after_a_fork() -> None:
+    """Its thread is not there: the child is told so, and does not wait for ever."""
+    router = RouterDouble()
+    code = """
+import os, sys
+from baton.client import Client
+with Client(sys.argv[1]) as client:
+    client.generate("hello")
+    if os.fork() == 0:
+        try:
+            client.generate("hello")
+        except RuntimeError as error:
+            client.close()
+            os._exit("after the fork" in str(error))
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+    with router_doubles(router) as address:
+        forked = subprocess.run(
+            [sys.executable, "-c", code, address], capture_output=True, text=True, timeout=WAIT_S_MAX, check=True
+        )
+    assert forked.stdout == "1\n"
 
 
 class Forgetful(RouterDouble):

@@ -162,7 +162,9 @@ def test_what_is_over_for_every_router() -> None:
         error = BatonError(reason, "Over.")
         assert end(course(3), error, by_router=True) == GiveUp(error=error, over=True)
     late = BatonError(Reason.DEADLINE, "The router did not answer in time.")
-    assert end(course(3), late) == GiveUp(error=late, over=False)
+    ended = end(course(3), late)
+    assert isinstance(ended, GiveUp)
+    assert (str(ended.error.message), ended.over) == ("There was no whole answer within 60 s.", False)
 
 
 def test_the_refusal_says_more_than_the_cancel_that_it_left() -> None:
