@@ -139,7 +139,7 @@ def play(scene: Callable[[Client, Written], Awaitable[None]], *, keys: Sequence[
         app: Any = OpenAiApp(cast(RouterNode, written)).asgi()
         if keys:
             book = KeyBook(keys, blind=b"blind", now_s=0.0)
-            app = KeyedApp(app, book, rng=rng, request_log=node.request_log)
+            app = KeyedApp(app, book, rng=rng, request_log=node.request_log, end_former=node.end_former)
         try:
             async with asyncio.timeout(30):
                 await scene(Client(app), written)
