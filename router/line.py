@@ -113,11 +113,12 @@ class Line:
         """When `go` is to be called if nothing changes until then."""
         return self._pause_until_s if self._waiting else None
 
-    def enter(self, priority: Priority, size_bytes: int, now_s: float) -> Place:
-        """A request has come. Raises BatonError TOO_MANY_CALLS where the line is full."""
+    def enter(self, priority: Priority, size_bytes: int, now_s: float, *, comes_back: bool = False) -> Place:
+        """A request has come. One that `comes_back` for its answer may not have to wait: that is found out first.
+        Raises BatonError TOO_MANY_CALLS where the line is full."""
         most = max(1, self._requests_max // LOW_SHARE) if priority is Priority.LOW else self._requests_max
-        if self._arrived + len(self._waiting) >= most:
-            raise self._full(f"{most} requests wait for this router already, the limit (line_requests_max).")
+        if not comes_back:
+            self._check_count(self._arrived + len(self._waiting), most)
         self._check_bytes(size_bytes)
         self._number += 1
         self._arrived += 1
@@ -129,6 +130,7 @@ class Line:
         wait, and they are too many."""
         assert place.stage is Stage.ARRIVED
         if self._waiting or not self._may_go():
+            self._check_count(len(self._waiting), self._requests_max)
             self._check_bytes(size_bytes - place.size_bytes)
         self._bytes -= place.size_bytes
         place.size_bytes = size_bytes
@@ -229,6 +231,10 @@ class Line:
         assert place.stage in (Stage.SENT, Stage.PLACED), place.stage
         self._out -= 1
         self._sent -= place.stage is Stage.SENT
+
+    def _check_count(self, waiting: int, most: int) -> None:
+        if waiting >= most:
+            raise self._full(f"{most} requests wait for this router already, the limit (line_requests_max).")
 
     def _check_bytes(self, more: int) -> None:
         if self._bytes + more > BYTES_MAX:

@@ -26,6 +26,7 @@ from baton.ids import Attempt, Incarnation, RequestId, RequestKey
 from baton.lifecycle import Lifecycle, NodeLifecycle
 from baton.log import get_log
 from baton.repeats import RepeatLog
+from baton.retry_time import whole_seconds_ms
 from baton.rpc import Channels
 from baton.tasks import Tasks
 from baton.tracing import Traceparent, new_request_id
@@ -171,20 +172,12 @@ class RouterNode:
         request is over which it does not have yet."""
         return RequestId(self.token_bytes(REQUEST_ID_BYTES).hex())
 
-    def attach(
-        self, request: inference_pb2.GenerateRequest | None, call: ClientCall
-    ) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
-        """Go on with an answer behind `call.resume.place`, from wherever it is, or with the request, computed again.
-        Else like `generate`."""
-        assert call.resume is not None
-        assert call.resume.place is not None
-        return self.generate(request, call)
-
     async def generate(
         self, request: inference_pb2.GenerateRequest | None, call: ClientCall
     ) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
         """One request, from the client's call to its last token. Closing the iterator frees it on every node, or leaves
-        a resumable one to other routers.
+        a resumable one to other routers. A call with a place goes on behind it, with the answer from wherever it is, or
+        computed again; `request` is None where the client has not repeated it.
 
         Raises BatonError: what is wrong with the request, or why it could not be run.
         """
@@ -194,7 +187,9 @@ class RouterNode:
         observed = self._received(began_s)
         self.requests += 1
         try:
-            place = self._line.enter(call.priority, 0 if request is None else request.ByteSize())
+            comes_back = call.resume is not None and call.resume.place is not None
+            size_bytes = 0 if request is None else request.ByteSize()
+            place = self._line.enter(call.priority, size_bytes, comes_back=comes_back)
             job = await self._begin(request, call, observed, place)
             if not job.taken_over:
                 call.take_prompt(len(job.checked.prompt))
@@ -685,12 +680,13 @@ class RouterNode:
         self.check_open()
         if not self._lifecycle.ready:
             text = "This router is about to take no new requests: others do."
-            raise BatonError(Reason.NODE_DRAINING, text, retry_after_ms=1_000)
+            raise BatonError(Reason.NODE_DRAINING, text, retry_after_ms=whole_seconds_ms(self.rng.random()))
 
     def check_open(self) -> None:
         """Raises BatonError NODE_DRAINING where this router takes no new requests."""
         if not self._lifecycle.takes_requests:
-            raise BatonError(Reason.NODE_DRAINING, "This router takes no new requests.", retry_after_ms=1_000)
+            text = "This router takes no new requests."
+            raise BatonError(Reason.NODE_DRAINING, text, retry_after_ms=whole_seconds_ms(self.rng.random()))
 
     def check_cluster(self) -> None:
         """Raises BatonError DIRECTORY_LOST, NO_DECODE_NODE or NO_PREFILL_NODE where each request would end so."""

@@ -32,9 +32,10 @@ class WaitingLine:
     def waiting(self) -> int:
         return self._book.waiting
 
-    def enter(self, priority: Priority, size_bytes: int) -> Place:
-        """A request has come. Raises BatonError TOO_MANY_CALLS where the line is full."""
-        return self._book.enter(priority, size_bytes, self._loop.time())
+    def enter(self, priority: Priority, size_bytes: int, *, comes_back: bool) -> Place:
+        """A request has come, or `comes_back` for its answer. Raises BatonError TOO_MANY_CALLS where the line is
+        full."""
+        return self._book.enter(priority, size_bytes, self._loop.time(), comes_back=comes_back)
 
     async def first(self, job: Job) -> None:
         """Wait for the turn of a request that has been checked. Raises BatonError DEADLINE, and TOO_MANY_CALLS where

@@ -55,16 +55,12 @@ class Written:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.node, name)
 
-    def generate(self, request: inference_pb2.GenerateRequest, call: ClientCall) -> Events:
-        self.calls.append(("generate", request, call))
-        return self._answer(call, Place())
-
-    def attach(self, request: inference_pb2.GenerateRequest | None, call: ClientCall) -> Events:
-        assert call.resume is not None
-        assert call.resume.place is not None
-        self.calls.append(("attach", request, call))
-        self.attached.set()
-        return self._answer(call, call.resume.place)
+    def generate(self, request: inference_pb2.GenerateRequest | None, call: ClientCall) -> Events:
+        had = call.resume.place if call.resume is not None else None
+        self.calls.append(("generate" if had is None else "attach", request, call))
+        if had is not None:
+            self.attached.set()
+        return self._answer(call, had or Place())
 
     async def forget(self, token: ResumeToken, key_name: str | None) -> None:
         self.forgotten.append((token, key_name))

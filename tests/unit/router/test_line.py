@@ -248,6 +248,25 @@ def test_one_request_too_many_is_refused_at_once() -> None:
     come(line)
 
 
+def test_a_client_that_comes_back_finds_the_line_full() -> None:
+    """It gets an answer that a node has, which does not wait. One that has to be computed again, without a part of it,
+    is refused as any other."""
+    line = line_of(out_max=1, requests_max=2)
+    come(line)
+    line.go(0.0)
+    waiting = some(line, 2)
+    refusal(line)
+    taken, again = (line.enter(Priority.NORMAL, 1, 0.0, comes_back=True) for _ in range(2))
+    line.skip(taken)
+    with pytest.raises(BatonError) as full:
+        line.wait(again, 1)
+    assert full.value.reason is Reason.TOO_MANY_CALLS
+    line.leave(again)
+    assert (line.waiting, line.out) == (2, 2)
+    line.leave(waiting[0])
+    come(line)
+
+
 def test_bytes_that_wait_are_bounded() -> None:
     """A prompt may turn out to be longer than its text. While nobody waits it is not counted: it goes at once."""
     line = line_of(out_max=1)
