@@ -182,7 +182,7 @@ def _open_http(
 
         app: ASGIApp = OpenAiApp(node, directory_trouble).asgi()
         if keys is not None:
-            app = KeyedApp(app, keys.book, rng=node.rng, request_log=node.request_log)
+            app = KeyedApp(app, keys.book, rng=node.rng, request_log=node.request_log, end_former=node.end_former)
         servers["http"] = HttpServer(app, config, rng=node.rng, refused=partial(node.request_log.refused, door="http"))
         endpoints["http"] = servers["http"].start(config.http_listen)
     if metrics is not None:

@@ -36,6 +36,7 @@ from router.byte_shares import TextOwner
 from router.config import RouterConfig
 from router.decode_streams import DecodeStreams, DecodeSubscription
 from router.job import Inbox, Job, Parting, foreign_error, taken_over_error
+from router.keys import KeyUse
 from router.line import Place
 from router.placement import RegionWatch, answer_tokens, tokens_max
 from router.prefill_nodes import NOT_READY_RETRY_MS, PrefillCalls, PrefillNodes
@@ -75,6 +76,9 @@ TOKENS_AT_ONCE_MAX: Final = 256
 """Of an answer that comes with many at once: their text is made, and then others have their turn."""
 HANDED_OFF_MS_MAX: Final = 1_000
 """How long a finished answer waits for the prefill node to confirm its handoff."""
+FORMER_LOOKS_MAX: Final = 50
+FORMER_LOOK_MS: Final = 10
+"""Between two looks whether the former connection of a client that comes back has ended."""
 FIRST_NEWS_MS_MAX: Final = 1_000
 """How long a client that attaches waits for the first word of the directory: this router has just started."""
 TOKENS_AT_ONCE: Final = 256
@@ -328,6 +332,20 @@ class RouterNode:
                 async with asyncio.timeout(FIRST_NEWS_MS_MAX / 1000):
                     await self._first_news.wait()
         return key, self.streams.find(place.decode)
+
+    async def end_former(self, token: ResumeToken, use: KeyUse) -> None:
+        """A client comes back to this router, which still serves its former connection: that is to leave the client's
+        key room for the new call."""
+        own_tag = tag(token.secret, use.key.name)
+        jobs = [job for place in token.places if (job := self._resumable.get(place.request)) is not None]
+        for job in jobs:
+            assert job.call.resume is not None
+            if hmac.compare_digest(job.call.resume.tag(job.call.key_name), own_tag):
+                self._end(job, taken_over_error())
+        for _ in range(FORMER_LOOKS_MAX if jobs else 0):
+            if not use.full:
+                return
+            await asyncio.sleep(FORMER_LOOK_MS / 1000)
 
     def _end(self, job: Job, error: BatonError) -> None:
         """From outside, at any stage: its client gets this error."""
