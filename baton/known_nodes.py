@@ -53,38 +53,42 @@ def write_nodes(path: Path, records: Sequence[NodeRecord]) -> None:
 
 
 class KnownNodes:
-    """Keeps the file of one process in step with the directory. One event loop."""
+    """Keeps the file of one process in step with the directory. One event loop. Without a path it knows nothing."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         self._path = path
         self._written: object = ()
         self._wanted: Sequence[NodeRecord] | None = None
         self._writing: asyncio.Task[None] | None = None
         self._failed = False
 
+    def read(self) -> tuple[NodeRecord, ...]:
+        """At the start. Blocks."""
+        return read_nodes(self._path) if self._path is not None else ()
+
     def follow(self, records: Sequence[NodeRecord]) -> None:
         """What the directory has now. It is written if other nodes are there than before, or in another state; with
         none at all, what was known stays: a directory that came back empty knows them again in a moment."""
         nodes = [record for record in records if record.role is not Role.ROUTER]
         there = [(node.name, node.role, node.incarnation, node.endpoint, node.lifecycle) for node in nodes]
-        if not there or there == self._written:
+        if self._path is None or not there or there == self._written:
             return
         self._written, self._wanted = there, nodes
         if self._writing is None or self._writing.done():
-            self._writing = asyncio.create_task(self._write(), name="known nodes")
+            self._writing = asyncio.create_task(self._write(self._path), name="known nodes")
 
     async def close(self) -> None:
         """Write what is to be written. Idempotent."""
         if self._writing is not None:
             await self._writing
 
-    async def _write(self) -> None:
+    async def _write(self, path: Path) -> None:
         while self._wanted is not None:
             records, self._wanted = self._wanted, None
             try:
-                await asyncio.to_thread(write_nodes, self._path, records)
+                await asyncio.to_thread(write_nodes, path, records)
                 self._failed = False
             except OSError as error:
                 if not self._failed:
-                    log.warning("the last known nodes cannot be written", file=self._path, problem=str(error))
+                    log.warning("the last known nodes cannot be written", file=path, problem=str(error))
                 self._failed = True

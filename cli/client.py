@@ -157,8 +157,8 @@ def no_router(router: str) -> BatonError:
     """No router answers at this address."""
     return BatonError(
         Reason.PEER_UNREACHABLE,
-        f"No router answers at {router}. Is the cluster running (`baton up`)? Name another place with --router "
-        "HOST:PORT.",
+        f"No router answers at {router}. Is the cluster running (`baton up`), and the router neither cordoned nor "
+        "drained (`baton nodes`)? Name another place with --router HOST:PORT.",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Final
 
@@ -14,10 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.errors import BatonError
 from baton.tracing import new_request_id, read_metadata
+from router.http_attach import LAST_EVENT_ID, read_token
 from router.http_reply import error_response
 from router.http_server import ADMISSION, KEY_NAME, REQUESTS_PATH
 from router.keys import Admission, KeyBook, KeyUse, authorization_of
 from router.request_log import RequestLog
+from router.resume import ResumeToken
 
 WITHOUT_KEY: Final = frozenset({"/health", "/live", "/version"})
 
@@ -33,11 +35,14 @@ class KeyedApp:
         *,
         rng: random.Random,
         request_log: RequestLog,
+        end_former: Callable[[ResumeToken, KeyUse], Awaitable[None]],
     ) -> None:
+        """`end_former` ends what this router still serves of a client that comes back."""
         self._app = app
         self._book = book
         self._rng = rng
         self._log = request_log
+        self._end_former = end_former
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in WITHOUT_KEY:
@@ -48,6 +53,8 @@ class KeyedApp:
         try:
             use = self._book.find(authorization_of(headers.items()))
             if scope["method"] == "POST" or (scope["method"] == "GET" and scope["path"].startswith(REQUESTS_PATH)):
+                if use.full and LAST_EVENT_ID in headers:
+                    await self._end_former(read_token(headers.getlist(LAST_EVENT_ID)), use)
                 admission = use.admit(now_s(), spread=self._rng.random())
         except BatonError as error:
             await self._refuse(error, use, headers)(scope, receive, send)

@@ -214,11 +214,9 @@ class OpenAiApp:
             )
             if admission is not None:
                 client = admission.sign(client, now_s, prompt=prompt)
-            message = call.requests[prompt] if call.requests else None
-            if resume is None or resume.place is None:
-                assert message is not None
-                return node.generate(message, client)
-            return _nothing() if resume.place.finished else node.attach(message, client)
+            if resume is not None and resume.place is not None and resume.place.finished:
+                return _nothing()
+            return node.generate(call.requests[prompt] if call.requests else None, client)
 
         codec = node.prompts.codec
         replies = Replies(

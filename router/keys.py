@@ -204,6 +204,11 @@ class KeyUse:
         self.requests += 1
         return Admission(self, spread)
 
+    @property
+    def full(self) -> bool:
+        """It may not have one more answer at the same time."""
+        return self.key.concurrency is not None and self.running >= self.key.concurrency
+
     def check_running(self, more: int, spread: float) -> None:
         """Raises BatonError RATE_LIMIT_EXCEEDED where it may not have so many more answers at the same time."""
         most = self.key.concurrency

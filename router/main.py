@@ -18,7 +18,7 @@ from baton.clock import Clock
 from baton.drain import Holdings
 from baton.endpoint import is_loopback
 from baton.errors import BatonError, Reason
-from baton.known_nodes import KnownNodes, read_nodes
+from baton.known_nodes import KnownNodes
 from baton.log import get_log
 from baton.rpc import check_can_bind
 from baton.runtime import NodeRuntime, Progress
@@ -59,12 +59,12 @@ async def serve(
     sys.set_int_max_str_digits(INT_DIGITS_MAX)
     rng = Random(secrets.randbits(64))
 
-    known = KnownNodes(config.known_nodes_file) if config.known_nodes_file is not None else None
+    known = KnownNodes(config.known_nodes_file)
 
     def follow_directory() -> None:
         node.follow_directory(runtime.membership.nodes())
         pins.follow_directory()
-        if known is not None and not runtime.membership.stale:
+        if not runtime.membership.stale:
             known.follow(runtime.membership.nodes())
 
     runtime = NodeRuntime(
@@ -75,7 +75,7 @@ async def serve(
         rng=rng,
         on_change=follow_directory,
         lame_duck_ms=config.lame_duck_ms,
-        last_known=partial(read_nodes, config.known_nodes_file) if config.known_nodes_file is not None else tuple,
+        last_known=known.read,
     )
     await runtime.check_listen()
     keys = await KeyFile.open(config.api_keys_file) if config.api_keys_file is not None else None
@@ -83,35 +83,18 @@ async def serve(
         if getattr(config, setting) is not None:
             await check_can_bind(getattr(config, setting), setting=setting)
     metrics = _make_metrics(config, runtime, keys)
-    folder = await asyncio.to_thread(_folder, config.model)
-    node = RouterNode(
-        config=config,
-        incarnation=runtime.incarnation,
-        lifecycle=runtime.lifecycle,
-        channels=runtime.channels,
-        prompts=PromptEncoder.load(folder, chars_max=config.prompt_chars_max),
-        clock=runtime.clock,
-        rng=rng,
-        sampling_defaults=_sampling_defaults(folder) if config.generation_config else NEUTRAL,
-        received=metrics.received if metrics is not None else None,
-        check_known=runtime.membership.check_known,
-        token_bytes=secrets.token_bytes,
-    )
+    node = _make_node(config, runtime, metrics, await asyncio.to_thread(_folder, config.model))
     http: dict[str, HttpServer] = {}
     runtime.holds = lambda: Holdings(requests=max(node.requests, _calls(runtime, http)))
     runtime.follow_lifecycle = lambda: _follow_lifecycle(runtime, http)
     runtime.load = lambda: NodeLoad(waiting_requests=node.waiting, running_requests=node.requests - node.waiting)
     runtime.upkeep = node.upkeep
-    runtime.server.trust_proxies(config.trusted_networks())
-    runtime.server.on_refused(partial(node.request_log.refused, door="grpc"))
-    inference = InferenceService(node, keys.book if keys is not None else None)
-    runtime.server.add(INFERENCE_SERVICE, InferenceService.add_to_server, inference)
+    _add_inference(config, node, runtime, keys)
     pins = await _open_pins(config, node, runtime)
     renewing = Tasks(asyncio.get_running_loop(), log, broken="pins are no longer renewed")
     renewing.spawn(pins.run())
     reloading = Tasks(asyncio.get_running_loop(), log, broken="API keys are no longer read anew")
     if keys is not None:
-        runtime.server.check_callers_by(lambda metadata: keys.book.find(authorization_of(metadata)))
         reloading.spawn(keys.follow())
     try:
         others = _open_http(config, node, metrics, keys, http, runtime.membership.trouble)
@@ -127,8 +110,34 @@ async def serve(
         await asyncio.gather(runtime.stop_serving(), *(each.stop() for each in http.values()))
         await node.close()
         await runtime.close()
-        if known is not None:
-            await known.close()
+        await known.close()
+
+
+def _make_node(
+    config: RouterConfig, runtime: NodeRuntime, metrics: RouterMetrics | None, folder: Path | None
+) -> RouterNode:
+    """Raises BatonError where the model's folder is broken."""
+    return RouterNode(
+        config=config,
+        incarnation=runtime.incarnation,
+        lifecycle=runtime.lifecycle,
+        channels=runtime.channels,
+        prompts=PromptEncoder.load(folder, chars_max=config.prompt_chars_max),
+        clock=runtime.clock,
+        rng=runtime.rng,
+        sampling_defaults=_sampling_defaults(folder) if config.generation_config else NEUTRAL,
+        received=metrics.received if metrics is not None else None,
+        check_known=runtime.membership.check_known,
+    )
+
+
+def _add_inference(config: RouterConfig, node: RouterNode, runtime: NodeRuntime, keys: KeyFile | None) -> None:
+    runtime.server.trust_proxies(config.trusted_networks())
+    runtime.server.on_refused(partial(node.request_log.refused, door="grpc"))
+    if keys is not None:
+        runtime.server.check_callers_by(lambda metadata: keys.book.find(authorization_of(metadata)))
+    inference = InferenceService(node, keys.book if keys is not None else None)
+    runtime.server.add(INFERENCE_SERVICE, InferenceService.add_to_server, inference)
 
 
 def _calls(runtime: NodeRuntime, http: Mapping[str, HttpServer]) -> int:
@@ -173,7 +182,7 @@ def _open_http(
 
         app: ASGIApp = OpenAiApp(node, directory_trouble).asgi()
         if keys is not None:
-            app = KeyedApp(app, keys.book, rng=node.rng, request_log=node.request_log)
+            app = KeyedApp(app, keys.book, rng=node.rng, request_log=node.request_log, end_former=node.end_former)
         servers["http"] = HttpServer(app, config, rng=node.rng, refused=partial(node.request_log.refused, door="http"))
         endpoints["http"] = servers["http"].start(config.http_listen)
     if metrics is not None:

@@ -88,6 +88,17 @@ class RouterMetrics:
         )
         self.output_tokens = self._counter("baton_output_tokens", "Tokens of answers.")
         self.kept = self._counter("baton_requests_local", "Requests that a mixed node ran without a handoff.")
+        self.loop_lag_s = self._histogram(
+            "baton_control_loop_lag_seconds",
+            "How late this router's control thread was, at each look.",
+            tuple(ms / 1000 for ms in BUCKETS_MS),
+        )
+        self._open_transfers()
+        for collector in (_NodeCollector(nodes), _KeyCollector(keys)):
+            self.registry.register(collector)
+        self._watch_process(directory_lost)
+
+    def _open_transfers(self) -> None:
         self.transfer_bytes = self._counter(
             "baton_transfer_bytes", "KV bytes written from prefill to decode nodes.", "transport"
         )
@@ -103,14 +114,6 @@ class RouterMetrics:
             HANDOFF_BUCKETS_S,
             "transport",
         )
-        self.loop_lag_s = self._histogram(
-            "baton_control_loop_lag_seconds",
-            "How late this router's control thread was, at each look.",
-            tuple(ms / 1000 for ms in BUCKETS_MS),
-        )
-        for collector in (_NodeCollector(nodes), _KeyCollector(keys)):
-            self.registry.register(collector)
-        self._watch_process(directory_lost)
 
     def _watch_process(self, directory_lost: Callable[[], bool]) -> None:
         self._gauge("baton_build_info", "1, for the version of this router.", "version").labels(baton_version()).set(1)

@@ -26,6 +26,7 @@ from baton.ids import Attempt, Incarnation, RequestId, RequestKey
 from baton.lifecycle import Lifecycle, NodeLifecycle
 from baton.log import get_log
 from baton.repeats import RepeatLog
+from baton.retry_time import whole_seconds_ms
 from baton.rpc import Channels
 from baton.tasks import Tasks
 from baton.tracing import Traceparent, new_request_id
@@ -35,6 +36,7 @@ from router.byte_shares import TextOwner
 from router.config import RouterConfig
 from router.decode_streams import DecodeStreams, DecodeSubscription
 from router.job import Inbox, Job, Parting, foreign_error, taken_over_error
+from router.keys import KeyUse
 from router.line import Place
 from router.placement import RegionWatch, answer_tokens, tokens_max
 from router.prefill_nodes import NOT_READY_RETRY_MS, PrefillCalls, PrefillNodes
@@ -74,6 +76,9 @@ TOKENS_AT_ONCE_MAX: Final = 256
 """Of an answer that comes with many at once: their text is made, and then others have their turn."""
 HANDED_OFF_MS_MAX: Final = 1_000
 """How long a finished answer waits for the prefill node to confirm its handoff."""
+FORMER_LOOKS_MAX: Final = 50
+FORMER_LOOK_MS: Final = 10
+"""Between two looks whether the former connection of a client that comes back has ended."""
 FIRST_NEWS_MS_MAX: Final = 1_000
 """How long a client that attaches waits for the first word of the directory: this router has just started."""
 TOKENS_AT_ONCE: Final = 256
@@ -167,20 +172,12 @@ class RouterNode:
         request is over which it does not have yet."""
         return RequestId(self.token_bytes(REQUEST_ID_BYTES).hex())
 
-    def attach(
-        self, request: inference_pb2.GenerateRequest | None, call: ClientCall
-    ) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
-        """Go on with an answer behind `call.resume.place`, from wherever it is, or with the request, computed again.
-        Else like `generate`."""
-        assert call.resume is not None
-        assert call.resume.place is not None
-        return self.generate(request, call)
-
     async def generate(
         self, request: inference_pb2.GenerateRequest | None, call: ClientCall
     ) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
         """One request, from the client's call to its last token. Closing the iterator frees it on every node, or leaves
-        a resumable one to other routers.
+        a resumable one to other routers. A call with a place goes on behind it, with the answer from wherever it is, or
+        computed again; `request` is None where the client has not repeated it.
 
         Raises BatonError: what is wrong with the request, or why it could not be run.
         """
@@ -335,6 +332,20 @@ class RouterNode:
                 async with asyncio.timeout(FIRST_NEWS_MS_MAX / 1000):
                     await self._first_news.wait()
         return key, self.streams.find(place.decode)
+
+    async def end_former(self, token: ResumeToken, use: KeyUse) -> None:
+        """A client comes back to this router, which still serves its former connection: that is to leave the client's
+        key room for the new call."""
+        own_tag = tag(token.secret, use.key.name)
+        jobs = [job for place in token.places if (job := self._resumable.get(place.request)) is not None]
+        for job in jobs:
+            assert job.call.resume is not None
+            if hmac.compare_digest(job.call.resume.tag(job.call.key_name), own_tag):
+                self._end(job, taken_over_error())
+        for _ in range(FORMER_LOOKS_MAX if jobs else 0):
+            if not use.full:
+                return
+            await asyncio.sleep(FORMER_LOOK_MS / 1000)
 
     def _end(self, job: Job, error: BatonError) -> None:
         """From outside, at any stage: its client gets this error."""
@@ -669,12 +680,13 @@ class RouterNode:
         self.check_open()
         if not self._lifecycle.ready:
             text = "This router is about to take no new requests: others do."
-            raise BatonError(Reason.NODE_DRAINING, text, retry_after_ms=1_000)
+            raise BatonError(Reason.NODE_DRAINING, text, retry_after_ms=whole_seconds_ms(self.rng.random()))
 
     def check_open(self) -> None:
         """Raises BatonError NODE_DRAINING where this router takes no new requests."""
         if not self._lifecycle.takes_requests:
-            raise BatonError(Reason.NODE_DRAINING, "This router takes no new requests.", retry_after_ms=1_000)
+            text = "This router takes no new requests."
+            raise BatonError(Reason.NODE_DRAINING, text, retry_after_ms=whole_seconds_ms(self.rng.random()))
 
     def check_cluster(self) -> None:
         """Raises BatonError DIRECTORY_LOST, NO_DECODE_NODE or NO_PREFILL_NODE where each request would end so."""

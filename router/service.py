@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from typing import Any, Final, TypeVar
 
 import grpc
 from batonpb import inference_pb2
+from google.protobuf.message import DecodeError
 
 from baton.errors import BatonError, bad_field
 from baton.rpc import client_source, time_left_s
@@ -62,6 +63,7 @@ class InferenceService:
             await self._send(request, resume, context, admission)
 
     async def _attach(self, raw: bytes, context: Any) -> None:
+        await self._end_former(raw, context)
         with self._admitted(context) as admission:
             message = await self._read(read_attach, raw, context, admission)
             with self._refusals():
@@ -73,6 +75,16 @@ class InferenceService:
                     check_same(token, [request], field="resume_token")
                 resume = Resume.attach(token, said=message.output.ids)
             await self._send(request, resume, context, admission)
+
+    async def _end_former(self, raw: bytes, context: Any) -> None:
+        if self._keys is None:
+            return
+        with suppress(BatonError, DecodeError):  # `_admitted` or `_read` says so
+            use = self._keys.find(authorization_of(context.invocation_metadata()))
+            if use.full:
+                # It has the token alone, under the same number: the rest is not parsed, however long it is.
+                message = inference_pb2.ForgetRequest.FromString(raw)
+                await self._node.end_former(ResumeToken.decode(message.resume_token), use)
 
     async def _forget(self, request: inference_pb2.ForgetRequest, context: Any) -> inference_pb2.ForgetReply:
         with self._refusals():

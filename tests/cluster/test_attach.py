@@ -70,6 +70,13 @@ async def has_all(read: Reader, tokens: int = TOKENS) -> None:
     assert {started.prompt_tokens for started in read.started} == {len(PROMPT)}
 
 
+async def to_its_end(call: Any) -> None:
+    """Raises BatonError."""
+    with rpc_errors("router"):
+        while await call.read() is not grpc.aio.EOF:
+            pass
+
+
 # In one process.
 
 
@@ -455,6 +462,41 @@ def test_the_reply_to_the_take_over_is_lost(monkeypatch: pytest.MonkeyPatch, res
             await assert_conserved(cluster)
 
     asyncio.run(scenario())
+
+
+def test_a_client_comes_back_whose_key_may_have_one_answer(tmp_path: Path, reserved: list[str]) -> None:
+    """Its router has not seen that the former connection is gone, and serves it still. That one ends, and counts no
+    more; a further answer is refused as before, and another key's token makes no room."""
+    made = {name: new_key(os.urandom(32).hex()[:43], {"name": name, "concurrency": 1}) for name in ("mine", "yours")}
+    path = tmp_path / "keys.toml"
+    path.write_text("\n".join(entry for _, entry in made.values()))
+
+    async def scenario() -> None:
+        async with inprocess(spec_of(router_flags={**ROUTER_FLAGS, "api_keys_file": str(path)})) as cluster:
+            at = cluster.endpoints[ROUTER_NAME]
+            mine, again, yours = (Client(at, api_key=made[name][0]) for name in ("mine", "mine", "yours"))
+            read, other, thief = reader(), reader(), reader()
+            read.generate(mine)
+            await read.read(20)
+            other.generate(again)
+            assert (await error_of(other.read())).reason is Reason.RATE_LIMIT_EXCEEDED
+            thief.generate(yours)
+            await thief.read(20)
+            other.attach(again, token=thief.token)
+            assert (await error_of(other.read())).reason is Reason.RATE_LIMIT_EXCEEDED
+            former = read.call
+            read.attach(again)
+            await has_all(read)
+            assert (await error_of(to_its_end(former))).reason is Reason.TAKEN_OVER
+            await has_all(thief)
+            for who, client in ((read, mine), (thief, yours)):
+                await who.forget(client)
+            for client in (mine, again, yours):
+                await client.close()
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
+    assert len(reserved) == 2
 
 
 @pytest.mark.slow

@@ -158,8 +158,8 @@ def test_no_router() -> None:
     done = run_baton("chat", "--router", endpoint, stdin="one\ntwo\n")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
-        f"error: No router answers at {endpoint}. Is the cluster running (`baton up`)? "
-        "Name another place with --router HOST:PORT. (reason PEER_UNREACHABLE)\n"
+        f"error: No router answers at {endpoint}. Is the cluster running (`baton up`), and the router neither cordoned "
+        "nor drained (`baton nodes`)? Name another place with --router HOST:PORT. (reason PEER_UNREACHABLE)\n"
     )
 
 

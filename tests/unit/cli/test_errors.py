@@ -166,8 +166,8 @@ def test_no_router_for_generate() -> None:
     check(
         ["generate", "hello", "--router", endpoint],
         1,
-        f"error: No router answers at {endpoint}. Is the cluster running (`baton up`)? "
-        "Name another place with --router HOST:PORT. (reason PEER_UNREACHABLE)\n",
+        f"error: No router answers at {endpoint}. Is the cluster running (`baton up`), and the router neither cordoned "
+        "nor drained (`baton nodes`)? Name another place with --router HOST:PORT. (reason PEER_UNREACHABLE)\n",
     )
 
 

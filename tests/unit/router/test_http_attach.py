@@ -20,7 +20,7 @@ from router.http_connection import SOURCE
 from router.http_keys import KeyedApp
 from router.http_reply import RECONNECT_MS
 from router.http_server import OpenAiApp
-from router.keys import ApiKey, KeyBook
+from router.keys import ApiKey, KeyBook, KeyUse
 from router.node import RouterNode
 from router.request import ClientCall
 from router.resume import RESUMABLE_ANSWERS_MAX, Place, Resume, ResumeToken, Unseen
@@ -45,6 +45,8 @@ class Written:
         self.node = node
         self.calls: list[tuple[str, inference_pb2.GenerateRequest | None, ClientCall]] = []
         self.forgotten: list[tuple[ResumeToken, str | None]] = []
+        self.came_back: list[tuple[str, int]] = []
+        """Clients whose key had no room: its name and answers."""
         self.attached = asyncio.Event()
         self.error: BatonError | None = None
         self.fails_after = 1 << 30
@@ -53,21 +55,20 @@ class Written:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.node, name)
 
-    def generate(self, request: inference_pb2.GenerateRequest, call: ClientCall) -> Events:
-        self.calls.append(("generate", request, call))
-        return self._answer(call, Place())
-
-    def attach(self, request: inference_pb2.GenerateRequest | None, call: ClientCall) -> Events:
-        assert call.resume is not None
-        assert call.resume.place is not None
-        self.calls.append(("attach", request, call))
-        self.attached.set()
-        return self._answer(call, call.resume.place)
+    def generate(self, request: inference_pb2.GenerateRequest | None, call: ClientCall) -> Events:
+        had = call.resume.place if call.resume is not None else None
+        self.calls.append(("generate" if had is None else "attach", request, call))
+        if had is not None:
+            self.attached.set()
+        return self._answer(call, had or Place())
 
     async def forget(self, token: ResumeToken, key_name: str | None) -> None:
         self.forgotten.append((token, key_name))
         if self.error is not None:
             raise self.error
+
+    async def end_former(self, token: ResumeToken, use: KeyUse) -> None:
+        self.came_back.append((use.key.name, len(token.places)))
 
     async def _answer(self, call: ClientCall, had: Place) -> Events:
         unseen, resume = Unseen(had), call.resume
@@ -139,7 +140,7 @@ def play(scene: Callable[[Client, Written], Awaitable[None]], *, keys: Sequence[
         app: Any = OpenAiApp(cast(RouterNode, written)).asgi()
         if keys:
             book = KeyBook(keys, blind=b"blind", now_s=0.0)
-            app = KeyedApp(app, book, rng=rng, request_log=node.request_log)
+            app = KeyedApp(app, book, rng=rng, request_log=node.request_log, end_former=written.end_former)
         try:
             async with asyncio.timeout(30):
                 await scene(Client(app), written)
@@ -357,7 +358,8 @@ def test_a_stream_that_fails_keeps_the_place_of_its_client() -> None:
 
 
 def test_keys_count_what_attaches_and_have_their_names_told() -> None:
-    """A GET takes as much of a key's concurrency as the POST did. Forgetting takes nothing."""
+    """A GET takes as much of a key's concurrency as the POST did. Forgetting takes nothing. Where there is no room, the
+    client's former connection makes some first."""
     text, key = made("a", concurrency=2)
 
     async def scene(client: Client, node: Written) -> None:
@@ -368,7 +370,10 @@ def test_keys_count_what_attaches_and_have_their_names_told() -> None:
         again = {**named, **stream.headers()}
         held = asyncio.ensure_future(client("GET", "/v1/requests/mine/stream", None, again, leaves_after=1))
         await node.attached.wait()
+        assert (await client("GET", "/v1/requests/mine/stream", None, named))[0] == 429
+        assert node.came_back == []
         assert (await client("GET", "/v1/requests/mine/stream", None, again))[0] == 429
+        assert node.came_back == [("a", 2)]
         assert (await client("DELETE", "/v1/requests/mine", None, again))[0] == 204
         assert node.forgotten[0][1] == "a"
         await held

@@ -69,7 +69,7 @@ def asked(
         received = metrics.received if metrics is not None else None
         router = lone_router([record], config=limits, channels=channels, rng=rng, received=received)
         for _ in range(waiting):
-            router._line.enter(Priority.NORMAL, 1)
+            router._line.enter(Priority.NORMAL, 1, comes_back=False)
         request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1]))
         change(request)
         until_s = loop.time() + deadline_s
