@@ -174,12 +174,12 @@ class TokenStreams:
             subscription.news.set()
 
     def orphans(self, *, orphan_ms: int, resume_ms: int) -> list[RequestOutput]:
-        """Outputs that for too long have been nobody's, or their router has had no stream: `orphan_ms`, or `resume_ms`
-        for the finished answer of a resumable request. Other finished answers wait for their router."""
+        """Outputs without a finished answer that for `orphan_ms` have been nobody's, or their router has had no stream;
+        and finished ones of resumable requests whose router has had none for `resume_ms`."""
         now_s = self._now_s()
 
         def is_orphan(output: RequestOutput) -> bool:
-            if output.finish is not None and output.resumable is None:
+            if output.finish is not None and (output.left or output.resumable is None):
                 return False
             kept_s = (orphan_ms if output.finish is None else resume_ms) / 1000
             since_s = output.moved_s if output.left else self._away_since_s.get(output.router, now_s)
