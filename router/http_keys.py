@@ -16,7 +16,7 @@ from baton.errors import BatonError
 from baton.tracing import new_request_id, read_metadata
 from router.http_attach import LAST_EVENT_ID, read_token
 from router.http_reply import error_response
-from router.http_server import ADMISSION, KEY_NAME, REQUESTS_PATH
+from router.http_server import ADMISSION, KEY_USE, REQUESTS_PATH
 from router.keys import Admission, KeyBook, KeyUse, authorization_of
 from router.request_log import RequestLog
 from router.resume import ResumeToken
@@ -55,11 +55,11 @@ class KeyedApp:
             if scope["method"] == "POST" or (scope["method"] == "GET" and scope["path"].startswith(REQUESTS_PATH)):
                 if use.full and LAST_EVENT_ID in headers:
                     await self._end_former(read_token(headers.getlist(LAST_EVENT_ID)), use)
-                admission = use.admit(now_s(), spread=self._rng.random())
+                admission = use.admit(now_s(), spread=self._rng.random(), attaches=LAST_EVENT_ID in headers)
         except BatonError as error:
             await self._refuse(error, use, headers)(scope, receive, send)
             return
-        scope.setdefault("state", {}).update({ADMISSION: admission, KEY_NAME: use.key.name})
+        scope.setdefault("state", {}).update({ADMISSION: admission, KEY_USE: use})
         try:
             await self._app(scope, receive, _with_limits(use, now_s, send))
         finally:

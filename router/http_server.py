@@ -50,7 +50,7 @@ log = get_log("http")
 
 ADMISSION: Final = "admission"
 """In the state of a call that came with an API key, where it counts for it."""
-KEY_NAME: Final = "key name"
+KEY_USE: Final = "key use"
 """In the state of every call that came with an API key."""
 REQUESTS_PATH: Final = "/v1/requests/"
 """Of resumable requests."""
@@ -139,7 +139,7 @@ class OpenAiApp:
         request.state.request_id = new_request_id(self._node.rng)
         try:
             token, _ = _shown(request)
-            await self._node.forget(token, getattr(request.state, KEY_NAME, None))
+            await self._node.forget(token, getattr(request.state, KEY_USE, None))
         except BatonError as error:
             return self._refused(request, error)
         return Response(status_code=204, headers={"x-request-id": request.state.request_id})
@@ -222,7 +222,7 @@ class OpenAiApp:
         replies = Replies(
             request_id=request_id,
             call=call,
-            model=(call.requests[0].model if call.requests else "") or node.model().name,
+            model=(call.requests[0].model if call.requests else "") or node.model_name(attaches=attaches),
             created=created,
             token_text=codec.token_text if codec is not None else str,
         )

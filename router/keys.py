@@ -25,6 +25,7 @@ from typing import Final, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from baton.errors import BatonError, InvalidField, Reason, check_positive
+from baton.ids import RequestId
 from baton.retry_time import retry_after_ms
 from baton.wire import NAME
 from router.request import CACHE_SALT_BYTES_MAX, ClientCall, Priority
@@ -37,6 +38,9 @@ FILE_BYTES_MAX: Final = 4 << 20
 LIMIT_MAX: Final = 10**12
 BUSY_RETRY_MS: Final = 1_000
 """Retry time of a key that has as many requests under way as it may."""
+LEFT_MS: Final = 10_000
+"""How long an answer that goes on without its client counts as one that the client waits for: decode nodes run it for
+`orphan_ms`, as long by default."""
 HOW_TO_SEND: Final = (
     "Send one as 'Authorization: Bearer KEY' (over gRPC: metadata 'authorization'; Baton's commands: --api-key-file "
     "FILE)."
@@ -178,6 +182,8 @@ class KeyUse:
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.refused: Counter[Limit] = Counter()
+        self._left: dict[RequestId, float] = {}
+        """Answers that go on without their client, and until when they count."""
         self._buckets: dict[Limit, Bucket] = {}
         self.follow(key, now_s)
 
@@ -193,27 +199,41 @@ class KeyUse:
             elif bucket.per_minute != per_minute:
                 bucket.resize(per_minute, now_s)
 
-    def admit(self, now_s: float, *, spread: float) -> Admission:
-        """Take one request in. Raises BatonError RATE_LIMIT_EXCEEDED. `spread` is the asker's place from 0 to 1."""
-        self.check_running(1, spread)
+    def admit(self, now_s: float, *, spread: float, attaches: bool = False) -> Admission:
+        """Take one request in. Raises BatonError RATE_LIMIT_EXCEEDED. `spread` is the asker's place from 0 to 1. One
+        that `attaches` may be for an answer that the client has left: these count once it is computed anew."""
+        self.check_running(1, spread, now_s=None if attaches else now_s)
         for limit in self._buckets:
             self._check(limit, 1, now_s)
         if (requests := self._buckets.get(Limit.REQUESTS)) is not None:
             requests.take(1, now_s)
         self.running += 1
         self.requests += 1
-        return Admission(self, spread)
+        return Admission(self, spread, now_s, attaches=attaches)
+
+    def leave(self, request: RequestId, now_s: float) -> None:
+        """Its client has left an answer that goes on."""
+        if self.key.concurrency is not None:
+            self._left[request] = now_s + LEFT_MS / 1000
+
+    def come_back(self, request: RequestId) -> None:
+        """It has taken it up again, or ended it."""
+        self._left.pop(request, None)
 
     @property
     def full(self) -> bool:
         """It may not have one more answer at the same time."""
         return self.key.concurrency is not None and self.running >= self.key.concurrency
 
-    def check_running(self, more: int, spread: float) -> None:
-        """Raises BatonError RATE_LIMIT_EXCEEDED where it may not have so many more answers at the same time."""
+    def check_running(self, more: int, spread: float, *, now_s: float | None) -> None:
+        """Raises BatonError RATE_LIMIT_EXCEEDED where it may not have so many more answers at the same time, those that
+        its clients have left by `now_s` among them."""
+        if now_s is not None:
+            self._left = {request: until_s for request, until_s in self._left.items() if until_s > now_s}
+        running = self.running + (len(self._left) if now_s is not None else 0)
         most = self.key.concurrency
-        if most is not None and self.running + more > most:
-            text = f"Key '{self.key.name}' has {self.running} answers under way; it may have {most} at the same time."
+        if most is not None and running + more > most:
+            text = f"Key '{self.key.name}' has {running} answers under way; it may have {most} at the same time."
             raise self._exceeded(Limit.CONCURRENCY, text, retry_after_ms(None, ms_min=BUSY_RETRY_MS, spread=spread))
 
     def take_prompt(self, tokens: int, now_s: float, *, before: int = 0) -> None:
@@ -272,8 +292,10 @@ class KeyUse:
 class Admission:
     """One call that a key was good for."""
 
-    def __init__(self, use: KeyUse, spread: float) -> None:
+    def __init__(self, use: KeyUse, spread: float, now_s: float, *, attaches: bool) -> None:
         self.use = use
+        self._began_s = now_s
+        self._attaches = attaches
         self.key = use.key
         """As it was when the call came."""
         self._spread = spread
@@ -293,7 +315,7 @@ class Admission:
                 field="n",
             )
         if more > 0:
-            self.use.check_running(more, self._spread)
+            self.use.check_running(more, self._spread, now_s=None if self._attaches else self._began_s)
             self.use.running += more
             self._answers = answers
 
@@ -308,9 +330,13 @@ class Admission:
             special_tokens=self.key.special_tokens,
             take_prompt=lambda n: self._take_prompt(prompt, n, now_s()),
             take_output=lambda n: self.use.take_output(n, now_s()),
+            left=lambda request: self.use.leave(request, now_s()),
+            came_back=self.use.come_back,
         )
 
     def _take_prompt(self, prompt: int, tokens: int, now_s: float) -> None:
+        if self._attaches:
+            self.use.check_running(0, self._spread, now_s=now_s)
         if prompt not in self._prompts:
             self.use.take_prompt(tokens, now_s, before=sum(self._prompts.values()))
             self._prompts[prompt] = tokens

@@ -289,6 +289,8 @@ class RouterNode:
             job.stats.decode_node = stream.name
             job.nodes[job.stats.decode_node] = None
             self._line.skip(place)
+        if inbox is not None:
+            call.came_back(inbox.key.request)
         if attaches:
             observed.attached("taken" if job.taken_over else "computed_again")
         return job
@@ -355,19 +357,21 @@ class RouterNode:
         if job.call.cut_off is not None:
             job.call.cut_off(error)
 
-    async def forget(self, token: ResumeToken, key_name: str | None) -> None:
+    async def forget(self, token: ResumeToken, use: KeyUse | None) -> None:
         """The client has the whole answers, or wants no more of them. Idempotent. Raises BatonError PERMISSION_DENIED,
         or PEER_UNREACHABLE where a node did not hear of it."""
-        own_tag = tag(token.secret, key_name)
-        await asyncio.gather(*(self._forget(place, own_tag) for place in token.places if place.request))
+        own_tag = tag(token.secret, use.key.name if use is not None else None)
+        await asyncio.gather(*(self._forget(place, own_tag, use) for place in token.places if place.request))
 
-    async def _forget(self, place: ResumePlace, own_tag: bytes) -> None:
+    async def _forget(self, place: ResumePlace, own_tag: bytes, use: KeyUse | None) -> None:
         error = BatonError(Reason.CANCELLED, "The client has ended this request by another call.")
         # Not beside a call that takes it over: that would wait for tokens which nobody sends.
         async with self._attaches.setdefault(place.request, asyncio.Lock()):
             key, stream = await self._find(place, own_tag, error)
             if stream is not None:
                 await stream.forget(key, own_tag)
+                if use is not None:
+                    use.come_back(place.request)
 
     async def _check(self, request: inference_pb2.GenerateRequest | None, call: ClientCall) -> CheckedRequest:
         """Check the request, against the model of a cluster that may still be coming up. Raises BatonError."""
@@ -552,6 +556,8 @@ class RouterNode:
         parting = self._parting(job, inbox)
         self.streams.remove(inbox)
         inbox.error = None  # or each would refer to the other, by way of the frames in its traceback
+        if parting is Parting.LEAVE and inbox.finish is None:
+            job.call.left(inbox.key.request)
         if (stream := self.streams.find(inbox.decode)) is not None:
             stream.let_go(inbox, parting)
 
@@ -703,6 +709,12 @@ class RouterNode:
     def model(self) -> ModelInfo:
         """The model that the cluster serves. Raises BatonError NO_PREFILL_NODE."""
         return self._prefill_nodes.model()
+
+    def model_name(self, *, attaches: bool = False) -> str:
+        """The model's. For a client that attaches, any node's: its answer may be there though no prefill node is ready.
+        Raises BatonError NO_PREFILL_NODE."""
+        known = (record.model.name for record in self._records if record.model is not None)
+        return next(known, None) or self.model().name if attaches else self.model().name
 
     def context_len_max(self) -> int:
         """The model's, or no limit while no node is known."""

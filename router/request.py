@@ -128,6 +128,10 @@ class ClientCall:
     """Called with the length of its prompt. Raises BatonError where the key may not have so many tokens now."""
     take_output: Callable[[int], None] = lambda _tokens: None
     """Called with the number of tokens that the client gets."""
+    left: Callable[[RequestId], None] = lambda _request: None
+    """Called where the client has left an answer that goes on without it."""
+    came_back: Callable[[RequestId], None] = lambda _request: None
+    """Called where it has taken such an answer up again."""
     cut_off: Callable[[BatonError], None] | None = None
     """Called once the client has left too much unread, or has come back by another call: it is to end the request, with
     this error for the client."""

@@ -64,7 +64,7 @@ class InferenceService:
 
     async def _attach(self, raw: bytes, context: Any) -> None:
         await self._end_former(raw, context)
-        with self._admitted(context) as admission:
+        with self._admitted(context, attaches=True) as admission:
             message = await self._read(read_attach, raw, context, admission)
             with self._refusals():
                 token = ResumeToken.decode(message.resume_token)
@@ -88,9 +88,9 @@ class InferenceService:
 
     async def _forget(self, request: inference_pb2.ForgetRequest, context: Any) -> inference_pb2.ForgetReply:
         with self._refusals():
-            key = self._keys.find(authorization_of(context.invocation_metadata())).key if self._keys else None
+            use = self._keys.find(authorization_of(context.invocation_metadata())) if self._keys else None
             token = ResumeToken.decode(request.resume_token)
-            await self._node.forget(token, key.name if key is not None else None)
+            await self._node.forget(token, use)
         return inference_pb2.ForgetReply()
 
     async def _send(
@@ -135,14 +135,15 @@ class InferenceService:
         return self._node.generate(request, call if admission is None else admission.sign(call, now_s))
 
     @contextmanager
-    def _admitted(self, context: Any) -> Iterator[Admission | None]:
+    def _admitted(self, context: Any, *, attaches: bool = False) -> Iterator[Admission | None]:
         """Raises BatonError INVALID_API_KEY or RATE_LIMIT_EXCEEDED, which the log has too."""
         if self._keys is None:
             yield None
             return
         with self._refusals():
             use = self._keys.find(authorization_of(context.invocation_metadata()))
-            admission = use.admit(asyncio.get_running_loop().time(), spread=self._node.rng.random())
+            now_s = asyncio.get_running_loop().time()
+            admission = use.admit(now_s, spread=self._node.rng.random(), attaches=attaches)
         try:
             yield admission
         finally:

@@ -45,6 +45,7 @@ class Written:
         self.node = node
         self.calls: list[tuple[str, inference_pb2.GenerateRequest | None, ClientCall]] = []
         self.forgotten: list[tuple[ResumeToken, str | None]] = []
+        """With the key's name."""
         self.came_back: list[tuple[str, int]] = []
         """Clients whose key had no room: its name and answers."""
         self.attached = asyncio.Event()
@@ -62,8 +63,8 @@ class Written:
             self.attached.set()
         return self._answer(call, had or Place())
 
-    async def forget(self, token: ResumeToken, key_name: str | None) -> None:
-        self.forgotten.append((token, key_name))
+    async def forget(self, token: ResumeToken, use: KeyUse | None) -> None:
+        self.forgotten.append((token, use.key.name if use is not None else None))
         if self.error is not None:
             raise self.error
 
@@ -182,8 +183,10 @@ def test_a_stream_cut_after_any_event_goes_on(way: str, n: int) -> None:
             status, headers, raw = await client(method, path, body, cut.headers(), leaves_after=1)
             assert (status, headers["x-request-id"]) == (200, "mine")
         assert cut.retry_ms == RECONNECT_MS
-        for name in ("texts", "ends", "ids", "logprobs", "heads"):
+        for name in ("texts", "ends", "ids", "logprobs"):
             assert getattr(cut, name) == getattr(whole, name), name
+        ((_, created, *_),) = cut.heads  # of its own call, which may be a second later
+        assert {(name, created, model, kind) for name, _, model, kind in whole.heads} == cut.heads
         assert cut.usage[-1] == usage
 
     play(scene)

@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import BatonError, Code, Reason
+from baton.ids import RequestId
 from router.keys import (
     KEYS_MAX,
+    LEFT_MS,
     Admission,
     ApiKey,
     Bucket,
@@ -164,6 +166,28 @@ def test_requests_a_minute() -> None:
     }
     use.admit(30.001, spread=0.0)
     assert (use.requests, use.refused) == (3, {Limit.REQUESTS: 1})
+
+
+def test_an_answer_that_its_client_has_left_counts_while_it_goes_on() -> None:
+    """One answer at a time. Its client leaves it and asks for another: refused, until the node has ended the one that
+    was left, or the client has come back for it. Coming back itself is free, unless the answer is computed anew."""
+    use = used(concurrency=1)
+    call = client_call(1.0)
+    first = use.admit(0.0, spread=0.0)
+    first.sign(call, lambda: 0.0).left(RequestId("one"))
+    first.end()
+    assert refusal(use, LEFT_MS / 1000 - 0.001).metadata == {"limit": "concurrency"}
+    again = use.admit(1.0, spread=0.0, attaches=True)
+    signed = again.sign(call, lambda: 1.0)
+    with pytest.raises(BatonError) as anew:
+        signed.take_prompt(5)
+    assert anew.value.reason is Reason.RATE_LIMIT_EXCEEDED
+    signed.came_back(RequestId("one"))
+    signed.take_prompt(5)
+    again.end()
+    use.admit(1.0, spread=0.0).end()
+    use.leave(RequestId("two"), 2.0)
+    use.admit(2.0 + LEFT_MS / 1000, spread=0.0).end()
 
 
 def test_answers_at_the_same_time() -> None:
