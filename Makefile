@@ -84,8 +84,8 @@ sim-long: $(READY)  ## simulate a million requests in pieces of a few minutes, a
 	@$(BIN)/python -m tests.sim --sum $(LONG_LOG)
 
 .PHONY: faults
-faults: $(READY)  ## kill, stop and cut off real processes at every stage of a request (minutes): SEED=n: another order
-	@$(BIN)/python -m tests.faults $(if $(SEED),--seed $(SEED))
+faults: $(READY)  ## kill, stop and cut off real processes at every stage of a request (minutes): SEED=n PART=1/2
+	@$(BIN)/python -m tests.faults $(if $(PART),--part $(PART)) $(if $(SEED),--seed $(SEED))
 
 MINUTES ?= 15
 .PHONY: fuzz

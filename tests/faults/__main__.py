@@ -1,4 +1,4 @@
-"""Run fault cases: `python -m tests.faults [--list] [--real] [--seed N] [--case NAME]...`.
+"""Run fault cases: `python -m tests.faults [--list] [--real] [--seed N] [--part K/N] [--case NAME]...`.
 
 Prints a table; exits with 1 where something is lost, wrong or leaked.
 """
@@ -21,6 +21,14 @@ RECOVER_S_MAX: Final = 2.0
 """To the next token after a decode node was killed, on an idle machine. Told, and no failure: others may be at work."""
 
 
+def _part(text: str) -> tuple[int, int]:
+    """ "1/2": every second case, from the first one on."""
+    number, _, of = text.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part like 1/2")
+    return int(number), int(of)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--list", action="store_true", help="name the cases and end")
@@ -31,12 +39,17 @@ def main() -> int:
     parser.add_argument(
         "--seed", type=int, default=0, help="other than 0: other prompts, and the cases of a cluster in another order"
     )
+    parser.add_argument(
+        "--part", type=_part, default=(1, 1), metavar="K/N", help="only the K-th, (K+N)-th, ... case of each cluster"
+    )
     arguments = parser.parse_args()
     wanted = [*arguments.case, *(["real-*"] if arguments.real else [])] or ["*"]
     chosen = {
         group: [case for case in group.cases if any(fnmatch.fnmatch(case.name, pattern) for pattern in wanted)]
         for group in GROUPS
     }
+    first, step = arguments.part
+    chosen = {group: cases[first - 1 :: step] for group, cases in chosen.items()}
     if arguments.seed:
         rng = random.Random(arguments.seed)
         for cases in chosen.values():
