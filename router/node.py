@@ -555,7 +555,8 @@ class RouterNode:
         inbox.over = True
         parting = self._parting(job, inbox)
         self.streams.remove(inbox)
-        inbox.error = None  # or each would refer to the other, by way of the frames in its traceback
+        # Or it would refer to the job, and to itself by way of the frames in the error's traceback.
+        inbox.on_put = inbox.error = None
         if parting is Parting.LEAVE and inbox.finish is None:
             job.call.left(inbox.key.request)
         if (stream := self.streams.find(inbox.decode)) is not None:
