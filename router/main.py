@@ -125,6 +125,7 @@ def _make_node(
         prompts=PromptEncoder.load(folder, chars_max=config.prompt_chars_max),
         clock=runtime.clock,
         rng=runtime.rng,
+        token_bytes=secrets.token_bytes,
         sampling_defaults=_sampling_defaults(folder) if config.generation_config else NEUTRAL,
         received=metrics.received if metrics is not None else None,
         check_known=runtime.membership.check_known,

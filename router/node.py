@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import random
-import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
@@ -125,10 +124,10 @@ class RouterNode:
         prompts: PromptEncoder,
         clock: Clock,
         rng: random.Random,
+        token_bytes: Callable[[int], bytes],
         sampling_defaults: SamplingDefaults = NEUTRAL,
         received: Callable[[float], ObservedRequest] | None = None,
         check_known: Callable[[], None] = lambda: None,
-        token_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         """`sampling_defaults` are the model's. `received` is called with the time of each request that comes in.
         `check_known` raises BatonError while the nodes are not known well enough to place a new request. `token_bytes`

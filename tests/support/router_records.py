@@ -37,6 +37,7 @@ def lone_router(
         prompts=PromptEncoder(chars_max=config.prompt_chars_max),
         clock=Clock(),
         rng=rng,
+        token_bytes=rng.randbytes,
         **others,
     )
     router.follow_directory(records)
