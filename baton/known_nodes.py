@@ -4,8 +4,6 @@ that has restarted since refuses what is meant for its predecessor."""
 from __future__ import annotations
 
 import asyncio
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -15,6 +13,7 @@ from google.protobuf import json_format
 
 from baton.directory_client import readable_records
 from baton.log import get_log
+from baton.replace_file import replace_file
 from baton.wire import NodeRecord, Role, record_to_proto
 
 log = get_log("known nodes")
@@ -42,14 +41,7 @@ def read_nodes(path: Path) -> tuple[NodeRecord, ...]:
 def write_nodes(path: Path, records: Sequence[NodeRecord]) -> None:
     """All or nothing: who reads it meanwhile gets the former ones. Blocks. Raises OSError."""
     message = directory_pb2.ListReply(records=[record_to_proto(record) for record in records[:NODES_MAX]])
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            file.write(json_format.MessageToJson(message))
-            file.flush()
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    replace_file(path, json_format.MessageToJson(message).encode(), mode=0o600)
 
 
 class KnownNodes:

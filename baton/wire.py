@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from baton.endpoint import check_reachable
 from baton.errors import BatonError, Reason, bad_field
-from baton.ids import Incarnation, NodeName
+from baton.ids import Attempt, Incarnation, NodeName, RequestId, RequestKey
 from baton.lifecycle import Lifecycle
 
 LOCAL_TRANSPORT: Final = "local"
@@ -214,3 +214,11 @@ def _enum(kind: Callable[[int], _E], value: int, name: str) -> _E:
         return kind(value)
     except ValueError as error:
         raise bad_field(name, f"Unknown {name} {value}: the record was written by a later version.") from error
+
+
+def key_from_proto(key: common_pb2.RequestKey) -> RequestKey:
+    return RequestKey(request=RequestId(key.request), attempt=Attempt(key.attempt))
+
+
+def key_to_proto(key: RequestKey, epoch: int = 0) -> common_pb2.RequestKey:
+    return common_pb2.RequestKey(request=key.request, attempt=key.attempt, epoch=epoch)

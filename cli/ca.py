@@ -3,9 +3,6 @@ where there is a PKI already, its certificates do as well."""
 
 from __future__ import annotations
 
-import os
-import tempfile
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from baton.errors import BatonError, Reason
+from baton.replace_file import replace_file
 from baton.tls import Kind, TlsConfig
 from baton.wire import check_name
 
@@ -132,24 +130,10 @@ def _write(files: CertificateFiles, key: EllipticCurvePrivateKey, cert: x509.Cer
 
     try:
         files.cert.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _replace(files.key, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()), mode=0o600)
-        _replace(files.cert, cert.public_bytes(Encoding.PEM), mode=0o644)
+        replace_file(files.key, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()), mode=0o600)
+        replace_file(files.cert, cert.public_bytes(Encoding.PEM), mode=0o644)
     except OSError as error:
         raise _bad(f"Cannot write certificates to {files.cert.parent}: {error.strerror}.") from error
-
-
-def _replace(path: Path, content: bytes, *, mode: int) -> None:
-    """Whole, or not at all: processes read these files while they run."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(handle, "wb") as file:
-            os.fchmod(file.fileno(), mode)
-            file.write(content)
-        os.replace(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 def _bad(text: str) -> BatonError:

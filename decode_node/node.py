@@ -19,7 +19,7 @@ from baton.ids import GrantId, Incarnation, Pair, RequestKey
 from baton.log import get_log
 from baton.repeats import RepeatLog
 from baton.tasks import Tasks
-from baton.wire import NodeLoad
+from baton.wire import NodeLoad, key_from_proto
 from decode_node.config import DecodeConfig
 from decode_node.job import GoneRequests, Job, check_first_token, output_of
 from decode_node.reserving import Reserving
@@ -33,7 +33,6 @@ from engine.types import (
     FinishReason,
     KvSink,
     NullSink,
-    key_from_proto,
     logprobs_to_proto,
 )
 from kvtransfer.checksums import checksums_from_proto

@@ -19,10 +19,11 @@ from batonpb import transfer_pb2
 
 from baton.ids import Attempt, GrantId, Pair, RequestId, RequestKey, ReserveNumber
 from baton.retry_time import retry_after_ms, spread_of, wait_s
+from baton.wire import key_from_proto
 from decode_node.config import DecodeConfig
 from decode_node.job import Job, why_never
 from engine.scheduler import Sequence, SequenceMode
-from engine.types import key_from_proto, params_from_proto
+from engine.types import params_from_proto
 from kvtransfer.protocol.receiver import AnswerGranted, AnswerRefused, Refusal, ReserveAsked
 from kvtransfer.receiver import Receiver
 from node.pool import DevicePool

@@ -12,10 +12,9 @@ from baton.drain import node_draining
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import GrantId, Incarnation, Pair, ReserveNumber
 from baton.runtime import NodeRuntime
-from baton.wire import check_header, model_from_proto
+from baton.wire import check_header, key_from_proto, model_from_proto
 from decode_node.job import check_resumable
 from decode_node.node import DecodeNode
-from engine.types import key_from_proto
 from kvtransfer.link import (
     check_compatible,
     choose,

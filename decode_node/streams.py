@@ -17,6 +17,7 @@ from batonpb import common_pb2, decode_pb2
 from baton.errors import Reason
 from baton.ids import Incarnation, RequestKey
 from baton.log import get_log
+from baton.wire import key_to_proto
 
 log = get_log("streams")
 
@@ -297,8 +298,7 @@ class TokenStreams:
 
 def _add_lost(batch: decode_pb2.TokenBatch, key: RequestKey, epoch: int, *, taken_over: bool) -> None:
     """Tell a router that has a request by this epoch that it gets nothing more of it."""
-    message = batch.requests.add(error="it is not here any more")
-    message.key.request, message.key.attempt, message.key.epoch = key.request, key.attempt, epoch
+    message = batch.requests.add(key=key_to_proto(key, epoch), error="it is not here any more")
     if taken_over:
         message.error, message.error_reason = "another router has taken it over", Reason.TAKEN_OVER.value
 
@@ -313,8 +313,7 @@ def _add_news(batch: decode_pb2.TokenBatch, output: RequestOutput, subscription:
     if cursor < output.first_index:
         # These have no log-probabilities here.
         stop = min(output.first_index, cursor + 1 + bytes_max // TOKEN_BYTES)
-        earlier = batch.requests.add(first_index=cursor, ids=output.tokens[cursor:stop])
-        earlier.key.request, earlier.key.attempt, earlier.key.epoch = key.request, key.attempt, output.epoch
+        batch.requests.add(key=key_to_proto(key, output.epoch), first_index=cursor, ids=output.tokens[cursor:stop])
         taken += TOKEN_BYTES * (stop - cursor)
         cursor = subscription.cursors[key] = stop
         if cursor < output.first_index:
@@ -325,8 +324,7 @@ def _add_news(batch: decode_pb2.TokenBatch, output: RequestOutput, subscription:
     if not new and not ended:
         return taken
     logprobs = output.logprobs[cursor - output.first_index : stop - output.first_index]
-    message = batch.requests.add(first_index=cursor, ids=new, logprobs=logprobs)
-    message.key.request, message.key.attempt, message.key.epoch = key.request, key.attempt, output.epoch
+    message = batch.requests.add(key=key_to_proto(key, output.epoch), first_index=cursor, ids=new, logprobs=logprobs)
     subscription.cursors[key] = stop
     if ended:
         subscription.ends_sent.add(key)

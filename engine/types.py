@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from batonpb import common_pb2
 
-from baton.ids import Attempt, BlockId, RequestId, RequestKey
+from baton.ids import BlockId, RequestKey
 
 
 class FinishReason(Enum):
@@ -262,7 +262,3 @@ def logprobs_to_proto(logprobs: TokenLogprobs | None) -> common_pb2.TokenLogprob
         top_ids=[token for token, _ in logprobs.top],
         top_logprobs=[value for _, value in logprobs.top],
     )
-
-
-def key_from_proto(key: common_pb2.RequestKey) -> RequestKey:
-    return RequestKey(request=RequestId(key.request), attempt=Attempt(key.attempt))

@@ -23,7 +23,7 @@ from baton.ids import BlockId, RequestKey
 from baton.retry_time import ROOM_SHARE, retry_after_ms, spread_of, wait_s
 from baton.runtime import NodeRuntime
 from baton.tracing import forward_metadata
-from baton.wire import NodeLoad, check_header
+from baton.wire import NodeLoad, check_header, key_from_proto
 from cachestore.block_manager import prefix_blocks_max
 from engine.core import TokenEvent
 from engine.scheduler import SequenceMode
@@ -32,7 +32,6 @@ from engine.types import (
     Batch,
     FinishReason,
     KvSink,
-    key_from_proto,
     logprobs_to_proto,
     params_from_proto,
 )

@@ -14,13 +14,13 @@ from batonpb import common_pb2, decode_pb2, decode_pb2_grpc, resume_pb2
 
 from baton.clock import Clock
 from baton.errors import BatonError, Reason
-from baton.ids import Attempt, Incarnation, RequestId, RequestKey
+from baton.ids import Incarnation, RequestKey
 from baton.liveness import Reach
 from baton.log import get_log
 from baton.repeats import RepeatLog
 from baton.rpc import Channels, rpc_errors
 from baton.tasks import Tasks
-from baton.wire import NodeRecord, Role
+from baton.wire import NodeRecord, Role, key_from_proto, key_to_proto
 from router.config import RouterConfig
 from router.job import Inbox, Parting, foreign_error, internal_error, taken_over_error
 
@@ -80,9 +80,9 @@ class DecodeSubscription:
         if known:
             del self._inboxes[inbox.key]
         if parting in (Parting.LEAVE, Parting.LEAVE_ENDED):
-            self._leave(_key_proto(inbox.key, inbox.epoch), ended=parting is Parting.LEAVE_ENDED)
+            self._leave(key_to_proto(inbox.key, inbox.epoch), ended=parting is Parting.LEAVE_ENDED)
         elif parting is Parting.DROP and known:
-            self._dones.append(_key_proto(inbox.key, inbox.epoch))
+            self._dones.append(key_to_proto(inbox.key, inbox.epoch))
             self._say()
         if parting is Parting.DROP and inbox.finish is None:
             self._streams.tasks.spawn(self._cancel(inbox))
@@ -107,7 +107,7 @@ class DecodeSubscription:
     async def has_committed(self, inbox: Inbox) -> bool:
         """Whether the node says that the attempt goes on there; if not, it never will. Bounded tries; no answer is a
         no."""
-        request = decode_pb2.ResolveRequest(header=self._header(), key=_key_proto(inbox.key, inbox.epoch))
+        request = decode_pb2.ResolveRequest(header=self._header(), key=key_to_proto(inbox.key, inbox.epoch))
         reply = await self._ask(lambda s: self._stub.Resolve(request, timeout=s), "resolve unanswered", inbox.key)
         if reply is not None and reply.taken_over:
             inbox.error = taken_over_error()
@@ -159,7 +159,7 @@ class DecodeSubscription:
         """None: no answer. Raises BatonError CANCELLED or PERMISSION_DENIED."""
         request = decode_pb2.TakeOverRequest(
             header=self._header(),
-            key=_key_proto(key),
+            key=key_to_proto(key),
             tag=tag,
             deadline_left_ms=max(0, int(left_s * 1000)),
             forget=forget,
@@ -188,7 +188,7 @@ class DecodeSubscription:
         """Bounded tries; a node that answers none of them is left to its own timers."""
         limits, why, key = self._streams.config, "", inbox.key
         request = decode_pb2.CancelRequest(
-            header=self._header(), key=_key_proto(key, inbox.epoch), reason="the router let go"
+            header=self._header(), key=key_to_proto(key, inbox.epoch), reason="the router let go"
         )
         try:
             for _ in range(limits.cancel_tries_max):
@@ -281,7 +281,7 @@ class DecodeSubscription:
 
     def _take(self, batch: decode_pb2.TokenBatch) -> None:
         for message in batch.requests:
-            key = RequestKey(request=RequestId(message.key.request), attempt=Attempt(message.key.attempt))
+            key = key_from_proto(message.key)
             # Not of this stream's inboxes: tokens may come before the prefill node's word of the grant.
             inbox = self._streams.inboxes.get(key)
             if inbox is None:
@@ -314,7 +314,7 @@ class DecodeSubscription:
         """What this router says on one stream, until another stream has taken over."""
         opening = decode_pb2.SubscribeOpen(header=self._header())
         for key, inbox in self._inboxes.items():
-            opening.cursors.add(key=_key_proto(key, inbox.epoch), next_index=inbox.next_index)
+            opening.cursors.add(key=key_to_proto(key, inbox.epoch), next_index=inbox.next_index)
         yield decode_pb2.SubscribeRequest(open=opening)
         while True:
             if self._dones:
@@ -332,10 +332,6 @@ class DecodeSubscription:
 
     def _header(self) -> common_pb2.Header:
         return common_pb2.Header(sender=self._streams.own, receiver=self.incarnation)
-
-
-def _key_proto(key: RequestKey, epoch: int = 0) -> common_pb2.RequestKey:
-    return common_pb2.RequestKey(request=key.request, attempt=key.attempt, epoch=epoch)
 
 
 def _given_up(name: str, message: decode_pb2.RequestTokens) -> BatonError:

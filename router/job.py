@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -200,6 +201,11 @@ class Job:
         if self.checked.sampling.HasField("logprobs"):
             self.logprobs += [common_pb2.TokenLogprobs()] * len(new)  # the client has them; nobody asks for them again
         return new
+
+    def is_tagged(self, tag: bytes) -> bool:
+        """Whether who shows this tag may go on with it, or end it. It is resumable."""
+        assert self.call.resume is not None, self.id
+        return hmac.compare_digest(self.call.resume.tag(self.call.key_name), tag)
 
     def for_client(self, event: inference_pb2.GenerateEvent) -> inference_pb2.GenerateEvent | None:
         """What is sent of an event of the answer, if anything. Raises BatonError NOT_RESUMABLE."""

@@ -8,7 +8,6 @@ before its unread tokens take room from others.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -72,7 +71,8 @@ TokenPart = tuple[int, list[int], list[common_pb2.TokenLogprobs]]
 CutOff = Callable[[BatonError], None]
 
 TOKENS_AT_ONCE_MAX: Final = 256
-"""Of an answer that comes with many at once: their text is made, and then others have their turn."""
+"""Of an answer that comes with many at once: their text is made, and then others have their turn. Clients refuse large
+messages, too."""
 HANDED_OFF_MS_MAX: Final = 1_000
 """How long a finished answer waits for the prefill node to confirm its handoff."""
 FORMER_LOOKS_MAX: Final = 50
@@ -80,9 +80,6 @@ FORMER_LOOK_MS: Final = 10
 """Between two looks whether the former connection of a client that comes back has ended."""
 FIRST_NEWS_MS_MAX: Final = 1_000
 """How long a client that attaches waits for the first word of the directory: this router has just started."""
-TOKENS_AT_ONCE: Final = 256
-"""Of an answer that is taken over and comes whole: their text takes some milliseconds, and clients refuse large
-messages."""
 DEADLINE_MARGIN_S: Final = 0.05
 """A call may be ended a little before what we hold for its deadline."""
 
@@ -284,12 +281,12 @@ class RouterNode:
         if resume is not None:
             job.unseen = Unseen(resume.place or ResumePlace())
             self._resumable[job.id] = job
-        if inbox is not None and (stream := self.streams.find(inbox.decode)) is not None:
-            job.stats.decode_node = stream.name
-            job.nodes[job.stats.decode_node] = None
-            self._line.skip(place)
         if inbox is not None:
             call.came_back(inbox.key.request)
+            self._line.skip(place)
+            if (stream := self.streams.find(inbox.decode)) is not None:
+                job.stats.decode_node = stream.name
+                job.nodes[stream.name] = None
         if attaches:
             observed.attached("taken" if job.taken_over else "computed_again")
         return job
@@ -321,8 +318,7 @@ class RouterNode:
         serves it, its client there gets `error`. Raises BatonError PERMISSION_DENIED."""
         key = RequestKey(request=place.request, attempt=place.attempt)
         if (job := self._resumable.get(place.request)) is not None:
-            assert job.call.resume is not None
-            if not hmac.compare_digest(job.call.resume.tag(job.call.key_name), own_tag):
+            if not job.is_tagged(own_tag):
                 raise foreign_error()
             self._end(job, error)
             return (key, None) if job.inbox is None else (job.inbox.key, self.streams.find(job.inbox.decode))
@@ -340,8 +336,7 @@ class RouterNode:
         own_tag = tag(token.secret, use.key.name)
         jobs = [job for place in token.places if (job := self._resumable.get(place.request)) is not None]
         for job in jobs:
-            assert job.call.resume is not None
-            if hmac.compare_digest(job.call.resume.tag(job.call.key_name), own_tag):
+            if job.is_tagged(own_tag):
                 self._end(job, taken_over_error())
         for _ in range(FORMER_LOOKS_MAX if jobs else 0):
             if not use.full:

@@ -17,7 +17,7 @@ from baton.lifecycle import Lifecycle
 from baton.log import get_log
 from baton.rpc import begun, rpc_errors
 from baton.tracing import call_metadata
-from baton.wire import ModelInfo, NodeRecord
+from baton.wire import ModelInfo, NodeRecord, key_to_proto
 from cachestore.prefix_cache import chain_digests, root_digest
 from router.decode_streams import DecodeStreams
 from router.job import Inbox, Job, internal_error
@@ -229,7 +229,7 @@ class PrefillCalls:
         own = self._streams.own
         request = prefill_pb2.PrefillRequest(
             header=common_pb2.Header(sender=own, receiver=record.incarnation),
-            key=common_pb2.RequestKey(request=inbox.key.request, attempt=inbox.key.attempt),
+            key=key_to_proto(inbox.key),
             prompt=job.checked.prompt,
             output=job.output,
             sampling=job.checked.sampling,

@@ -19,7 +19,7 @@ from baton.rpc import rpc_errors
 from cli.supervisor import ROUTER_NAME
 from decode_node.service import DecodeService
 from router.keys import KeyUse, new_key
-from router.node import TOKENS_AT_ONCE
+from router.node import TOKENS_AT_ONCE_MAX
 from router.resume import Place, ResumeToken, tokens_crc
 from tests.cluster.test_attach import PROMPT, TOKENS, has_all, reader, spec_of
 from tests.cluster.test_resume import ROUTER_FLAGS
@@ -111,7 +111,7 @@ def test_what_is_computed_again_is_paid_for(says: bool, tmp_path: Path, monkeypa
 
 def test_an_answer_that_comes_whole_comes_in_pieces() -> None:
     """A long answer is finished and unread. Its text is cut piece by piece, and no message has all of it."""
-    tokens = 3 * TOKENS_AT_ONCE + 1
+    tokens = 3 * TOKENS_AT_ONCE_MAX + 1
 
     async def play(cluster: InProcessCluster) -> None:
         node = cluster.decode["decode-0"]
@@ -127,7 +127,7 @@ def test_an_answer_that_comes_whole_comes_in_pieces() -> None:
                 assert isinstance(event, inference_pb2.GenerateEvent)
                 sizes.append(len(event.tokens.ids))
                 read.token = event.resume_token
-        assert max(sizes) <= TOKENS_AT_ONCE
+        assert max(sizes) <= TOKENS_AT_ONCE_MAX
         assert sum(sizes) == tokens - len(read.ids)
         await read.forget(cluster.client)
 

@@ -323,6 +323,11 @@ class _NoLag:
         pass
 
 
+def _no_device(*_: Any, **__: Any) -> None:
+    """Whatever the machine has that the simulation runs on."""
+    raise RdmaUnavailable("simulated")
+
+
 def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
     def channels(*, limits: Any, rng: Any, tls: None) -> SimChannels:
         del rng, tls
@@ -343,10 +348,6 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         process.ledger = pool.ledger
         LedgerWatch(pool.ledger, process)
         return pool
-
-    def no_device(*_: Any, **__: Any) -> None:
-        """Whatever the machine has that the simulation runs on."""
-        raise RdmaUnavailable("simulated")
 
     def open_port(transport: TransportName, _config: Any, _pool: Any, ports: Any, _memory: None) -> SimPort:
         return SimPort(transport=transport, process=current(), events=PortEvents(ports, transport))
@@ -387,7 +388,7 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         (node.main, "open_device_pool", open_pool),
         (node.peers, "ShmWriterLink", SimShmLink),
         (node.peers, "TcpWriterLink", SimTcpLink),
-        (node.pool, "RdmaMemory", no_device),
+        (node.pool, "RdmaMemory", _no_device),
         (node.peers, "host_parts", lambda: [current().host] * 4),
         (decode_node.main, "DecodeNode", capture("decode", DecodeNode, watch_decode)),
         (node.receiver, "Receiver", capture("receiver", Receiver, watch_receiver)),

@@ -11,10 +11,10 @@ from batonpb import decode_pb2
 
 from baton.errors import BatonError, Reason
 from baton.ids import Attempt, GrantId, Incarnation, Pair, RequestId, RequestKey, ReserveNumber
+from baton.wire import key_from_proto
 from decode_node.node import DecodeNode
 from decode_node.service import DecodeService
 from decode_node.streams import RequestOutput, Subscription
-from engine.types import key_from_proto
 from kvtransfer.protocol.receiver import AnswerGranted, AnswerRefused, ReserveAsked
 from kvtransfer.receiver import Receiver
 from router.decode_streams import DecodeSubscription
