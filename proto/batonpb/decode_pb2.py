@@ -25,43 +25,43 @@ _sym_db = _symbol_database.Default()
 from batonpb import common_pb2 as batonpb_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61tonpb/decode.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61tonpb/common.proto\"\x9a\x01\n\x10SubscribeRequest\x12\'\n\x04open\x18\x01 \x01(\x0b\x32\x17.baton.v1.SubscribeOpenH\x00\x12\'\n\x04\x64one\x18\x02 \x01(\x0b\x32\x17.baton.v1.SubscribeDoneH\x00\x12)\n\x05leave\x18\x03 \x01(\x0b\x32\x18.baton.v1.SubscribeLeaveH\x00\x42\t\n\x07message\"T\n\rSubscribeOpen\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12!\n\x07\x63ursors\x18\x02 \x03(\x0b\x32\x10.baton.v1.Cursor\"?\n\x06\x43ursor\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.RequestKey\x12\x12\n\nnext_index\x18\x02 \x01(\r\"3\n\rSubscribeDone\x12\"\n\x04keys\x18\x01 \x03(\x0b\x32\x14.baton.v1.RequestKey\"9\n\x0eSubscribeLeave\x12\'\n\x08requests\x18\x01 \x03(\x0b\x32\x15.baton.v1.LeftRequest\"?\n\x0bLeftRequest\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.RequestKey\x12\r\n\x05\x65nded\x18\x02 \x01(\x08\"7\n\nTokenBatch\x12)\n\x08requests\x18\x01 \x03(\x0b\x32\x17.baton.v1.RequestTokens\"\x81\x02\n\rRequestTokens\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.RequestKey\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x0b\n\x03ids\x18\x03 \x03(\r\x12+\n\x06\x66inish\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReasonH\x00\x88\x01\x01\x12\x12\n\x05\x65rror\x18\x05 \x01(\tH\x01\x88\x01\x01\x12\x19\n\x0c\x65rror_reason\x18\x07 \x01(\tH\x02\x88\x01\x01\x12)\n\x08logprobs\x18\x06 \x03(\x0b\x32\x17.baton.v1.TokenLogprobsB\t\n\x07_finishB\x08\n\x06_errorB\x0f\n\r_error_reason\"d\n\rCancelRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12!\n\x03key\x18\x02 \x01(\x0b\x32\x14.baton.v1.RequestKey\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x1c\n\x0b\x43\x61ncelReply\x12\r\n\x05known\x18\x01 \x01(\x08\"U\n\x0eResolveRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12!\n\x03key\x18\x02 \x01(\x0b\x32\x14.baton.v1.RequestKey\"5\n\x0cResolveReply\x12\x11\n\tcommitted\x18\x01 \x01(\x08\x12\x12\n\ntaken_over\x18\x02 \x01(\x08\"\x8d\x01\n\x0fTakeOverRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12!\n\x03key\x18\x02 \x01(\x0b\x32\x14.baton.v1.RequestKey\x12\x0b\n\x03tag\x18\x03 \x01(\x0c\x12\x18\n\x10\x64\x65\x61\x64line_left_ms\x18\x04 \x01(\x04\x12\x0e\n\x06\x66orget\x18\x05 \x01(\x08\"Y\n\rTakeOverReply\x12*\n\x07outcome\x18\x01 \x01(\x0e\x32\x19.baton.v1.TakeOverOutcome\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05state\x18\x03 \x01(\x0c*\xaa\x01\n\x0fTakeOverOutcome\x12!\n\x1dTAKE_OVER_OUTCOME_UNSPECIFIED\x10\x00\x12\x1b\n\x17TAKE_OVER_OUTCOME_TAKEN\x10\x01\x12\x1c\n\x18TAKE_OVER_OUTCOME_ABSENT\x10\x02\x12\x1a\n\x16TAKE_OVER_OUTCOME_OVER\x10\x03\x12\x1d\n\x19TAKE_OVER_OUTCOME_FOREIGN\x10\x04\x32\x82\x02\n\x06\x44\x65\x63ode\x12\x41\n\tSubscribe\x12\x1a.baton.v1.SubscribeRequest\x1a\x14.baton.v1.TokenBatch(\x01\x30\x01\x12\x38\n\x06\x43\x61ncel\x12\x17.baton.v1.CancelRequest\x1a\x15.baton.v1.CancelReply\x12;\n\x07Resolve\x12\x18.baton.v1.ResolveRequest\x1a\x16.baton.v1.ResolveReply\x12>\n\x08TakeOver\x12\x19.baton.v1.TakeOverRequest\x1a\x17.baton.v1.TakeOverReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61tonpb/decode.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61tonpb/common.proto\"\x9a\x01\n\x10SubscribeRequest\x12\'\n\x04open\x18\x01 \x01(\x0b\x32\x17.baton.v1.SubscribeOpenH\x00\x12\'\n\x04\x64one\x18\x02 \x01(\x0b\x32\x17.baton.v1.SubscribeDoneH\x00\x12)\n\x05leave\x18\x03 \x01(\x0b\x32\x18.baton.v1.SubscribeLeaveH\x00\x42\t\n\x07message\"d\n\rSubscribeOpen\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12!\n\x07\x63ursors\x18\x02 \x03(\x0b\x32\x10.baton.v1.Cursor\x12\x0e\n\x06packed\x18\x03 \x01(\x08\"?\n\x06\x43ursor\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.RequestKey\x12\x12\n\nnext_index\x18\x02 \x01(\r\"3\n\rSubscribeDone\x12\"\n\x04keys\x18\x01 \x03(\x0b\x32\x14.baton.v1.RequestKey\"9\n\x0eSubscribeLeave\x12\'\n\x08requests\x18\x01 \x03(\x0b\x32\x15.baton.v1.LeftRequest\"?\n\x0bLeftRequest\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.RequestKey\x12\r\n\x05\x65nded\x18\x02 \x01(\x08\"i\n\nTokenBatch\x12)\n\x08requests\x18\x01 \x03(\x0b\x32\x17.baton.v1.RequestTokens\x12\x0f\n\x07numbers\x18\x02 \x03(\r\x12\x0f\n\x07indices\x18\x03 \x03(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\r\"\x91\x02\n\rRequestTokens\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.baton.v1.RequestKey\x12\x0e\n\x06number\x18\x08 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x0b\n\x03ids\x18\x03 \x03(\r\x12+\n\x06\x66inish\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReasonH\x00\x88\x01\x01\x12\x12\n\x05\x65rror\x18\x05 \x01(\tH\x01\x88\x01\x01\x12\x19\n\x0c\x65rror_reason\x18\x07 \x01(\tH\x02\x88\x01\x01\x12)\n\x08logprobs\x18\x06 \x03(\x0b\x32\x17.baton.v1.TokenLogprobsB\t\n\x07_finishB\x08\n\x06_errorB\x0f\n\r_error_reason\"d\n\rCancelRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12!\n\x03key\x18\x02 \x01(\x0b\x32\x14.baton.v1.RequestKey\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x1c\n\x0b\x43\x61ncelReply\x12\r\n\x05known\x18\x01 \x01(\x08\"U\n\x0eResolveRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12!\n\x03key\x18\x02 \x01(\x0b\x32\x14.baton.v1.RequestKey\"5\n\x0cResolveReply\x12\x11\n\tcommitted\x18\x01 \x01(\x08\x12\x12\n\ntaken_over\x18\x02 \x01(\x08\"\x8d\x01\n\x0fTakeOverRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12!\n\x03key\x18\x02 \x01(\x0b\x32\x14.baton.v1.RequestKey\x12\x0b\n\x03tag\x18\x03 \x01(\x0c\x12\x18\n\x10\x64\x65\x61\x64line_left_ms\x18\x04 \x01(\x04\x12\x0e\n\x06\x66orget\x18\x05 \x01(\x08\"Y\n\rTakeOverReply\x12*\n\x07outcome\x18\x01 \x01(\x0e\x32\x19.baton.v1.TakeOverOutcome\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05state\x18\x03 \x01(\x0c*\xaa\x01\n\x0fTakeOverOutcome\x12!\n\x1dTAKE_OVER_OUTCOME_UNSPECIFIED\x10\x00\x12\x1b\n\x17TAKE_OVER_OUTCOME_TAKEN\x10\x01\x12\x1c\n\x18TAKE_OVER_OUTCOME_ABSENT\x10\x02\x12\x1a\n\x16TAKE_OVER_OUTCOME_OVER\x10\x03\x12\x1d\n\x19TAKE_OVER_OUTCOME_FOREIGN\x10\x04\x32\x82\x02\n\x06\x44\x65\x63ode\x12\x41\n\tSubscribe\x12\x1a.baton.v1.SubscribeRequest\x1a\x14.baton.v1.TokenBatch(\x01\x30\x01\x12\x38\n\x06\x43\x61ncel\x12\x17.baton.v1.CancelRequest\x1a\x15.baton.v1.CancelReply\x12;\n\x07Resolve\x12\x18.baton.v1.ResolveRequest\x1a\x16.baton.v1.ResolveReply\x12>\n\x08TakeOver\x12\x19.baton.v1.TakeOverRequest\x1a\x17.baton.v1.TakeOverReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'batonpb.decode_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TAKEOVEROUTCOME']._serialized_start=1368
-  _globals['_TAKEOVEROUTCOME']._serialized_end=1538
+  _globals['_TAKEOVEROUTCOME']._serialized_start=1450
+  _globals['_TAKEOVEROUTCOME']._serialized_end=1620
   _globals['_SUBSCRIBEREQUEST']._serialized_start=57
   _globals['_SUBSCRIBEREQUEST']._serialized_end=211
   _globals['_SUBSCRIBEOPEN']._serialized_start=213
-  _globals['_SUBSCRIBEOPEN']._serialized_end=297
-  _globals['_CURSOR']._serialized_start=299
-  _globals['_CURSOR']._serialized_end=362
-  _globals['_SUBSCRIBEDONE']._serialized_start=364
-  _globals['_SUBSCRIBEDONE']._serialized_end=415
-  _globals['_SUBSCRIBELEAVE']._serialized_start=417
-  _globals['_SUBSCRIBELEAVE']._serialized_end=474
-  _globals['_LEFTREQUEST']._serialized_start=476
-  _globals['_LEFTREQUEST']._serialized_end=539
-  _globals['_TOKENBATCH']._serialized_start=541
-  _globals['_TOKENBATCH']._serialized_end=596
-  _globals['_REQUESTTOKENS']._serialized_start=599
-  _globals['_REQUESTTOKENS']._serialized_end=856
-  _globals['_CANCELREQUEST']._serialized_start=858
-  _globals['_CANCELREQUEST']._serialized_end=958
-  _globals['_CANCELREPLY']._serialized_start=960
-  _globals['_CANCELREPLY']._serialized_end=988
-  _globals['_RESOLVEREQUEST']._serialized_start=990
-  _globals['_RESOLVEREQUEST']._serialized_end=1075
-  _globals['_RESOLVEREPLY']._serialized_start=1077
-  _globals['_RESOLVEREPLY']._serialized_end=1130
-  _globals['_TAKEOVERREQUEST']._serialized_start=1133
-  _globals['_TAKEOVERREQUEST']._serialized_end=1274
-  _globals['_TAKEOVERREPLY']._serialized_start=1276
-  _globals['_TAKEOVERREPLY']._serialized_end=1365
-  _globals['_DECODE']._serialized_start=1541
-  _globals['_DECODE']._serialized_end=1799
+  _globals['_SUBSCRIBEOPEN']._serialized_end=313
+  _globals['_CURSOR']._serialized_start=315
+  _globals['_CURSOR']._serialized_end=378
+  _globals['_SUBSCRIBEDONE']._serialized_start=380
+  _globals['_SUBSCRIBEDONE']._serialized_end=431
+  _globals['_SUBSCRIBELEAVE']._serialized_start=433
+  _globals['_SUBSCRIBELEAVE']._serialized_end=490
+  _globals['_LEFTREQUEST']._serialized_start=492
+  _globals['_LEFTREQUEST']._serialized_end=555
+  _globals['_TOKENBATCH']._serialized_start=557
+  _globals['_TOKENBATCH']._serialized_end=662
+  _globals['_REQUESTTOKENS']._serialized_start=665
+  _globals['_REQUESTTOKENS']._serialized_end=938
+  _globals['_CANCELREQUEST']._serialized_start=940
+  _globals['_CANCELREQUEST']._serialized_end=1040
+  _globals['_CANCELREPLY']._serialized_start=1042
+  _globals['_CANCELREPLY']._serialized_end=1070
+  _globals['_RESOLVEREQUEST']._serialized_start=1072
+  _globals['_RESOLVEREQUEST']._serialized_end=1157
+  _globals['_RESOLVEREPLY']._serialized_start=1159
+  _globals['_RESOLVEREPLY']._serialized_end=1212
+  _globals['_TAKEOVERREQUEST']._serialized_start=1215
+  _globals['_TAKEOVERREQUEST']._serialized_end=1356
+  _globals['_TAKEOVERREPLY']._serialized_start=1358
+  _globals['_TAKEOVERREPLY']._serialized_end=1447
+  _globals['_DECODE']._serialized_start=1623
+  _globals['_DECODE']._serialized_end=1881
 # @@protoc_insertion_point(module_scope)

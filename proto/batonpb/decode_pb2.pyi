@@ -32,12 +32,14 @@ class SubscribeRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[SubscribeOpen, _Mapping]] = ..., done: _Optional[_Union[SubscribeDone, _Mapping]] = ..., leave: _Optional[_Union[SubscribeLeave, _Mapping]] = ...) -> None: ...
 
 class SubscribeOpen(_message.Message):
-    __slots__ = ("header", "cursors")
+    __slots__ = ("header", "cursors", "packed")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     CURSORS_FIELD_NUMBER: _ClassVar[int]
+    PACKED_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.Header
     cursors: _containers.RepeatedCompositeFieldContainer[Cursor]
-    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., cursors: _Optional[_Iterable[_Union[Cursor, _Mapping]]] = ...) -> None: ...
+    packed: bool
+    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., cursors: _Optional[_Iterable[_Union[Cursor, _Mapping]]] = ..., packed: bool = ...) -> None: ...
 
 class Cursor(_message.Message):
     __slots__ = ("key", "next_index")
@@ -68,14 +70,21 @@ class LeftRequest(_message.Message):
     def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., ended: bool = ...) -> None: ...
 
 class TokenBatch(_message.Message):
-    __slots__ = ("requests",)
+    __slots__ = ("requests", "numbers", "indices", "tokens")
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     requests: _containers.RepeatedCompositeFieldContainer[RequestTokens]
-    def __init__(self, requests: _Optional[_Iterable[_Union[RequestTokens, _Mapping]]] = ...) -> None: ...
+    numbers: _containers.RepeatedScalarFieldContainer[int]
+    indices: _containers.RepeatedScalarFieldContainer[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, requests: _Optional[_Iterable[_Union[RequestTokens, _Mapping]]] = ..., numbers: _Optional[_Iterable[int]] = ..., indices: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RequestTokens(_message.Message):
-    __slots__ = ("key", "first_index", "ids", "finish", "error", "error_reason", "logprobs")
+    __slots__ = ("key", "number", "first_index", "ids", "finish", "error", "error_reason", "logprobs")
     KEY_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
@@ -83,13 +92,14 @@ class RequestTokens(_message.Message):
     ERROR_REASON_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     key: _common_pb2.RequestKey
+    number: int
     first_index: int
     ids: _containers.RepeatedScalarFieldContainer[int]
     finish: _common_pb2.FinishReason
     error: str
     error_reason: str
     logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
-    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., first_index: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., finish: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[str] = ..., error_reason: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    def __init__(self, key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., number: _Optional[int] = ..., first_index: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., finish: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[str] = ..., error_reason: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class CancelRequest(_message.Message):
     __slots__ = ("header", "key", "reason")

@@ -1,0 +1,266 @@
+from batonpb import directory_pb2 as _directory_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ToWorker(_message.Message):
+    __slots__ = ("answers", "start", "connection", "nodes", "lifecycle", "siblings", "key", "end_former", "metrics_wanted", "warm", "stop_within_ms", "keys_changed")
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    CONNECTION_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    LIFECYCLE_FIELD_NUMBER: _ClassVar[int]
+    SIBLINGS_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    END_FORMER_FIELD_NUMBER: _ClassVar[int]
+    METRICS_WANTED_FIELD_NUMBER: _ClassVar[int]
+    WARM_FIELD_NUMBER: _ClassVar[int]
+    STOP_WITHIN_MS_FIELD_NUMBER: _ClassVar[int]
+    KEYS_CHANGED_FIELD_NUMBER: _ClassVar[int]
+    answers: int
+    start: WorkerStart
+    connection: NewConnection
+    nodes: NodesKnown
+    lifecycle: WorkerLifecycle
+    siblings: Siblings
+    key: KeyAnswer
+    end_former: EndFormer
+    metrics_wanted: int
+    warm: Warm
+    stop_within_ms: int
+    keys_changed: KeysChanged
+    def __init__(self, answers: _Optional[int] = ..., start: _Optional[_Union[WorkerStart, _Mapping]] = ..., connection: _Optional[_Union[NewConnection, _Mapping]] = ..., nodes: _Optional[_Union[NodesKnown, _Mapping]] = ..., lifecycle: _Optional[_Union[WorkerLifecycle, _Mapping]] = ..., siblings: _Optional[_Union[Siblings, _Mapping]] = ..., key: _Optional[_Union[KeyAnswer, _Mapping]] = ..., end_former: _Optional[_Union[EndFormer, _Mapping]] = ..., metrics_wanted: _Optional[int] = ..., warm: _Optional[_Union[Warm, _Mapping]] = ..., stop_within_ms: _Optional[int] = ..., keys_changed: _Optional[_Union[KeysChanged, _Mapping]] = ...) -> None: ...
+
+class FromWorker(_message.Message):
+    __slots__ = ("number", "ready", "report", "taken", "closed", "key", "metrics", "warm_done", "end_former", "key_news")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    WARM_DONE_FIELD_NUMBER: _ClassVar[int]
+    END_FORMER_FIELD_NUMBER: _ClassVar[int]
+    KEY_NEWS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    ready: WorkerReady
+    report: WorkerReport
+    taken: int
+    closed: ClosedConnections
+    key: KeyQuestion
+    metrics: MetricSamples
+    warm_done: WarmDone
+    end_former: EndFormer
+    key_news: KeyNews
+    def __init__(self, number: _Optional[int] = ..., ready: _Optional[_Union[WorkerReady, _Mapping]] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ..., taken: _Optional[int] = ..., closed: _Optional[_Union[ClosedConnections, _Mapping]] = ..., key: _Optional[_Union[KeyQuestion, _Mapping]] = ..., metrics: _Optional[_Union[MetricSamples, _Mapping]] = ..., warm_done: _Optional[_Union[WarmDone, _Mapping]] = ..., end_former: _Optional[_Union[EndFormer, _Mapping]] = ..., key_news: _Optional[_Union[KeyNews, _Mapping]] = ...) -> None: ...
+
+class WorkerStart(_message.Message):
+    __slots__ = ("config", "worker", "workers")
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    config: bytes
+    worker: int
+    workers: int
+    def __init__(self, config: _Optional[bytes] = ..., worker: _Optional[int] = ..., workers: _Optional[int] = ...) -> None: ...
+
+class NewConnection(_message.Message):
+    __slots__ = ("number", "door", "peer", "surplus")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    DOOR_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    SURPLUS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    door: int
+    peer: str
+    surplus: bool
+    def __init__(self, number: _Optional[int] = ..., door: _Optional[int] = ..., peer: _Optional[str] = ..., surplus: bool = ...) -> None: ...
+
+class NodesKnown(_message.Message):
+    __slots__ = ("records", "trouble", "refusal_reason", "refusal", "refusal_retry_after_ms")
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_REASON_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    records: _containers.RepeatedCompositeFieldContainer[_directory_pb2.NodeRecord]
+    trouble: str
+    refusal_reason: str
+    refusal: str
+    refusal_retry_after_ms: int
+    def __init__(self, records: _Optional[_Iterable[_Union[_directory_pb2.NodeRecord, _Mapping]]] = ..., trouble: _Optional[str] = ..., refusal_reason: _Optional[str] = ..., refusal: _Optional[str] = ..., refusal_retry_after_ms: _Optional[int] = ...) -> None: ...
+
+class WorkerLifecycle(_message.Message):
+    __slots__ = ("ready", "takes_requests")
+    READY_FIELD_NUMBER: _ClassVar[int]
+    TAKES_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    ready: bool
+    takes_requests: bool
+    def __init__(self, ready: bool = ..., takes_requests: bool = ...) -> None: ...
+
+class Siblings(_message.Message):
+    __slots__ = ("shares",)
+    SHARES_FIELD_NUMBER: _ClassVar[int]
+    shares: _containers.RepeatedCompositeFieldContainer[PrefillShare]
+    def __init__(self, shares: _Optional[_Iterable[_Union[PrefillShare, _Mapping]]] = ...) -> None: ...
+
+class PrefillShare(_message.Message):
+    __slots__ = ("incarnation", "tokens")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    tokens: int
+    def __init__(self, incarnation: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class WorkerReady(_message.Message):
+    __slots__ = ("incarnation",)
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    def __init__(self, incarnation: _Optional[int] = ...) -> None: ...
+
+class WorkerReport(_message.Message):
+    __slots__ = ("requests", "waiting", "calls", "shares", "loop_lag_ms_max")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    SHARES_FIELD_NUMBER: _ClassVar[int]
+    LOOP_LAG_MS_MAX_FIELD_NUMBER: _ClassVar[int]
+    requests: int
+    waiting: int
+    calls: int
+    shares: _containers.RepeatedCompositeFieldContainer[PrefillShare]
+    loop_lag_ms_max: int
+    def __init__(self, requests: _Optional[int] = ..., waiting: _Optional[int] = ..., calls: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[PrefillShare, _Mapping]]] = ..., loop_lag_ms_max: _Optional[int] = ...) -> None: ...
+
+class ClosedConnections(_message.Message):
+    __slots__ = ("numbers",)
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    numbers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, numbers: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Warm(_message.Message):
+    __slots__ = ("number", "prompt", "salt")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    prompt: _containers.RepeatedScalarFieldContainer[int]
+    salt: str
+    def __init__(self, number: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ...) -> None: ...
+
+class WarmDone(_message.Message):
+    __slots__ = ("number", "reason", "text")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    reason: str
+    text: str
+    def __init__(self, number: _Optional[int] = ..., reason: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+
+class EndFormer(_message.Message):
+    __slots__ = ("key_name", "resume_token")
+    KEY_NAME_FIELD_NUMBER: _ClassVar[int]
+    RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    key_name: str
+    resume_token: bytes
+    def __init__(self, key_name: _Optional[str] = ..., resume_token: _Optional[bytes] = ...) -> None: ...
+
+class KeysChanged(_message.Message):
+    __slots__ = ("keys",)
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    keys: bytes
+    def __init__(self, keys: _Optional[bytes] = ...) -> None: ...
+
+class KeyQuestion(_message.Message):
+    __slots__ = ("key_name", "admission", "admit", "widen", "take_prompt")
+    KEY_NAME_FIELD_NUMBER: _ClassVar[int]
+    ADMISSION_FIELD_NUMBER: _ClassVar[int]
+    ADMIT_FIELD_NUMBER: _ClassVar[int]
+    WIDEN_FIELD_NUMBER: _ClassVar[int]
+    TAKE_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    key_name: str
+    admission: int
+    admit: Admit
+    widen: int
+    take_prompt: TakePrompt
+    def __init__(self, key_name: _Optional[str] = ..., admission: _Optional[int] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., widen: _Optional[int] = ..., take_prompt: _Optional[_Union[TakePrompt, _Mapping]] = ...) -> None: ...
+
+class Admit(_message.Message):
+    __slots__ = ("spread", "attaches")
+    SPREAD_FIELD_NUMBER: _ClassVar[int]
+    ATTACHES_FIELD_NUMBER: _ClassVar[int]
+    spread: float
+    attaches: bool
+    def __init__(self, spread: _Optional[float] = ..., attaches: bool = ...) -> None: ...
+
+class TakePrompt(_message.Message):
+    __slots__ = ("tokens", "before")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    before: int
+    def __init__(self, tokens: _Optional[int] = ..., before: _Optional[int] = ...) -> None: ...
+
+class KeyAnswer(_message.Message):
+    __slots__ = ("reason", "text", "retry_after_ms", "metadata", "field", "headers")
+    class MetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class HeadersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    HEADERS_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    text: str
+    retry_after_ms: int
+    metadata: _containers.ScalarMap[str, str]
+    field: str
+    headers: _containers.ScalarMap[str, str]
+    def __init__(self, reason: _Optional[str] = ..., text: _Optional[str] = ..., retry_after_ms: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ..., field: _Optional[str] = ..., headers: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class KeyNews(_message.Message):
+    __slots__ = ("used",)
+    USED_FIELD_NUMBER: _ClassVar[int]
+    used: _containers.RepeatedCompositeFieldContainer[KeyUsed]
+    def __init__(self, used: _Optional[_Iterable[_Union[KeyUsed, _Mapping]]] = ...) -> None: ...
+
+class KeyUsed(_message.Message):
+    __slots__ = ("key_name", "output_tokens", "ended", "left", "came_back")
+    KEY_NAME_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    CAME_BACK_FIELD_NUMBER: _ClassVar[int]
+    key_name: str
+    output_tokens: int
+    ended: _containers.RepeatedScalarFieldContainer[int]
+    left: _containers.RepeatedScalarFieldContainer[str]
+    came_back: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, key_name: _Optional[str] = ..., output_tokens: _Optional[int] = ..., ended: _Optional[_Iterable[int]] = ..., left: _Optional[_Iterable[str]] = ..., came_back: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class MetricSamples(_message.Message):
+    __slots__ = ("number", "text")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    text: bytes
+    def __init__(self, number: _Optional[int] = ..., text: _Optional[bytes] = ...) -> None: ...
