@@ -57,6 +57,16 @@ class RouterMetrics:
             "refused.",
             "outcome",
         )
+        self.connections_refused = self._counter(
+            "baton_connections_refused",
+            "Connections of clients closed at once for want of a place, by door: grpc or http.",
+            "door",
+        )
+        self.connections_ended = self._counter(
+            "baton_connections_ended",
+            "Connections of gRPC clients ended for what they sent, or sent too fast or too late, by why.",
+            "why",
+        )
         for outcome in ATTACH_OUTCOMES:
             self.attaches.labels(outcome)
         self.corrupt = self._counter(
