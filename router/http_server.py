@@ -292,7 +292,7 @@ class HttpServer:
         """
         self._doors = doors = Doors(self._config)
         taker = LocalTaker(doors.closed)
-        taker.http = self
+        taker.http = self.take
         doors.add(taker)
         return join_endpoint(split_endpoint(listen)[0], doors.open(Door.HTTP, listen, setting=setting))
 

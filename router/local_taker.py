@@ -6,7 +6,6 @@ import random
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from baton.endpoint import Address, Network, is_trusted
 from baton.http2_front import Ended, Http2Front, NativeFront
@@ -15,10 +14,10 @@ from baton.repeats import RepeatLog
 from router.doors import Door
 from router.http_slots import Slot
 
-if TYPE_CHECKING:
-    from router.http_server import HttpServer
-
 log = get_log("front")
+
+TakeHttp = Callable[[socket.socket, Address | None, Slot, Callable[[], None]], None]
+"""`HttpServer.take`."""
 
 
 class LocalTaker:
@@ -37,7 +36,7 @@ class LocalTaker:
         self._proxies = proxies
         self._ended = ended
         self._repeats: RepeatLog | None = None
-        self.http: HttpServer | None = None
+        self.http: TakeHttp | None = None
         self.front: Http2Front | None = None
 
     def open_front(self, native: NativeFront, *, rng: random.Random, now_s: Callable[[], float]) -> Http2Front:
@@ -54,7 +53,7 @@ class LocalTaker:
     def take(self, door: Door, sock: socket.socket, peer: Address | None, slot: Slot, number: int) -> None:
         if door is Door.HTTP:
             assert self.http is not None
-            self.http.take(sock, peer, slot, partial(self._closed, number))
+            self.http(sock, peer, slot, partial(self._closed, number))
             return
         assert self.front is not None and peer is not None
         try:

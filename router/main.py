@@ -238,7 +238,7 @@ async def _open_doors(
         front = taker.open_front(native, rng=runtime.rng, now_s=runtime.clock.monotonic_s)
         front.opened = doors.resume
         runtime.server.stand_behind(front, doors.open(Door.GRPC, config.listen, setting="listen"))
-    taker.http = http.get("http")
+    taker.http = http["http"].take if "http" in http else None
     doors.add(taker)
     if config.http_listen is not None:
         bound = doors.open(Door.HTTP, config.http_listen, setting="http_listen")

@@ -14,9 +14,11 @@ from prometheus_client.registry import Collector
 
 from baton import baton_version
 from baton.errors import Reason
+from baton.http2_front import Ended
 from baton.lifecycle import Lifecycle
 from baton.loop_lag import BUCKETS_MS
 from baton.wire import LOCAL_TRANSPORT, BlockLoad, NodeRecord, Role
+from router.doors import Door
 from router.keys import KeyUse, Limit
 from router.request import ObservedRequest
 
@@ -67,6 +69,11 @@ class RouterMetrics:
             "Connections of gRPC clients ended for what they sent, or sent too fast or too late, by why.",
             "why",
         )
+        for door in Door:
+            self.connections_refused.labels(door.label)
+        for why in Ended:
+            if why is not Ended.LEFT:
+                self.connections_ended.labels(why.name.lower())
         for outcome in ATTACH_OUTCOMES:
             self.attaches.labels(outcome)
         self.corrupt = self._counter(
