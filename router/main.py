@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from router.http_server import HttpServer
-    from router.metrics import RouterMetrics
+    from router.metrics import CONNECTIONS_ENDED, CONNECTIONS_REFUSED, RouterMetrics
 
 log = get_log("router")
 
@@ -170,14 +170,14 @@ def _make_metrics(config: RouterConfig, runtime: NodeRuntime, keys: KeyFile | No
     if config.metrics_listen is None:
         return None
     # Here and below: a router without HTTP does not load its libraries.
-    from router.metrics import RouterMetrics
+    from router.metrics import CONNECTIONS_ENDED, CONNECTIONS_REFUSED, RouterMetrics
 
     metrics = RouterMetrics(
         runtime.membership.nodes,
         directory_lost=lambda: runtime.membership.stale,
         keys=keys.book.uses if keys is not None else tuple,
     )
-    runtime.loop_lag.report = metrics.loop_lag_s.observe
+    runtime.loop_lag.report = metrics.look_at_loop
     return metrics
 
 
@@ -213,11 +213,11 @@ def _make_doors(config: RouterConfig, node: RouterNode, metrics: RouterMetrics |
     def refused(door: Door, error: BatonError) -> None:
         node.request_log.refused(error, door=door.label)
         if metrics is not None:
-            metrics.connections_refused.labels(door.label).inc()
+            metrics.figures.add(CONNECTIONS_REFUSED, door.label)
 
     def ended(why: Ended) -> None:
         if metrics is not None:
-            metrics.connections_ended.labels(why.name.lower()).inc()
+            metrics.figures.add(CONNECTIONS_ENDED, why.name.lower())
 
     doors = Doors(config, refused=refused)
     taker = LocalTaker(doors.closed, proxies=config.trusted_networks(), ended=ended)
