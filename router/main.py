@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from router.http_server import HttpServer
-    from router.metrics import CONNECTIONS_ENDED, CONNECTIONS_REFUSED, RouterMetrics
+    from router.metrics import RouterMetrics
 
 log = get_log("router")
 
@@ -170,7 +170,7 @@ def _make_metrics(config: RouterConfig, runtime: NodeRuntime, keys: KeyFile | No
     if config.metrics_listen is None:
         return None
     # Here and below: a router without HTTP does not load its libraries.
-    from router.metrics import CONNECTIONS_ENDED, CONNECTIONS_REFUSED, RouterMetrics
+    from router.metrics import RouterMetrics
 
     metrics = RouterMetrics(
         runtime.membership.nodes,
@@ -213,11 +213,11 @@ def _make_doors(config: RouterConfig, node: RouterNode, metrics: RouterMetrics |
     def refused(door: Door, error: BatonError) -> None:
         node.request_log.refused(error, door=door.label)
         if metrics is not None:
-            metrics.figures.add(CONNECTIONS_REFUSED, door.label)
+            metrics.connection_refused(door)
 
     def ended(why: Ended) -> None:
         if metrics is not None:
-            metrics.figures.add(CONNECTIONS_ENDED, why.name.lower())
+            metrics.connection_ended(why)
 
     doors = Doors(config, refused=refused)
     taker = LocalTaker(doors.closed, proxies=config.trusted_networks(), ended=ended)

@@ -209,6 +209,13 @@ class RouterMetrics:
         """The control thread was so late."""
         self.figures.observe(LOOP_LAG_S, lag_s)
 
+    def connection_refused(self, door: Door) -> None:
+        self.figures.add(CONNECTIONS_REFUSED, door.label)
+
+    def connection_ended(self, why: Ended) -> None:
+        """By the front."""
+        self.figures.add(CONNECTIONS_ENDED, why.name.lower())
+
     def text(self) -> bytes:
         """All of it, in Prometheus' text format. On any thread: it copies what the control thread changes."""
         return generate_latest(self.registry)
