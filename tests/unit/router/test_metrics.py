@@ -100,4 +100,4 @@ def test_connections_of_clients() -> None:
     refused = [figures[f'baton_connections_refused_total{{door="{door}"}}'] for door in ("grpc", "http")]
     ended = {why: figures.get(f'baton_connections_ended_total{{why="{why.name.lower()}"}}') for why in Ended}
     assert refused == ["1.0", "0.0"]
-    assert ended == {why: "0.0" for why in Ended} | {Ended.LATE: "1.0", Ended.LEFT: None}
+    assert ended == dict.fromkeys(Ended, "0.0") | {Ended.LATE: "1.0", Ended.LEFT: None}
