@@ -43,14 +43,15 @@ async def run_choices(
 
 async def _one_ahead(ask: Ask[_T], request: _T, sinks: Sequence[AnswerSink]) -> None:
     ahead = _Ahead(sinks[0])
-    first = asyncio.create_task(ask(request, 0, ahead))
-    first.add_done_callback(lambda _: ahead.far.set())
+    tasks = [asyncio.create_task(ask(request, 0, ahead))]
+    tasks[0].add_done_callback(lambda _: ahead.far.set())
 
     async def behind(choice: int) -> None:
         await ahead.far.wait()
         await ask(request, choice, sinks[choice])
 
-    await _all([first, *(asyncio.create_task(behind(choice)) for choice in range(1, len(sinks)))])
+    tasks += [asyncio.create_task(behind(choice)) for choice in range(1, len(sinks))]
+    await _all(tasks)
 
 
 async def _all(tasks: list[asyncio.Task[None]]) -> None:
@@ -63,6 +64,7 @@ async def _all(tasks: list[asyncio.Task[None]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        del task
         ended = set()
         tasks.clear()  # their errors lead back to this frame
 
