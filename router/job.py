@@ -219,7 +219,7 @@ class Job:
     """Of a resumable request: what the client has."""
     text_ended: bool = False
     """A stop string has ended the answer."""
-    scope: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
+    scope: asyncio.Timeout = field(default_factory=lambda: asyncio.Timeout(None))
     """Around all that is done for it, so that it can be cut off."""
     cut_off_with: BatonError | None = None
     """The error for its client."""

@@ -109,5 +109,6 @@ def test_an_answer_over_http(stream: bool) -> None:
 
     nothing_left(scene)
     parts = [message["body"] for message in sent if message["type"] == "http.response.body"]
-    reported = parts[1].removeprefix(b"data: ") if stream else parts[0]
+    events = b"".join(parts).split(b"\n\n")
+    reported = events[1].removeprefix(b"data: ") if stream else parts[0]
     assert json.loads(reported)["error"]["message"] == "All are full."
