@@ -70,7 +70,8 @@ def _put_all(self: Inbox, first_index: int, ids: list[int], logprobs: Sequence[A
     del first_index
     self.tokens.extend(ids)
     self.logprobs.extend(logprobs)
-    self.news.set()
+    if self.on_put is not None:
+        self.on_put()
 
 
 def _resolve_nothing(_self: DecodeNode, _key: RequestKey) -> bool:
