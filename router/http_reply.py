@@ -164,7 +164,7 @@ class _Choice:
         chunk = self._reply.replies.chunk(self._index, part)
         self._follow(part.place)
         if chunk is not None:
-            self._reply.put(json.dumps(chunk))
+            self._reply.put(chunk)
 
     def finished(self, finished: inference_pb2.Finished, place: Place | None) -> None:
         replies = self._reply.replies
