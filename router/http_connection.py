@@ -52,6 +52,9 @@ END_MS: Final = 0.1
 SURPLUS: Final = "surplus connection"
 """In a call's state: its connection, or the call of a proxy's client, was one too many when it came."""
 
+STREAM: Final = "baton.stream"
+"""In a call's extensions: the `HttpCall`, for who writes more of a body without waiting."""
+
 SOURCE: Final = "source"
 """Who the call counts for in limits by address; None for a proxy of ours."""
 
@@ -193,9 +196,20 @@ class HttpConnection(asyncio.Protocol):
         if self._call is None and self._discarded is None:
             self._close()
 
+    @property
+    def is_writable(self) -> bool:
+        """Whether the client has taken enough of what was written."""
+        return self._writable.is_set()
+
+    async def writable(self) -> None:
+        await self._writable.wait()
+
     async def write(self, data: bytes) -> None:
         """Once there is room for it."""
         await self._writable.wait()
+        self.write_now(data)
+
+    def write_now(self, data: bytes) -> None:
         if self._discarded is None and not self.transport.is_closing():
             self._write(data)
 
@@ -366,6 +380,7 @@ class HttpCall:
             "raw_path": head.raw_path,
             "query_string": head.query,
             "headers": head.headers,
+            "extensions": {STREAM: self},
             "state": {SURPLUS: surplus, SOURCE: source_of(str(caller)) if caller is not None else None},
         }
 
@@ -391,18 +406,37 @@ class HttpCall:
             self._first = self._start(message["status"], message["headers"])
             return
         body, more = message.get("body", b""), message.get("more_body", False)
-        if self._head.method == "HEAD":
-            body = b""
-        elif self._chunked:
-            body = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
-            body += b"" if more else b"0\r\n\r\n"
-        data, self._first = self._first + body, b""
-        if data:
-            await self._connection.write(data)
+        body = self._framed(body)
+        if self._chunked and not more:
+            body += b"0\r\n\r\n"
+        if self._first or body:
+            await self._connection.writable()  # who is cancelled here has sent nothing
+            self._connection.write_now(self._first + body)
+            self._first = b""
         if not more:
             self._done = True
             self._news.set()
             self._connection.ended(self, keep_alive=self._keep_alive)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `put` may be called: the beginning of the body has gone out, and the client takes what comes."""
+        return not self._first and self.started and self._connection.is_writable
+
+    async def opened(self) -> None:
+        """Of an answer whose beginning has gone out."""
+        await self._connection.writable()
+
+    def put(self, body: bytes) -> None:
+        """More of the body, without waiting."""
+        assert not self._done
+        if not self._gone:
+            self._connection.write_now(self._framed(body))
+
+    def _framed(self, body: bytes) -> bytes:
+        if self._head.method == "HEAD":
+            return b""
+        return b"%x\r\n%b\r\n" % (len(body), body) if self._chunked and body else body
 
     def _start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
         """The connection stays open where the whole call was read, and both sides want it to."""

@@ -22,6 +22,7 @@ from baton.errors import BatonError, Reason
 from baton.log import get_log
 from router import openai
 from router.answers import AnswerPart, AnswerSink, Collected
+from router.http_connection import STREAM, HttpCall
 from router.replies import Replies
 from router.resume import Place, Places
 
@@ -59,12 +60,15 @@ class CallReply(Response):
         self._timeout_s = timeout_s
         self.places = places
         self._begun = False
+        self._direct: HttpCall | None = None
+        """Where the stream is written without a task: with other servers, all of it is sent by one."""
         self._lines: list[str] = []
-        """To be written."""
+        """To be sent."""
         self._news = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._asgi, self._send = (scope, receive, send), send
+        self._direct = scope.get("extensions", {}).get(STREAM)
         await first_of(self._run(), disconnected(receive))
 
     async def _run(self) -> None:
@@ -112,22 +116,29 @@ class CallReply(Response):
 
     @property
     def is_open(self) -> bool:
-        return not self._lines
+        return not self._lines and (self._direct is None or not self._begun or self._direct.is_open)
 
     def put(self, data: str) -> None:
         lines = f"data: {data}\n\n"
         if self.places is not None:
             lines = f"id: {self.places.token()}\n{lines}"
-        self._lines.append(lines)
+        if self._begun and not self._lines and self._direct is not None and self._direct.is_open:
+            self._direct.put(lines.encode())
+            if self._direct.is_open:
+                return
+        else:
+            self._lines.append(lines)
         self._news.set()
 
     async def _write(self) -> None:
         while True:
             await self._flush()
+            if self._begun and self._direct is not None:
+                await self._direct.opened()
             for sink in self._sinks:
                 if sink.on_open is not None:
                     sink.on_open()
-            if not self._lines:
+            if self.is_open:
                 self._news.clear()
                 await self._news.wait()
 
@@ -138,7 +149,7 @@ class CallReply(Response):
             await self._send({"type": "http.response.start", "status": 200, "headers": Headers(headers).raw})
             if self.places is not None:
                 self._lines.insert(0, f"retry: {RECONNECT_MS}\n")
-        if self._lines:
+        if self._lines or not more:
             count = len(self._lines)
             await self._send({"type": "http.response.body", "body": "".join(self._lines).encode(), "more_body": more})
             del self._lines[:count]
@@ -164,7 +175,7 @@ class _Choice:
         chunk = self._reply.replies.chunk(self._index, part)
         self._follow(part.place)
         if chunk is not None:
-            self._reply.put(json.dumps(chunk))
+            self._reply.put(chunk)
 
     def finished(self, finished: inference_pb2.Finished, place: Place | None) -> None:
         replies = self._reply.replies

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from json.encoder import encode_basestring_ascii
 from typing import Final
 
 from batonpb import common_pb2, inference_pb2
@@ -38,6 +40,8 @@ class Replies:
     _prompts: dict[int, int] = field(default_factory=dict)
     """Tokens of each prompt, which counts once however many answers it has."""
     _offsets: dict[int, int] = field(default_factory=dict)
+    _frames: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """What stands before and behind the text in an answer's chunks that have nothing else to say."""
 
     @property
     def id(self) -> str:
@@ -81,12 +85,22 @@ class Replies:
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
-    def chunk(self, index: int, part: AnswerPart) -> Json | None:
-        """The chunk for one part of a stream, or None where it has nothing to say."""
-        first = index not in self._offsets
-        if not (part.text or first or (part.ids and (self.call.logprobs or self.call.token_ids))):
+    def chunk(self, index: int, part: AnswerPart) -> str | None:
+        """The chunk for one part of a stream, as JSON, or None where it has nothing to say."""
+        first, call = index not in self._offsets, self.call
+        if first or (part.ids and (call.logprobs or call.token_ids)):
+            return json.dumps(self._chunk([self._piece(index, part.text, [part], first=first, finish=None)]))
+        if not part.text:
             return None
-        return self._chunk([self._piece(index, part.text, [part], first=first, finish=None)])
+        before, behind = self._frames.get(index) or self._frame(index)
+        return f"{before}{encode_basestring_ascii(part.text)}{behind}"
+
+    def _frame(self, index: int) -> tuple[str, str]:
+        text = "\0"
+        whole = json.dumps(self._chunk([self._piece(index, text, [], first=False, finish=None)]))
+        before, _, behind = whole.rpartition(json.dumps(text))
+        self._frames[index] = before, behind
+        return before, behind
 
     def last_chunk(self, index: int, reason: common_pb2.FinishReason) -> Json:
         first = index not in self._offsets

@@ -111,6 +111,59 @@ def test_answers_of_unknown_length() -> None:
     run(scene, stream)
 
 
+async def direct(scope: Scope, _receive: Receive, send: Send) -> None:
+    """As `stream`, but the second part is put without waiting."""
+    call = scope["extensions"][http_connection.STREAM]
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    assert not call.is_open
+    await send({"type": "http.response.body", "body": b"one", "more_body": True})
+    assert call.is_open
+    call.put(b"two")
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def test_parts_that_are_put_without_waiting() -> None:
+    """Framed as others are: in chunks for HTTP/1.1, bare for HTTP/1.0, not at all for HEAD."""
+
+    async def scene(door: Door) -> None:
+        one = await door()
+        one[1].write(REQUEST.replace(b"GET", b"HEAD") + REQUEST)
+        await one[0].readuntil(b"\r\n\r\n")
+        assert b"\r\ntransfer-encoding: chunked\r\n" in await one[0].readuntil(b"\r\n\r\n")
+        assert await one[0].readuntil(b"\r\n0\r\n\r\n") == b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n"
+        old = await read_all(await door(), REQUEST.replace(b"1.1", b"1.0"))
+        assert old.partition(b"\r\n\r\n")[2] == b"onetwo"
+
+    run(scene, direct)
+
+
+def test_a_client_that_reads_nothing_of_what_is_put() -> None:
+    """The call is not open any more, until the client reads."""
+    closed, opened = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Scope, _receive: Receive, send: Send) -> None:
+        call = scope["extensions"][http_connection.STREAM]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        call.put(BIG)
+        assert not call.is_open
+        closed.set()
+        await call.opened()
+        assert call.is_open
+        opened.set()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def scene(door: Door) -> None:
+        reader, writer = await door()
+        writer.write(REQUEST)
+        await closed.wait()
+        assert not opened.is_set()
+        await reader.readexactly(len(BIG))
+        await opened.wait()
+
+    run(scene, app)
+
+
 def test_calls_that_wait_for_the_ones_before_them() -> None:
     """Three at once on one connection, with bodies: three answers, in order."""
 
