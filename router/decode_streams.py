@@ -122,10 +122,6 @@ class DecodeSubscription:
 
         Raises BatonError CANCELLED, PERMISSION_DENIED or TAKEN_OVER.
         """
-        former = self._streams.inboxes.get(inbox.key)
-        if former is not None and self._is_called(former):
-            _, epoch = self._numbered.pop(former.number)
-            self._call(inbox, former.number, epoch)
         self._streams.inboxes[inbox.key] = inbox
         inbox.early, inbox.decode = [], self.incarnation
         self.users += 1
@@ -292,11 +288,13 @@ class DecodeSubscription:
         for number, index, token in zip(batch.numbers, batch.indices, batch.tokens, strict=True):
             called = self._numbered.get(number)
             if called is None:
-                continue  # this router has let go of it, and has said so
+                # This router has let go of it, and has said so. No token can be lost unseen here: an end is a message,
+                # which has its index.
+                continue
             inbox, epoch = called
             if epoch == inbox.epoch and inbox.early is None and not inbox.over:
                 inbox.put(index, [token])
-            else:
+            else:  # its key is another inbox's, or its epoch is to be looked at
                 key = key_to_proto(inbox.key, epoch)
                 self._take_message(decode_pb2.RequestTokens(key=key, number=number, first_index=index, ids=[token]))
 
@@ -308,7 +306,9 @@ class DecodeSubscription:
             self._numbered.pop(message.number, None)
             self._leave(message.key)  # the router has dropped the request, or left it: so is the node to
             return
-        if message.number:
+        if message.HasField("finish") or message.HasField("error"):
+            self._numbered.pop(message.number, None)
+        elif message.number:
             self._call(inbox, message.number, message.key.epoch)
         if inbox.early is not None:
             inbox.early.append(message)

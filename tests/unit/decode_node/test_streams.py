@@ -41,9 +41,11 @@ class World:
         """What each router's stream calls requests, each with its epoch."""
         self.have: dict[Incarnation, dict[RequestKey, Has]] = {router: {} for router in ROUTERS}
         self.opened = 0
+        self.attempts = [0] * REQUESTS
+        """A node refuses the key of an attempt that was taken over, and the router has a new one."""
 
     def play(self, what: str, request: int, router: Incarnation, epochs_back: int) -> None:
-        key = RequestKey(request=RequestId(f"r{request}"), attempt=Attempt(0))
+        key = RequestKey(request=RequestId(f"r{request}"), attempt=Attempt(self.attempts[request]))
         output = self.outputs.get(key)
         if what in ("subscribe", "break", "read", "lose"):
             self.on_stream(what, router, packed=epochs_back > 0)
@@ -64,6 +66,7 @@ class World:
             self.say(what, output, router, max(0, output.epoch - epochs_back))
         if output is not None and output.forgotten.is_set():
             self.forget(output)
+            self.attempts[request] += output.epoch > 0
 
     def open(self, key: RequestKey, router: Incarnation) -> None:
         first = self.opened % 3
