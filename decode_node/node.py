@@ -112,7 +112,6 @@ class DecodeNode:
             self.room_changed()
         if not output.opened:
             return
-        self.streams.notify(output.router)
         try:
             async with asyncio.timeout_at(self._kept_until_s(output)) as job.timer:
                 await output.forgotten.wait()
@@ -342,12 +341,10 @@ class DecodeNode:
 
     def step_ended(self, sink: KvSink, events: list[TokenEvent]) -> None:
         del sink
-        routers = set()
         for event in events:
             job = self._by_key.get(event.seq.key)
             if job is None:
                 continue
-            routers.add(job.output.router)
             if event.token is not None:
                 job.output.append(event.token, logprobs_to_proto(event.logprobs))
             if event.finish is FinishReason.ABORTED:
@@ -356,8 +353,6 @@ class DecodeNode:
                 job.output.end(error=NOT_FINITE_MESSAGE, reason=Reason.SCORES_NOT_FINITE)
             elif event.finish is not None:
                 job.output.end(finish=FINISH_TO_PROTO[event.finish])
-        for router in routers:
-            self.streams.notify(router)
 
     # Upkeep.
 

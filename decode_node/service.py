@@ -132,7 +132,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             else:  # the router was away meanwhile, and would wait for ever
                 lost.append((key, epoch, self._node.is_taken_over(key, epoch)))
         # Nothing is waited for in between: what another router takes over from now on, this one is told by the stream.
-        batches = self._node.streams.subscribe(router, cursors, self._words(router, messages), lost=lost)
+        batches = self._node.streams.subscribe(
+            router, cursors, self._words(router, messages), lost=lost, packed=first.open.packed
+        )
         async with aclosing(batches):
             async for batch in batches:
                 yield batch

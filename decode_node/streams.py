@@ -1,7 +1,8 @@
 """The answers of this node, who has them, and the stream of each router that carries them. Control thread only.
 
 There is no queue: the next message to a router that reads slowly or was away has all tokens behind its cursors. Only
-`subscribe` waits for anything.
+`subscribe` waits for anything. A message looks at the outputs with news only, and a router that understands them gets
+plain tokens as numbers in arrays.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ BATCH_BYTES_MAX: Final = 1 << 20
 """Of one message to a router, about. Answers that are taken over come whole, and many may come at once."""
 TOKEN_BYTES: Final = 5
 """That a token takes there at most, without log-probabilities."""
+PACKED_BYTES: Final = 13
+"""That a token takes there at most as a number, an index and an id in arrays."""
 LOGPROB_BYTES: Final = 11
 """That one log-probability takes, with the id that it is of."""
 
@@ -60,6 +63,16 @@ class RequestOutput:
     """Of an error that is for the client; None where the router may try elsewhere."""
     opened: bool = False
     """The router's stream carries it (or did)."""
+    reader: Subscription | None = None
+    """The stream that carries it now."""
+    cursor: int = 0
+    """Index of the next token for `reader`."""
+    number: int = 0
+    """What `reader` calls it in arrays. 0: it has no such name there."""
+    end_sent: bool = False
+    """`reader` has told its end."""
+    fresh: bool = False
+    """It is among what `reader` has to look at."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     forgotten: asyncio.Event = field(default_factory=asyncio.Event)
     """Nobody needs it any more."""
@@ -72,6 +85,8 @@ class RequestOutput:
         if logprobs is not None:
             self.logprobs.append(logprobs)
             assert len(self.logprobs) == len(self.tokens) - self.first_index, self.key
+        if not self.fresh:
+            self.has_news()
 
     def end(
         self,
@@ -86,6 +101,21 @@ class RequestOutput:
             self.ended.set()
             if self.left and finish is None:
                 self.forgotten.set()
+            self.has_news()
+
+    def has_news(self) -> None:
+        """Its stream, if it has one, looks at it for the next message. The first one of a step wakes the stream."""
+        if self.reader is not None and not self.fresh:
+            self.fresh = True
+            self.reader.fresh.append(self)
+            self.reader.news.set()
+
+    def read_by(self, reader: Subscription | None, cursor: int | None) -> None:
+        """From now on this stream carries it, from here or (None) from where its router began."""
+        began = 0 if self.epoch else self.first_index
+        self.reader, self.cursor = reader, began if cursor is None else max(began, cursor)
+        self.number, self.end_sent, self.fresh = 0, False, False
+        self.has_news()
 
     @property
     def token_bytes(self) -> int:
@@ -99,6 +129,11 @@ class RequestOutput:
         state = len(self.resumable.state) if self.resumable is not None else 0
         return 40 * len(self.tokens) + (200 + 16 * top) * len(self.logprobs) + state
 
+    @property
+    def is_plain(self) -> bool:
+        """Its last token has nothing but its id to say."""
+        return not self.logprobs and not self.ended.is_set() and not self.forgotten.is_set()
+
     def heeds(self, router: Incarnation, epoch: int) -> bool:
         """Whether the router that says so has it."""
         return not self.left and (self.router, self.epoch) == (router, epoch)
@@ -107,8 +142,14 @@ class RequestOutput:
 @dataclass(slots=True, eq=False, kw_only=True)
 class Subscription:
     router: Incarnation
+    packed: bool = False
+    """It understands tokens in arrays."""
+    numbers: int = 0
+    """How many it was told."""
     cursors: dict[RequestKey, int] = field(default_factory=dict)
-    ends_sent: set[RequestKey] = field(default_factory=set)
+    """Where outputs continue that are not open yet."""
+    fresh: list[RequestOutput] = field(default_factory=list)
+    """Those with news since they were last looked at; some may be another stream's by now."""
     lost: list[tuple[RequestKey, int, bool]] = field(default_factory=list)
     """What this router does not have any more, with the epoch by which it had it, and whether another one has taken it
     over: it is to be told."""
@@ -161,18 +202,15 @@ class TokenStreams:
         if former is not None and not output.left and output.router != router:
             former.lost.append((output.key, output.epoch, True))
             former.news.set()
+        for subscription in (former, self._subscriptions.get(router)):
+            if subscription is not None:
+                subscription.cursors.pop(output.key, None)
         if output.opened and not output.left:
             self._take(output)
         output.router, output.left, output.moved_s = router, False, self._now_s()
         output.epoch += 1
         if output.opened:
             self._give(output)
-
-    def notify(self, router: Incarnation) -> None:
-        """New tokens or an end for this router: once per engine step is enough."""
-        subscription = self._subscriptions.get(router)
-        if subscription is not None:
-            subscription.news.set()
 
     def orphans(self, *, orphan_ms: int, resume_ms: int) -> list[RequestOutput]:
         """Outputs without a finished answer that for `orphan_ms` have been nobody's, or their router has had no stream;
@@ -198,14 +236,19 @@ class TokenStreams:
         router: Incarnation,
         cursors: Mapping[RequestKey, int],
         lost: Sequence[tuple[RequestKey, int, bool]] = (),
+        *,
+        packed: bool = False,
     ) -> Subscription:
         """The router has a new stream, which replaces an older one."""
         older = self._subscriptions.get(router)
         if older is not None:
             older.closed = True
             older.news.set()
-        mine = self._subscriptions[router] = Subscription(router=router, cursors=dict(cursors), lost=list(lost))
+        mine = Subscription(router=router, packed=packed, cursors=dict(cursors), lost=list(lost))
+        self._subscriptions[router] = mine
         self._away_since_s.pop(router, None)
+        for output in self._of_router.get(router, {}).values():
+            output.read_by(mine, mine.cursors.pop(output.key, None))
         mine.news.set()
         return mine
 
@@ -214,6 +257,8 @@ class TokenStreams:
         router = subscription.router
         if self._subscriptions.get(router) is subscription:
             del self._subscriptions[router]
+            for output in self._of_router.get(router, {}).values():
+                output.read_by(None, None)
             if router in self._of_router:
                 self._away_since_s[router] = self._now_s()
 
@@ -223,12 +268,33 @@ class TokenStreams:
         lost, subscription.lost = subscription.lost, []
         for key, epoch, taken_over in lost:
             _add_lost(batch, key, epoch, taken_over=taken_over)
+        fresh, subscription.fresh = subscription.fresh, []
+        numbers: list[int] = []
+        indices: list[int] = []
+        tokens: list[int] = []
         room = BATCH_BYTES_MAX
-        for output in self._of_router.get(subscription.router, {}).values():
-            room -= _add_news(batch, output, subscription, room)
+        for position, output in enumerate(fresh):
+            if output.reader is not subscription or not output.fresh:
+                continue
             if room <= 0:
+                subscription.fresh += fresh[position:]
                 subscription.news.set()
                 break
+            cursor = output.cursor
+            if output.number and cursor + 1 == len(output.tokens) and output.is_plain:
+                numbers.append(output.number)
+                indices.append(cursor)
+                tokens.append(output.tokens[cursor])
+                output.cursor, output.fresh = cursor + 1, False
+                room -= PACKED_BYTES
+                continue
+            room -= _add_news(batch, output, subscription, room)
+            output.fresh = False
+            if output.cursor < len(output.tokens) and not output.forgotten.is_set():
+                output.has_news()
+        batch.numbers.extend(numbers)
+        batch.indices.extend(indices)
+        batch.tokens.extend(tokens)
         return batch
 
     def close_all(self) -> None:
@@ -253,13 +319,14 @@ class TokenStreams:
         reading: Coroutine[Any, Any, None],
         *,
         lost: Sequence[tuple[RequestKey, int, bool]] = (),
+        packed: bool = False,
     ) -> AsyncGenerator[decode_pb2.TokenBatch, None]:
         """Messages for one router, until a newer stream replaces it. Where it names no cursor: from where it began.
 
         `lost` is as in `Subscription`, of what it believes to have. `reading` takes in what the router sends
         on the same stream, and runs as long as this does.
         """
-        mine = self.attach(router, cursors, lost)
+        mine = self.attach(router, cursors, lost, packed=packed)
         reader = asyncio.get_running_loop().create_task(reading)
         try:
             while True:
@@ -268,7 +335,7 @@ class TokenStreams:
                 if mine.closed:
                     return
                 batch = self.collect(mine)
-                if batch.requests:
+                if batch.requests or batch.numbers:
                     yield batch
         finally:
             reader.cancel()
@@ -279,9 +346,11 @@ class TokenStreams:
 
     def _give(self, output: RequestOutput) -> None:
         self._of_router.setdefault(output.router, {})[output.key] = output
-        if output.router not in self._subscriptions:
+        subscription = self._subscriptions.get(output.router)
+        if subscription is None:
             self._away_since_s.setdefault(output.router, self._now_s())
-        self.notify(output.router)
+        else:
+            output.read_by(subscription, subscription.cursors.pop(output.key, None))
 
     def _take(self, output: RequestOutput) -> None:
         """Its router has it no longer."""
@@ -290,10 +359,7 @@ class TokenStreams:
         if not of_router:
             del self._of_router[output.router]
             self._away_since_s.pop(output.router, None)
-        subscription = self._subscriptions.get(output.router)
-        if subscription is not None:
-            subscription.cursors.pop(output.key, None)
-            subscription.ends_sent.discard(output.key)
+        output.read_by(None, None)
 
 
 def _add_lost(batch: decode_pb2.TokenBatch, key: RequestKey, epoch: int, *, taken_over: bool) -> None:
@@ -307,27 +373,31 @@ def _add_news(batch: decode_pb2.TokenBatch, output: RequestOutput, subscription:
     """Returns the bytes that it takes, about. At least one token goes, however little room there is."""
     if output.forgotten.is_set():
         return 0
-    began = 0 if output.epoch else output.first_index
-    cursor = max(began, subscription.cursors.get(output.key, 0))
-    key, taken = output.key, 0
+    cursor, taken = output.cursor, 0
+    if cursor >= len(output.tokens) and (output.end_sent or not output.ended.is_set()):
+        return 0
+    if subscription.packed and not output.number:  # only with a message that says it
+        subscription.numbers += 1
+        output.number = subscription.numbers
+    number, key = output.number, key_to_proto(output.key, output.epoch)
     if cursor < output.first_index:
         # These have no log-probabilities here.
         stop = min(output.first_index, cursor + 1 + bytes_max // TOKEN_BYTES)
-        batch.requests.add(key=key_to_proto(key, output.epoch), first_index=cursor, ids=output.tokens[cursor:stop])
+        batch.requests.add(key=key, number=number, first_index=cursor, ids=output.tokens[cursor:stop])
         taken += TOKEN_BYTES * (stop - cursor)
-        cursor = subscription.cursors[key] = stop
+        cursor = output.cursor = stop
         if cursor < output.first_index:
             return taken
     stop = min(len(output.tokens), cursor + 1 + max(0, bytes_max - taken) // output.token_bytes)
     new = output.tokens[cursor:stop]
-    ended = output.ended.is_set() and stop == len(output.tokens) and key not in subscription.ends_sent
+    ended = output.ended.is_set() and stop == len(output.tokens) and not output.end_sent
     if not new and not ended:
         return taken
     logprobs = output.logprobs[cursor - output.first_index : stop - output.first_index]
-    message = batch.requests.add(key=key_to_proto(key, output.epoch), first_index=cursor, ids=new, logprobs=logprobs)
-    subscription.cursors[key] = stop
+    message = batch.requests.add(key=key, number=number, first_index=cursor, ids=new, logprobs=logprobs)
+    output.cursor = stop
     if ended:
-        subscription.ends_sent.add(key)
+        output.end_sent = True
         if output.finish is not None:
             message.finish = output.finish
         else:

@@ -46,6 +46,8 @@ class DecodeSubscription:
         self._stub = decode_pb2_grpc.DecodeStub(streams.channels.get(endpoint))
         self._reach = Reach(endpoint, streams.config.liveness, streams.clock)
         self._inboxes: dict[RequestKey, Inbox] = {}
+        self._numbered: dict[int, tuple[Inbox, int]] = {}
+        """What the stream calls inboxes in arrays, each with the epoch that this is said of."""
         self._dones: list[common_pb2.RequestKey] = []
         self._leaves: list[decode_pb2.LeftRequest] = []
         self._wake = asyncio.Event()
@@ -77,6 +79,7 @@ class DecodeSubscription:
     def let_go(self, inbox: Inbox, parting: Parting = Parting.DROP) -> None:
         """This router no longer serves the attempt."""
         known = self._inboxes.get(inbox.key) is inbox
+        self._call(inbox, 0, 0)
         if known:
             del self._inboxes[inbox.key]
         if parting in (Parting.LEAVE, Parting.LEAVE_ENDED):
@@ -281,15 +284,49 @@ class DecodeSubscription:
 
     def _take(self, batch: decode_pb2.TokenBatch) -> None:
         for message in batch.requests:
-            key = key_from_proto(message.key)
-            # Not of this stream's inboxes: tokens may come before the prefill node's word of the grant.
-            inbox = self._streams.inboxes.get(key)
-            if inbox is None:
-                self._leave(message.key)  # the router has dropped the request, or left it: so is the node to
-            elif inbox.early is not None:
-                inbox.early.append(message)
-            else:
-                self._put(inbox, message)
+            self._take_message(message)
+        for number, index, token in zip(batch.numbers, batch.indices, batch.tokens, strict=True):
+            called = self._numbered.get(number)
+            if called is None:
+                # This router has let go of it, and has said so. No token can be lost unseen here: an end is a message,
+                # which has its index.
+                continue
+            inbox, epoch = called
+            if epoch == inbox.epoch and inbox.early is None and not inbox.over:
+                inbox.put(index, [token])
+            else:  # its key is another inbox's, or its epoch is to be looked at
+                key = key_to_proto(inbox.key, epoch)
+                self._take_message(decode_pb2.RequestTokens(key=key, number=number, first_index=index, ids=[token]))
+
+    def _take_message(self, message: decode_pb2.RequestTokens) -> None:
+        key = key_from_proto(message.key)
+        # Not of this stream's inboxes: tokens may come before the prefill node's word of the grant.
+        inbox = self._streams.inboxes.get(key)
+        if inbox is None:
+            self._numbered.pop(message.number, None)
+            self._leave(message.key)  # the router has dropped the request, or left it: so is the node to
+            return
+        if message.HasField("finish") or message.HasField("error"):
+            self._numbered.pop(message.number, None)
+        elif message.number:
+            self._call(inbox, message.number, message.key.epoch)
+        if inbox.early is not None:
+            inbox.early.append(message)
+        else:
+            self._put(inbox, message)
+
+    def _call(self, inbox: Inbox, number: int, epoch: int) -> None:
+        """The stream's name for it is this one, and no other. 0: none."""
+        if self._is_called(inbox):
+            del self._numbered[inbox.number]
+        inbox.number = number
+        if number:
+            self._numbered[number] = (inbox, epoch)
+
+    def _is_called(self, inbox: Inbox) -> bool:
+        """Whether its number is this stream's name for it, and not an earlier one's."""
+        called = self._numbered.get(inbox.number)
+        return called is not None and called[0] is inbox
 
     def _put(self, inbox: Inbox, message: decode_pb2.RequestTokens) -> None:
         if message.key.epoch < inbox.epoch:
@@ -312,7 +349,8 @@ class DecodeSubscription:
 
     async def _requests(self, wake: asyncio.Event) -> AsyncIterator[decode_pb2.SubscribeRequest]:
         """What this router says on one stream, until another stream has taken over."""
-        opening = decode_pb2.SubscribeOpen(header=self._header())
+        opening = decode_pb2.SubscribeOpen(header=self._header(), packed=True)
+        self._numbered.clear()
         for key, inbox in self._inboxes.items():
             opening.cursors.add(key=key_to_proto(key, inbox.epoch), next_index=inbox.next_index)
         yield decode_pb2.SubscribeRequest(open=opening)

@@ -62,6 +62,8 @@ class Inbox:
     """How often routers have taken the attempt over; what its node says of an older epoch is not for this one."""
     early: list[decode_pb2.RequestTokens] | None = None
     """What has come before the node's reply to TakeOver said its epoch. None: that is known."""
+    number: int = 0
+    """What its node's stream calls it in arrays, or an earlier stream called it. 0: nothing."""
     first_index: int = 0
     """Index of `tokens[0]` in the answer: what is before it came from earlier attempts."""
     tokens: list[int] = field(default_factory=list)

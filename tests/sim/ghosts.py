@@ -100,6 +100,11 @@ def _watch_take_overs(process: Process, node: DecodeNode, bury: Callable[[Reques
         for message in batch.requests if forgotten else ():
             if message.ids and key_from_proto(message.key) in forgotten:
                 _say(process, f"a token of {message.key} leaves, which its client has forgotten")
+        if forgotten and batch.numbers:
+            outputs = node.streams._of_router.get(subscription.router, {}).values()
+            for key in [output.key for output in outputs if output.number in set(batch.numbers)]:
+                if key in forgotten:
+                    _say(process, f"a token of {key} leaves in an array, which its client has forgotten")
         return batch
 
     replaced: Any = node

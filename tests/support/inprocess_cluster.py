@@ -496,6 +496,8 @@ def _router_hooks(cluster: InProcessCluster) -> _Hooks:
 
     def take(self: DecodeSubscription, batch: decode_pb2.TokenBatch) -> None:
         now = decode_pb2.TokenBatch()
+        now.CopyFrom(batch)
+        del now.requests[:]
         for message in batch.requests:
             if cluster.is_marked(message.key.request) and message.HasField("finish"):
                 later = decode_pb2.TokenBatch(requests=[message])

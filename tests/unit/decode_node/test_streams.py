@@ -37,14 +37,18 @@ class World:
         self.streams = TokenStreams(lambda: self.now_s)
         self.outputs: dict[RequestKey, RequestOutput] = {}
         self.subscriptions: dict[Incarnation, Subscription] = {}
+        self.called: dict[Incarnation, dict[int, tuple[RequestKey, int]]] = {}
+        """What each router's stream calls requests, each with its epoch."""
         self.have: dict[Incarnation, dict[RequestKey, Has]] = {router: {} for router in ROUTERS}
         self.opened = 0
+        self.attempts = [0] * REQUESTS
+        """A node refuses the key of an attempt that was taken over, and the router has a new one."""
 
     def play(self, what: str, request: int, router: Incarnation, epochs_back: int) -> None:
-        key = RequestKey(request=RequestId(f"r{request}"), attempt=Attempt(0))
+        key = RequestKey(request=RequestId(f"r{request}"), attempt=Attempt(self.attempts[request]))
         output = self.outputs.get(key)
         if what in ("subscribe", "break", "read", "lose"):
-            self.on_stream(what, router)
+            self.on_stream(what, router, packed=epochs_back > 0)
         elif what == "wait":
             self.now_s += ORPHAN_MS / 2_000
         elif output is None:
@@ -52,11 +56,9 @@ class World:
                 self.open(key, router)
         elif what == "append":
             output.append(len(output.tokens), None)
-            self.streams.notify(output.router)
         elif what in ("end", "fail"):
             finish = common_pb2.FINISH_REASON_STOP if what == "end" else None
             output.end(finish=finish, error=None if finish else "failed")
-            self.streams.notify(output.router)
         elif what == "take over":
             self.streams.take_over(output, router)
             self.have[router][key] = Has(epoch=output.epoch, began=0)
@@ -64,6 +66,7 @@ class World:
             self.say(what, output, router, max(0, output.epoch - epochs_back))
         if output is not None and output.forgotten.is_set():
             self.forget(output)
+            self.attempts[request] += output.epoch > 0
 
     def open(self, key: RequestKey, router: Incarnation) -> None:
         first = self.opened % 3
@@ -89,10 +92,10 @@ class World:
         for have in self.have.values():
             have.pop(output.key, None)
 
-    def on_stream(self, what: str, router: Incarnation) -> None:
+    def on_stream(self, what: str, router: Incarnation, *, packed: bool = True) -> None:
         mine = self.subscriptions.get(router)
         if what == "subscribe":
-            self.subscribe(router)
+            self.subscribe(router, packed=packed)
         elif mine is not None and what == "break":
             self.streams.detach(self.subscriptions.pop(router))
         elif mine is not None and what == "lose":  # what was sent last does not arrive
@@ -101,8 +104,9 @@ class World:
         elif mine is not None:
             self.take(router, self.streams.collect(mine))
 
-    def subscribe(self, router: Incarnation) -> None:
+    def subscribe(self, router: Incarnation, *, packed: bool = True) -> None:
         """As `DecodeService.Subscribe` does it. An older stream is found out about later, or never."""
+        self.called[router] = {}
         lost, cursors = [], {}
         for key, has in self.have[router].items():
             output = self.outputs.get(key)
@@ -110,10 +114,13 @@ class World:
                 cursors[key] = has.began + len(has.ids)
             else:
                 lost.append((key, has.epoch, True))
-        self.subscriptions[router] = self.streams.attach(router, cursors, lost)
+        self.subscriptions[router] = self.streams.attach(router, cursors, lost, packed=packed)
 
     def take(self, router: Incarnation, batch: decode_pb2.TokenBatch) -> None:
-        """Each index comes once and in order, from where the router began, and only to the router that has it."""
+        """Each index comes once and in order, from where the router began, and only to the router that has it. So it is
+        in arrays, by numbers that were told before and are never another's; who does not understand them gets none."""
+        packed, called = self.subscriptions[router].packed, self.called[router]
+        assert packed or not (batch.numbers or any(message.number for message in batch.requests))
         for message in batch.requests:
             key = RequestKey(request=RequestId(message.key.request), attempt=Attempt(message.key.attempt))
             has = self.have[router].get(key)
@@ -128,6 +135,15 @@ class World:
             assert message.first_index == has.began + len(has.ids)
             has.ids.extend(message.ids)
             has.ended = message.HasField("finish") or message.HasField("error")
+            if packed:
+                assert message.number
+                assert called.setdefault(message.number, (key, has.epoch)) == (key, has.epoch)
+        for number, index, token in zip(batch.numbers, batch.indices, batch.tokens, strict=True):
+            key, epoch = called[number]
+            has = self.have[router][key]
+            assert self.outputs[key].heeds(router, epoch) and epoch == has.epoch and not has.ended
+            assert index == has.began + len(has.ids)
+            has.ids.append(token)
 
     def check(self) -> None:
         streams = self.streams
@@ -153,11 +169,11 @@ class World:
 )
 @settings(max_examples=100)
 def test_whatever_routers_say_each_answer_has_one_owner(steps: list[tuple[str, int, Incarnation, int]]) -> None:
-    """Answers begin, grow, end and fail; routers subscribe, read, lose a message with their stream, leave, take over
-    and acknowledge, by the epoch by which they have a request or by an older one. At each step an answer has one router
-    or none, and each router gets each index once, in order, from where it began. At last who has lost a request knows,
-    every owner has all of its answers, those that nobody has or reads are orphans, and when all are forgotten nothing
-    is left."""
+    """Answers begin, grow, end and fail; routers subscribe (and understand arrays, or not), read, lose a message with
+    their stream, leave, take over and acknowledge, by the epoch by which they have a request or by an older one. At
+    each step an answer has one router or none, and each router gets each index once, in order, from where it began.
+    At last who has lost a request knows, every owner has all of its answers, those that nobody has or reads are
+    orphans, and when all are forgotten nothing is left."""
     world = World()
     for request, router in enumerate(ROUTERS):
         world.subscribe(router)
@@ -209,6 +225,63 @@ def test_tokens_before_those_drawn_here_come_without_log_probabilities() -> None
     assert earlier.key == drawn.key == common_pb2.RequestKey(request="one", attempt=3, epoch=1)
     again = streams.collect(streams.attach(ROUTERS[1], {key: 1})).requests
     assert [(each.first_index, list(each.ids), len(each.logprobs)) for each in again] == [(1, [2], 0), (2, [3, 4], 2)]
+
+
+def test_one_plain_token_of_a_request_that_has_a_number_comes_in_arrays() -> None:
+    """The first message of a request says its number. Then a step's plain tokens are three arrays; two tokens at once,
+    log-probabilities and the end are messages. Another stream, and another epoch, give other numbers."""
+    streams = TokenStreams(lambda: 0.0)
+    keys = [RequestKey(request=RequestId(name), attempt=Attempt(0)) for name in "abc"]
+    first, second, scored = outputs = [RequestOutput(key=key, router=ROUTERS[0]) for key in keys]
+    for output in outputs:
+        streams.open(output)
+        output.append(7, common_pb2.TokenLogprobs(logprob=-1) if output is scored else None)
+    mine = streams.attach(ROUTERS[0], {}, packed=True)
+    batch = streams.collect(mine)
+    assert [(each.key.request, each.number) for each in batch.requests] == [("a", 1), ("b", 2), ("c", 3)]
+    assert not batch.numbers
+    for output in outputs:
+        output.append(8, common_pb2.TokenLogprobs(logprob=-2) if output is scored else None)
+    batch = streams.collect(mine)
+    assert [(list(each.ids), each.key.request) for each in batch.requests] == [([8], "c")]
+    assert (list(batch.numbers), list(batch.indices), list(batch.tokens)) == ([1, 2], [1, 1], [8, 8])
+    for token in (9, 10):
+        first.append(token, None)
+    second.append(11, None)
+    second.end(finish=common_pb2.FINISH_REASON_LENGTH)
+    batch = streams.collect(mine)
+    said = [(each.number, each.first_index, list(each.ids)) for each in batch.requests]
+    assert said == [(1, 2, [9, 10]), (2, 2, [11])]
+    assert not batch.numbers
+    streams.take_over(first, ROUTERS[0])
+    (whole,) = streams.collect(mine).requests
+    assert (whole.number, whole.key.epoch, list(whole.ids)) == (4, 1, [7, 8, 9, 10])
+    first.append(12, None)
+    assert list(streams.collect(mine).numbers) == [4]
+    again = streams.attach(ROUTERS[0], {keys[0]: 4, keys[1]: 3, keys[2]: 2}, packed=True)
+    (message,) = [each for each in streams.collect(again).requests if each.key.request == "a"]
+    assert message.number and (message.key.epoch, message.first_index, list(message.ids)) == (1, 4, [12])
+
+
+def test_only_outputs_with_news_are_looked_at() -> None:
+    """Of a thousand answers one grows: a step looks at that one. Nothing is looked at again once it is sent or is
+    another's."""
+    streams = TokenStreams(lambda: 0.0)
+    outputs = [
+        RequestOutput(key=RequestKey(request=RequestId(str(number)), attempt=Attempt(0)), router=ROUTERS[0])
+        for number in range(1_000)
+    ]
+    mine = streams.attach(ROUTERS[0], {}, packed=True)
+    for output in outputs:
+        streams.open(output)
+    streams.collect(mine)
+    outputs[500].append(1, None)
+    assert mine.fresh == [outputs[500]]
+    streams.collect(mine)
+    outputs[501].append(1, None)
+    streams.leave(outputs[501])
+    assert not streams.collect(mine).requests
+    assert not mine.fresh
 
 
 def test_a_router_that_takes_over_has_its_own_time_to_come() -> None:
