@@ -6,7 +6,9 @@ import pytest
 from batonpb import common_pb2, inference_pb2
 
 from baton.errors import BatonError
+from baton.http2_front import Ended
 from baton.wire import LOCAL_TRANSPORT
+from router.doors import Door
 from router.keys import ApiKey, KeyUse
 from router.metrics import RouterMetrics
 
@@ -38,6 +40,19 @@ def test_every_token_but_the_first_has_a_gap() -> None:
     assert (figures["baton_ttft_seconds_count"], figures["baton_ttft_seconds_sum"]) == ("1.0", "1.0")
     assert figures["baton_itl_seconds_count"] == "5.0"
     assert float(figures["baton_itl_seconds_sum"]) == pytest.approx(0.5)
+
+
+def test_a_gap_of_a_bound_is_in_its_bucket() -> None:
+    """Prometheus' buckets have their upper bounds in them, and count what is below; four tokens share 0.04 s."""
+    metrics = RouterMetrics(list)
+    observed = metrics.received(0.0)
+    observed.tokens(0.0, 1)
+    observed.tokens(0.04, 4)
+    observed.tokens(100.0, 1)
+    figures = dict(line.rsplit(" ", 1) for line in metrics.text().decode().splitlines())
+    buckets = [figures[f'baton_itl_seconds_bucket{{le="{le}"}}'] for le in ("0.005", "0.01", "5.0", "+Inf")]
+    assert buckets == ["0.0", "4.0", "4.0", "5.0"]
+    assert figures["baton_ttft_seconds_count"] == "1.0"
 
 
 def test_those_that_wait_in_line() -> None:
@@ -74,3 +89,15 @@ def test_keys_by_their_names() -> None:
     ]
     keys.clear()
     assert 'key="' not in metrics.text().decode()
+
+
+def test_connections_of_clients() -> None:
+    """Every door and every reason to end one has a line from the start; a client that leaves is no reason."""
+    metrics = RouterMetrics(list)
+    metrics.connection_refused(Door.GRPC)
+    metrics.connection_ended(Ended.LATE)
+    figures = dict(line.rsplit(" ", 1) for line in metrics.text().decode().splitlines())
+    refused = [figures[f'baton_connections_refused_total{{door="{door}"}}'] for door in ("grpc", "http")]
+    ended = {why: figures.get(f'baton_connections_ended_total{{why="{why.name.lower()}"}}') for why in Ended}
+    assert refused == ["1.0", "0.0"]
+    assert ended == dict.fromkeys(Ended, "0.0") | {Ended.LATE: "1.0", Ended.LEFT: None}
