@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 
 def ping_options(heartbeat_ms: int, answer_ms_max: int, *, idle: bool = True) -> list[tuple[str, int]]:
@@ -27,6 +27,7 @@ def ping_options(heartbeat_ms: int, answer_ms_max: int, *, idle: bool = True) ->
 _BYTES_AT_ONCE: Final = 4096
 _BYTES_LEFT: Final = 32
 """Under a quarter of what the kernel takes: it must let a blocked thread go on."""
+_DO_NOT_WAIT: Final = int(socket.MSG_DONTWAIT)
 _MAKING: Final = threading.Lock()
 
 
@@ -38,15 +39,19 @@ class WakeReader(socket.socket):
     then no connection of the process is read or written and its peers' pings stay unanswered: with 20 ms per turn these
     are four seconds, and all peers count as lost. So this class reads many bytes at once.
 
-    It leaves a few to be read one by one. If an event belongs to a loop that is closed, the turn ends before the events
-    behind it are delivered, and each byte left is another turn. Measured with gRPC 1.74.
+    It leaves a few to be read one by one, but in a process with `one_loop`. If an event belongs to a loop that is
+    closed, the turn ends before the events behind it are delivered, and each byte left is another turn. Measured with
+    gRPC 1.74.
     """
 
+    one_loop: ClassVar[bool] = False
+
     def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
-        flags |= socket.MSG_DONTWAIT
         try:
-            waiting = len(super().recv(_BYTES_AT_ONCE, flags | socket.MSG_PEEK))
-            return super().recv(max(bufsize, waiting - _BYTES_LEFT), flags)
+            if self.one_loop:
+                return super().recv(_BYTES_AT_ONCE, _DO_NOT_WAIT)
+            waiting = len(super().recv(_BYTES_AT_ONCE, flags | _DO_NOT_WAIT | socket.MSG_PEEK))
+            return super().recv(max(bufsize, waiting - _BYTES_LEFT), flags | _DO_NOT_WAIT)
         except BlockingIOError:
             return b""
 

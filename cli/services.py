@@ -22,6 +22,7 @@ import click
 
 from baton.config import flag_name, load
 from baton.event_loop import new_event_loop
+from baton.grpc_core import WakeReader
 from baton.lifecycle import install_signal_handlers
 from baton.log import LogFormat, LogLevel, get_log, set_up_logging
 from cli.former_settings import FORMER
@@ -220,6 +221,7 @@ def _command(service: Service, ctx: click.Context, parameters: dict[str, object]
         logs=log_format is LogFormat.JSON,
     )
     raise_open_files(wanted=FILES_OWN + _files_of_clients(config))
+    WakeReader.one_loop = True
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(_serve(service, config, printer))
     _end_process()

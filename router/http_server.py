@@ -44,7 +44,7 @@ from router.replies import Replies
 from router.request import ClientCall
 from router.resume import SECRET_BYTES, Places, ResumeToken
 from router.text_jobs import parse_call
-from router.text_workers import SHORT_BYTES_MAX
+from router.text_workers import INLINE_BYTES_MAX, SHORT_BYTES_MAX
 from router.turns import Turns
 
 log = get_log("http")
@@ -103,7 +103,8 @@ class OpenAiApp:
                 special_tokens = admission is not None and admission.key.special_tokens
                 context_len_max = self._node.context_len_max()
                 parsed = self._node.texts.run_held(owner, parse_call, raw, chat, special_tokens, context_len_max)
-                call = await first_of(parsed, left(request.receive))
+                at_once = len(raw) <= INLINE_BYTES_MAX
+                call = await parsed if at_once else await first_of(parsed, left(request.receive))
             token = None
             sent = [value for value in request.headers.getlist(LAST_EVENT_ID) if value]
             if call.resumable and sent:

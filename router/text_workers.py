@@ -1,4 +1,5 @@
-"""Where bodies are parsed, chats rendered and prompts encoded: short ones in threads, long ones in processes.
+"""Where bodies are parsed, chats rendered and prompts encoded: a few lines at once, short ones in threads, long ones in
+processes.
 
 Python's parser of JSON keeps the interpreter's lock, and so do parts of a tokenizer. With a few MiB of text no stream
 of the router would go on for a tenth of a second and more, whichever thread did it.
@@ -30,6 +31,8 @@ Work = Callable[Concatenate[PromptEncoder, bytes | bytearray, _P], _T]
 
 THREADS: Final = 2
 PROCESSES: Final = 2
+INLINE_BYTES_MAX: Final = 2_048
+"""Takes a millisecond at most, and to hand it to a thread and back costs as much as most of them take."""
 SHORT_BYTES_MAX: Final = 16_384
 """Takes some milliseconds; a text of the largest size that is taken may take seconds."""
 TEXT_MS_MAX: Final = 20_000
@@ -73,6 +76,8 @@ class TextWorkers:
     ) -> _T:
         """`work(prompts, raw, *args)`. Raises what it raises; INTERNAL if a process ends, DEADLINE if it takes long."""
         assert not kwargs
+        if len(raw) <= INLINE_BYTES_MAX:
+            return work(self._prompts, raw, *args)
         if len(raw) <= SHORT_BYTES_MAX:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work, self._prompts, raw, *args)
         await self._turn(owner.names[-1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +15,10 @@ POLL_S = 0.005
 
 def pid(_prompts: PromptEncoder, _raw: bytes | bytearray) -> int:
     return os.getpid()
+
+
+def thread(_prompts: PromptEncoder, _raw: bytes | bytearray) -> int:
+    return threading.get_ident()
 
 
 def echo(_prompts: PromptEncoder, _raw: bytes | bytearray, text: str) -> str:

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 
+import pytest
+
 from baton.grpc_core import WakeReader, whole_wakes
 
 FIRST_CHANNEL = """
@@ -114,6 +116,16 @@ def test_a_held_up_thread_goes_on_after_one_turn_and_nothing_is_waited_for() -> 
         assert reader.recv(1) == b"1" * (written - 32)
         assert room.poll(0) == [(writer.fileno(), select.POLLOUT)]
         assert [reader.recv(1) for _ in range(33)] == [b"1"] * 32 + [b""]
+
+
+def test_a_process_with_one_loop_reads_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left that another turn of the loop would be for, and where nothing is nothing is waited for."""
+    monkeypatch.setattr(WakeReader, "one_loop", True)
+    with whole_wakes():
+        reader, writer = socket.socketpair()
+    with reader, writer:
+        writer.send(b"1" * 40)
+        assert [reader.recv(1), reader.recv(1)] == [b"1" * 40, b""]
 
 
 def test_only_who_asks_gets_such_a_pair() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,11 +16,12 @@ from baton.errors import BatonError, Reason
 from router import text_workers
 from router.byte_shares import TextOwner
 from router.prompts import PromptEncoder
-from router.text_workers import PROCESSES, SHORT_BYTES_MAX, THREADS, TextWorkers
+from router.text_workers import INLINE_BYTES_MAX, PROCESSES, SHORT_BYTES_MAX, THREADS, TextWorkers
 from tests.support import text_work
 
 SOMEBODY, OTHER = TextOwner(address="10.0.0.1"), TextOwner(address="10.0.0.2")
-SHORT, LONG = bytes(SHORT_BYTES_MAX), bytes(SHORT_BYTES_MAX + 1)
+LINE, SHORT = bytes(INLINE_BYTES_MAX), bytes(SHORT_BYTES_MAX)
+LONG = bytes(SHORT_BYTES_MAX + 1)
 
 
 @asynccontextmanager
@@ -52,12 +54,26 @@ def test_short_texts_go_past_long_ones(tmp_path: Path) -> None:
     asyncio.run(scene())
 
 
+def test_a_line_is_read_at_once() -> None:
+    """No thread is asked, and nobody else has a turn before it is read; longer ones are not read on the loop."""
+
+    async def scene() -> None:
+        async with workers() as made:
+            here, turns = threading.get_ident(), list[int]()
+            asyncio.get_running_loop().call_soon(turns.append, 1)
+            assert await made.run(SOMEBODY, text_work.thread, LINE) == here
+            assert turns == []
+            assert await made.run(SOMEBODY, text_work.thread, SHORT) != here
+
+    asyncio.run(scene())
+
+
 def test_what_a_text_is_refused_with_is_the_same_from_a_process() -> None:
     """An error for the client comes back whole, and a bug of ours with the place where it is."""
 
     async def scene() -> None:
         async with workers() as made:
-            for raw in (SHORT, LONG):
+            for raw in (LINE, SHORT, LONG):
                 with pytest.raises(BatonError) as caught:
                     await made.run(SOMEBODY, text_work.refuse, raw)
                 error = caught.value
