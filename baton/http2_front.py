@@ -27,6 +27,8 @@ log = get_log("front")
 
 ENDED_AT_ONCE_MAX: Final = 256
 """Connections that have ended, told in one turn of the loop."""
+PLACE_BYTES_MAX: Final = 108
+"""Of a socket's path with its end, by Linux."""
 _SHARED_MEMORY: Final = Path("/dev/shm")
 """Can be written to in containers whose root cannot."""
 
@@ -109,11 +111,17 @@ class Http2Front:
         refused: list[str] = []
         for parent in (None, _SHARED_MEMORY):
             try:
-                return f"{tempfile.mkdtemp(prefix='baton-front-', dir=parent)}/grpc"
+                folder = tempfile.mkdtemp(prefix="baton-front-", dir=parent)
             except OSError as error:
                 refused.append(str(error))
-        text = f"The gRPC port cannot open: its socket has no folder ({', '.join(refused)}). Set TMPDIR to one that "
-        raise BatonError(Reason.LISTEN_REFUSED, f"{text}this process can write to.")
+                continue
+            place = f"{folder}/grpc"
+            if len(os.fsencode(place)) < PLACE_BYTES_MAX:
+                return place
+            os.rmdir(folder)
+            refused.append(f"{place} is too long for a socket")
+        text = f"The gRPC port cannot open: its socket has no folder ({', '.join(refused)}). Set TMPDIR to a "
+        raise BatonError(Reason.LISTEN_REFUSED, f"{text}short one that this process can write to.")
 
     def lead_to(self, place: str | None) -> None:
         """From now on clients are led to the server that listens there; None: to nobody. Those that are connected stay

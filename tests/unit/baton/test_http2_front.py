@@ -524,3 +524,26 @@ def test_a_front_without_a_folder_says_so(native: NativeFront, monkeypatch: pyte
         await front.close()
 
     asyncio.run(scene())
+
+
+def test_a_long_folder_for_temporary_files_is_passed_over(
+    native: NativeFront, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A socket's path has 107 bytes at most: the front takes the next place, and leaves nothing in the first."""
+    long = tmp_path / ("long" * 25)
+    long.mkdir()
+
+    async def scene() -> None:
+        front = Http2Front(native, rng=random.Random(1))
+        monkeypatch.setattr("baton.http2_front.tempfile.tempdir", str(long))
+        place = front.next_place()
+        assert len(place) < 108
+        assert not place.startswith(str(tmp_path))
+        os.rmdir(os.path.dirname(place))
+        monkeypatch.setattr("baton.http2_front._SHARED_MEMORY", long)
+        with pytest.raises(BatonError, match=r"too long for a socket.*Set TMPDIR to a short one"):
+            front.next_place()
+        await front.close()
+
+    asyncio.run(scene())
+    assert list(long.iterdir()) == []
