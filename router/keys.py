@@ -157,8 +157,13 @@ class Bucket:
         return min(float(self.per_minute), self._level + filled)
 
     def take(self, amount: int, now_s: float) -> None:
-        self._level = self.level(now_s) - amount
-        self._at_s = max(self._at_s, now_s)
+        """Called for each piece of an answer."""
+        level = self._level - amount
+        if now_s > self._at_s:
+            filled = self._level + (now_s - self._at_s) * self.per_minute / 60
+            level = (filled if filled < self.per_minute else self.per_minute) - amount
+            self._at_s = now_s
+        self._level = level
 
     def resize(self, per_minute: int, now_s: float) -> None:
         """What is missing is missing afterwards too."""
@@ -185,6 +190,8 @@ class KeyUse:
         self._left: dict[RequestId, float] = {}
         """Answers that go on without their client, and until when they count."""
         self._buckets: dict[Limit, Bucket] = {}
+        self._tokens: Bucket | None = None
+        """Of those."""
         self.follow(key, now_s)
 
     def follow(self, key: ApiKey, now_s: float) -> None:
@@ -198,6 +205,7 @@ class KeyUse:
                 self._buckets[limit] = Bucket(per_minute, now_s)
             elif bucket.per_minute != per_minute:
                 bucket.resize(per_minute, now_s)
+        self._tokens = self._buckets.get(Limit.TOKENS)
 
     def admit(self, now_s: float, *, spread: float, attaches: bool = False) -> Admission:
         """Take one request in. Raises BatonError RATE_LIMIT_EXCEEDED. `spread` is the asker's place from 0 to 1. One
@@ -239,7 +247,7 @@ class KeyUse:
     def take_prompt(self, tokens: int, now_s: float, *, before: int = 0) -> None:
         """`before` have been taken for other prompts of the same call. Raises BatonError RATE_LIMIT_EXCEEDED, or
         PERMISSION_DENIED for a call that can never be taken."""
-        bucket = self._buckets.get(Limit.TOKENS)
+        bucket = self._tokens
         if bucket is not None:
             if before + tokens > bucket.per_minute:
                 raise BatonError(
@@ -254,8 +262,8 @@ class KeyUse:
         self.prompt_tokens += tokens
 
     def take_output(self, tokens: int, now_s: float) -> None:
-        if (bucket := self._buckets.get(Limit.TOKENS)) is not None:
-            bucket.take(tokens, now_s)
+        if self._tokens is not None:
+            self._tokens.take(tokens, now_s)
         self.output_tokens += tokens
 
     def headers(self, now_s: float) -> dict[str, str]:

@@ -163,7 +163,7 @@ def _make_metrics(config: RouterConfig, runtime: NodeRuntime, keys: KeyFile | No
         directory_lost=lambda: runtime.membership.stale,
         keys=keys.book.uses if keys is not None else tuple,
     )
-    runtime.loop_lag.report = metrics.loop_lag_s.observe
+    runtime.loop_lag.report = metrics.look_at_loop
     return metrics
 
 

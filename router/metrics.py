@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Final
 
 from batonpb import common_pb2, inference_pb2
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from baton import baton_version
@@ -30,6 +32,134 @@ _NODE_ROLES: Final = (Role.PREFILL, Role.DECODE, Role.MIXED)
 _OUTCOMES: Final = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """What one metric of the router's own is called. With `buckets` it is a histogram."""
+
+    name: str
+    text: str
+    labels: tuple[str, ...] = ()
+    is_gauge: bool = False
+    buckets: tuple[float, ...] = ()
+
+
+REQUESTS: Final = Figure(
+    name="baton_requests",
+    text="Requests that have ended, by outcome: stop, length, cancelled (the client left), deadline, or another "
+    "error's reason.",
+    labels=("outcome",),
+)
+RESUMPTIONS: Final = Figure(
+    name="baton_resumptions", text="Attempts that failed after their grant, and were taken up on other nodes."
+)
+ATTACHES: Final = Figure(
+    name="baton_attaches",
+    text="Calls of clients that came back for an answer, by outcome: taken (over from its node), computed_again, or "
+    "refused.",
+    labels=("outcome",),
+)
+CORRUPT: Final = Figure(
+    name="baton_handoffs_corrupt",
+    text="Handoffs refused because sampled records did not arrive as sent: hardware of the pair is failing.",
+    labels=("prefill_node", "decode_node", "transport"),
+)
+QUEUED: Final = Figure(name="baton_requests_queued", text="Requests without their first token yet.", is_gauge=True)
+IN_LINE: Final = Figure(
+    name="baton_requests_in_line", text="Of these, requests that wait in line for room on nodes.", is_gauge=True
+)
+LINE_S: Final = Figure(
+    name="baton_line_seconds",
+    text="How long requests that had to wait in line did so, each time.",
+    buckets=E2E_BUCKETS_S,
+)
+RUNNING: Final = Figure(name="baton_requests_running", text="Requests between first and last token.", is_gauge=True)
+TTFT_S: Final = Figure(
+    name="baton_ttft_seconds", text="From a request's arrival to its first token.", buckets=TTFT_BUCKETS_S
+)
+ITL_S: Final = Figure(
+    name="baton_itl_seconds",
+    text="Gaps between tokens; tokens that come together share theirs.",
+    buckets=ITL_BUCKETS_S,
+)
+E2E_S: Final = Figure(
+    name="baton_e2e_seconds",
+    text="From the arrival of a request that was answered to its last token.",
+    buckets=E2E_BUCKETS_S,
+)
+PROMPT_TOKENS: Final = Figure(name="baton_prompt_tokens", text="Tokens of prompts answered.")
+CACHED_TOKENS: Final = Figure(name="baton_prefix_hit_tokens", text="Of these, tokens that the prefill node had cached.")
+SKIPPED_TOKENS: Final = Figure(
+    name="baton_prefix_skipped_tokens", text="Of these, tokens never sent: the decode node had them cached."
+)
+OUTPUT_TOKENS: Final = Figure(name="baton_output_tokens", text="Tokens of answers.")
+KEPT: Final = Figure(name="baton_requests_local", text="Requests that a mixed node ran without a handoff.")
+LOOP_LAG_S: Final = Figure(
+    name="baton_control_loop_lag_seconds",
+    text="How late this router's control thread was, at each look.",
+    buckets=tuple(ms / 1000 for ms in BUCKETS_MS),
+)
+TRANSFER_BYTES: Final = Figure(
+    name="baton_transfer_bytes", text="KV bytes written from prefill to decode nodes.", labels=("transport",)
+)
+BLOCKS_WRITTEN: Final = Figure(
+    name="baton_transfer_blocks", text="Prompt blocks written from prefill to decode nodes.", labels=("transport",)
+)
+BLOCKS_SKIPPED: Final = Figure(
+    name="baton_transfer_blocks_skipped",
+    text="Prompt blocks never sent: the decode node had them cached.",
+    labels=("transport",),
+)
+TRANSFER_S: Final = Figure(
+    name="baton_transfer_exposed_seconds",
+    text="From the end of the prefill's last layer to the commit accepted.",
+    labels=("transport",),
+    buckets=HANDOFF_BUCKETS_S,
+)
+_FIGURES: Final = {
+    each.name: each
+    for each in (
+        REQUESTS, RESUMPTIONS, ATTACHES, CORRUPT, QUEUED, IN_LINE, LINE_S, RUNNING, TTFT_S, ITL_S, E2E_S, PROMPT_TOKENS,
+        CACHED_TOKENS, SKIPPED_TOKENS, OUTPUT_TOKENS, KEPT, LOOP_LAG_S, TRANSFER_BYTES, BLOCKS_WRITTEN, BLOCKS_SKIPPED,
+        TRANSFER_S,
+    )
+}  # fmt: skip
+_Values = list[float]
+"""Of one set of labels. A histogram's: the count in each bucket, the one beyond the last too, and the sum."""
+_Labels = tuple[str, ...]
+
+
+class Figures:
+    """What is counted of requests, in plain numbers: an observation costs a bisection and two additions. Pure."""
+
+    def __init__(self) -> None:
+        self.values: defaultdict[str, dict[_Labels, _Values]] = defaultdict(dict)
+        for figure in _FIGURES.values():
+            if not figure.labels:
+                self.of(figure)
+        for outcome in ATTACH_OUTCOMES:
+            self.of(ATTACHES, outcome)
+
+    def of(self, figure: Figure, *labels: str) -> _Values:
+        """To be changed in place; the same list each time."""
+        rows = self.values[figure.name]
+        found = rows.get(labels)
+        if found is None:
+            found = rows[labels] = [0.0] * (len(figure.buckets) + 2 if figure.buckets else 1)
+        return found
+
+    def add(self, figure: Figure, *labels: str, by: float = 1) -> None:
+        self.of(figure, *labels)[0] += by
+
+    def observe(self, figure: Figure, value: float, *labels: str) -> None:
+        observe(self.of(figure, *labels), figure.buckets, value, 1)
+
+
+def observe(row: _Values, buckets: Sequence[float], value: float, count: int) -> None:
+    """So many observations of one value, into a histogram's numbers."""
+    row[bisect_left(buckets, value)] += count
+    row[-1] += value * count
+
+
 class RouterMetrics:
     """A registry of its own: two routers in one process do not meet. `nodes` gives the records known now, routers
     among them; `directory_lost` says whether they may be out of date. `keys` gives the API keys that are good now."""
@@ -42,160 +172,122 @@ class RouterMetrics:
         keys: Callable[[], Iterable[KeyUse]] = tuple,
     ) -> None:
         self.registry = CollectorRegistry()
-        self.requests = self._counter(
-            "baton_requests",
-            "Requests that have ended, by outcome: stop, length, cancelled (the client left), deadline, or another "
-            "error's reason.",
-            "outcome",
-        )
-        self.resumptions = self._counter(
-            "baton_resumptions", "Attempts that failed after their grant, and were taken up on other nodes."
-        )
-        self.attaches = self._counter(
-            "baton_attaches",
-            "Calls of clients that came back for an answer, by outcome: taken (over from its node), computed_again, or "
-            "refused.",
-            "outcome",
-        )
-        for outcome in ATTACH_OUTCOMES:
-            self.attaches.labels(outcome)
-        self.corrupt = self._counter(
-            "baton_handoffs_corrupt",
-            "Handoffs refused because sampled records did not arrive as sent: hardware of the pair is failing.",
-            "prefill_node", "decode_node", "transport",
-        )  # fmt: skip
-        self.queued = self._gauge("baton_requests_queued", "Requests without their first token yet.")
-        self.in_line = self._gauge("baton_requests_in_line", "Of these, requests that wait in line for room on nodes.")
-        self.line_s = self._histogram(
-            "baton_line_seconds", "How long requests that had to wait in line did so, each time.", E2E_BUCKETS_S
-        )
-        self.running = self._gauge("baton_requests_running", "Requests between first and last token.")
-        self.ttft_s = self._histogram(
-            "baton_ttft_seconds", "From a request's arrival to its first token.", TTFT_BUCKETS_S
-        )
-        self.itl_s = self._histogram(
-            "baton_itl_seconds", "Gaps between tokens; tokens that come together share theirs.", ITL_BUCKETS_S
-        )
-        self.e2e_s = self._histogram(
-            "baton_e2e_seconds", "From the arrival of a request that was answered to its last token.", E2E_BUCKETS_S
-        )
-        self.prompt_tokens = self._counter("baton_prompt_tokens", "Tokens of prompts answered.")
-        self.cached_tokens = self._counter(
-            "baton_prefix_hit_tokens", "Of these, tokens that the prefill node had cached."
-        )
-        self.skipped_tokens = self._counter(
-            "baton_prefix_skipped_tokens", "Of these, tokens never sent: the decode node had them cached."
-        )
-        self.output_tokens = self._counter("baton_output_tokens", "Tokens of answers.")
-        self.kept = self._counter("baton_requests_local", "Requests that a mixed node ran without a handoff.")
-        self.loop_lag_s = self._histogram(
-            "baton_control_loop_lag_seconds",
-            "How late this router's control thread was, at each look.",
-            tuple(ms / 1000 for ms in BUCKETS_MS),
-        )
-        self._open_transfers()
-        for collector in (_NodeCollector(nodes), _KeyCollector(keys)):
+        self.figures = Figures()
+        self.itl, self.ttft, self.e2e = (self.figures.of(each) for each in (ITL_S, TTFT_S, E2E_S))
+        self.queued, self.running, self.in_line = (self.figures.of(each) for each in (QUEUED, RUNNING, IN_LINE))
+        for collector in (_FigureCollector(self.figures), _NodeCollector(nodes), _KeyCollector(keys)):
             self.registry.register(collector)
-        self._watch_process(directory_lost)
-
-    def _open_transfers(self) -> None:
-        self.transfer_bytes = self._counter(
-            "baton_transfer_bytes", "KV bytes written from prefill to decode nodes.", "transport"
-        )
-        self.blocks_written = self._counter(
-            "baton_transfer_blocks", "Prompt blocks written from prefill to decode nodes.", "transport"
-        )
-        self.blocks_skipped = self._counter(
-            "baton_transfer_blocks_skipped", "Prompt blocks never sent: the decode node had them cached.", "transport"
-        )
-        self.transfer_s = self._histogram(
-            "baton_transfer_exposed_seconds",
-            "From the end of the prefill's last layer to the commit accepted.",
-            HANDOFF_BUCKETS_S,
-            "transport",
-        )
-
-    def _watch_process(self, directory_lost: Callable[[], bool]) -> None:
-        self._gauge("baton_build_info", "1, for the version of this router.", "version").labels(baton_version()).set(1)
-        reached = self._gauge("baton_directory_reached", "0 while the directory is out of this router's reach, else 1.")
-        reached.set_function(lambda: not directory_lost())
+        Gauge("baton_build_info", "1, for the version of this router.", ("version",), registry=self.registry).labels(
+            baton_version()
+        ).set(1)
+        text = "0 while the directory is out of this router's reach, else 1."
+        Gauge("baton_directory_reached", text, registry=self.registry).set_function(lambda: not directory_lost())
         ProcessCollector(registry=self.registry)
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, labels, registry=self.registry)
-
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(name, text, labels, registry=self.registry)
-
-    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
-        return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
 
     def received(self, now_s: float) -> ObservedRequest:
         """A request has come in."""
         return _Observed(self, now_s)
 
+    def look_at_loop(self, lag_s: float) -> None:
+        """The control thread was so late."""
+        self.figures.observe(LOOP_LAG_S, lag_s)
+
     def text(self) -> bytes:
-        """All of it, in Prometheus' text format. On any thread: what it reads is replaced, not changed."""
+        """All of it, in Prometheus' text format. On any thread: it copies what the control thread changes."""
         return generate_latest(self.registry)
 
 
 class _Observed(ObservedRequest):
+    __slots__ = ("_began_s", "_has_token", "_itl", "_last_s", "_metrics", "_outcome")
+
     def __init__(self, metrics: RouterMetrics, now_s: float) -> None:
         self._metrics = metrics
+        self._itl = metrics.itl
         self._began_s = self._last_s = now_s
         self._has_token = False
         self._outcome = "cancelled"
-        metrics.queued.inc()
+        metrics.queued[0] += 1
 
     def tokens(self, now_s: float, count: int) -> None:
         gap_s, self._last_s = now_s - self._last_s, now_s
         if not self._has_token:
             self._has_token = True
-            self._metrics.queued.dec()
-            self._metrics.running.inc()
-            self._metrics.ttft_s.observe(gap_s)
+            self._metrics.queued[0] -= 1
+            self._metrics.running[0] += 1
+            observe(self._metrics.ttft, TTFT_BUCKETS_S, gap_s, 1)
             count, gap_s = count - 1, 0.0  # what came with the first token was not waited for
-        for _ in range(count):
-            self._metrics.itl_s.observe(gap_s / count)
+            if not count:
+                return
+        itl = self._itl
+        itl[bisect_left(ITL_BUCKETS_S, gap_s / count)] += count
+        itl[-1] += gap_s
 
     def finished(self, reason: common_pb2.FinishReason, stats: inference_pb2.RequestStats) -> None:
-        metrics = self._metrics
+        metrics, figures = self._metrics, self._metrics.figures
         self._outcome = _OUTCOMES[reason]
-        metrics.e2e_s.observe(self._last_s - self._began_s)
-        metrics.prompt_tokens.inc(stats.prompt_tokens)
-        metrics.cached_tokens.inc(stats.prompt_tokens_cached)
-        metrics.skipped_tokens.inc(stats.prompt_tokens_skipped)
-        metrics.output_tokens.inc(stats.output_tokens)
-        if stats.transport == LOCAL_TRANSPORT:
-            metrics.kept.inc()
-        elif stats.transport:
-            metrics.transfer_bytes.labels(stats.transport).inc(stats.bytes_written)
-            metrics.blocks_written.labels(stats.transport).inc(stats.blocks_written)
-            metrics.blocks_skipped.labels(stats.transport).inc(stats.blocks_skipped)
-            metrics.transfer_s.labels(stats.transport).observe(stats.handoff_exposed_ms / 1000)
+        observe(metrics.e2e, E2E_BUCKETS_S, self._last_s - self._began_s, 1)
+        figures.add(PROMPT_TOKENS, by=stats.prompt_tokens)
+        figures.add(CACHED_TOKENS, by=stats.prompt_tokens_cached)
+        figures.add(SKIPPED_TOKENS, by=stats.prompt_tokens_skipped)
+        figures.add(OUTPUT_TOKENS, by=stats.output_tokens)
+        transport = stats.transport
+        if transport == LOCAL_TRANSPORT:
+            figures.add(KEPT)
+        elif transport:
+            figures.add(TRANSFER_BYTES, transport, by=stats.bytes_written)
+            figures.add(BLOCKS_WRITTEN, transport, by=stats.blocks_written)
+            figures.add(BLOCKS_SKIPPED, transport, by=stats.blocks_skipped)
+            figures.observe(TRANSFER_S, stats.handoff_exposed_ms / 1000, transport)
 
     def failed(self, reason: Reason) -> None:
         self._outcome = reason.value.lower()
 
     def waits(self) -> None:
-        self._metrics.in_line.inc()
+        self._metrics.in_line[0] += 1
 
     def waited(self, waited_s: float) -> None:
-        self._metrics.in_line.dec()
-        self._metrics.line_s.observe(waited_s)
+        self._metrics.in_line[0] -= 1
+        self._metrics.figures.observe(LINE_S, waited_s)
 
     def resumed(self) -> None:
-        self._metrics.resumptions.inc()
+        self._metrics.figures.add(RESUMPTIONS)
 
     def attached(self, outcome: str) -> None:
-        self._metrics.attaches.labels(outcome).inc()
+        self._metrics.figures.add(ATTACHES, outcome)
 
     def corrupt(self, prefill_node: str, decode_node: str, transport: str) -> None:
-        self._metrics.corrupt.labels(prefill_node, decode_node, transport).inc()
+        self._metrics.figures.add(CORRUPT, prefill_node, decode_node, transport)
 
     def ended(self) -> None:
-        (self._metrics.running if self._has_token else self._metrics.queued).dec()
-        self._metrics.requests.labels(self._outcome).inc()
+        (self._metrics.running if self._has_token else self._metrics.queued)[0] -= 1
+        self._metrics.figures.add(REQUESTS, self._outcome)
+
+
+class _FigureCollector(Collector):
+    """What the router has counted of its requests."""
+
+    def __init__(self, figures: Figures) -> None:
+        self._figures = figures
+
+    def collect(self) -> Iterator[Metric]:
+        for figure in _FIGURES.values():
+            yield _metric(figure, dict(self._figures.values[figure.name]))
+
+
+def _metric(figure: Figure, rows: Mapping[_Labels, _Values]) -> Metric:
+    if not figure.buckets:
+        kind: type[GaugeMetricFamily | CounterMetricFamily]
+        kind = GaugeMetricFamily if figure.is_gauge else CounterMetricFamily
+        metric = kind(figure.name, figure.text, labels=figure.labels)
+        for labels, row in rows.items():
+            metric.add_metric(labels, row[0])
+        return metric
+    made = HistogramMetricFamily(figure.name, figure.text, labels=figure.labels)
+    bounds = [*(str(float(bound)) for bound in figure.buckets), "+Inf"]
+    for labels, row in rows.items():
+        *counts, total = row.copy()
+        made.add_metric(labels, list(zip(bounds, itertools.accumulate(counts), strict=True)), total)
+    return made
 
 
 class _NodeCollector(Collector):

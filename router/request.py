@@ -77,6 +77,8 @@ class ObservedRequest:
     whatever happened: after `finished`, after `failed`, or after neither, when the client went away.
     """
 
+    __slots__ = ()
+
     def tokens(self, now_s: float, count: int) -> None:
         """So many tokens came at once."""
 

@@ -7,11 +7,12 @@ depends on the text only, never on how it was cut into pieces.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from codecs import utf_8_decode
+from collections.abc import Collection, Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models
 
 from baton.errors import BatonError, Reason
 from router.request import CheckedRequest
@@ -29,6 +30,7 @@ class StopStrings:
         self._stops = tuple(stops)
         self._include = include
         self._longest = max(map(len, self._stops), default=0)
+        self._firsts = frozenset(stop[0] for stop in self._stops)
         self._tail = ""  # the longest end of the text so far that is the beginning of a stop string
         self.found = False
 
@@ -60,10 +62,11 @@ class StopStrings:
         return min([(begin + len(stop), begin) for begin, stop in begins if begin >= 0], default=None)
 
     def _beginning_at_end(self, text: str) -> int:
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            end = text[len(text) - length :]
-            if any(len(stop) > length and stop.startswith(end) for stop in self._stops):
-                return length
+        for start in range(max(0, len(text) - self._longest + 1), len(text)):
+            if text[start] in self._firsts:
+                end = text[start:]
+                if any(len(stop) > len(end) and stop.startswith(end) for stop in self._stops):
+                    return len(end)
         return 0
 
 
@@ -86,6 +89,7 @@ class TextCodec:
         self.added: Mapping[int, str] = {id_: token.content for id_, token in added if not token.special}
         """Tokens of their own that are not called special: tags, signs of thinking, runs of spaces."""
         self.unknown = _unknown(tokenizer)
+        self._bytes = TokenBytes(tokenizer, self.special.values()) if _is_byte_level(tokenizer) else None
 
     @classmethod
     def load(cls, folder: Path) -> TextCodec:
@@ -118,12 +122,73 @@ class TextCodec:
         twice: str = self._tokenizer.decode([token, token], skip_special_tokens=False)
         return twice.removeprefix(alone) if _REPLACEMENT not in alone else alone
 
-    def stream(self) -> TextStream:
-        return TextStream(self._tokenizer)
+    def stream(self) -> Detokenizer:
+        return TextStream(self._tokenizer, self.special) if self._bytes is None else ByteStream(self._bytes)
+
+
+class Detokenizer(Protocol):
+    """Turns the tokens of one answer into text as they come, never half a character."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Text that became whole with these tokens; what may be the beginning of a character is held back."""
+        ...
+
+    def flush(self) -> str:
+        """What was held back, when nothing more comes."""
+        ...
+
+
+class TokenBytes(dict[int, str | bytes]):
+    """What each token stands for where a text is the bytes of its tokens, one behind the other: whole characters, or
+    bytes that are none by themselves. Filled as tokens are seen."""
+
+    def __init__(self, tokenizer: Tokenizer, special: Collection[str]) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._special = frozenset(special)
+
+    def __missing__(self, id_: int) -> str | bytes:
+        token = self._tokenizer.id_to_token(id_)
+        if token is None or token in self._special:
+            text: str | bytes = ""
+        else:
+            # Added tokens are spelt as they are, if a letter of theirs stands for no byte.
+            spelt = [_BYTES.get(letter) for letter in token]
+            raw = token.encode() if None in spelt else bytes(byte for byte in spelt if byte is not None)
+            try:
+                text = raw.decode()
+            except UnicodeDecodeError:
+                text = raw
+        if token is not None:
+            self[id_] = text
+        return text
+
+
+class ByteStream:
+    """For tokenizers whose tokens stand for fixed bytes (byte-level BPE): they are looked up."""
+
+    __slots__ = ("_rest", "_table")
+
+    def __init__(self, table: TokenBytes) -> None:
+        self._table = table
+        self._rest = b""  # the beginning of a character
+
+    def push(self, ids: Sequence[int]) -> str:
+        pieces = [self._table[id_] for id_ in ids]
+        if not self._rest and len(pieces) == 1 and isinstance(text := pieces[0], str):
+            return text
+        raw = self._rest + b"".join([piece if isinstance(piece, bytes) else piece.encode() for piece in pieces])
+        text, used = utf_8_decode(raw, "replace")
+        self._rest = raw[used:]
+        return text
+
+    def flush(self) -> str:
+        rest, self._rest = self._rest, b""
+        return rest.decode(errors="replace")
 
 
 class TextStream:
-    """Turns the tokens of one answer into text as they come, never half a character.
+    """For all other tokenizers: tokens are decoded together with those before them.
 
     Some tokens read differently at the beginning of a text (a leading space is dropped). So decoding starts a little
     before the last point where the text was whole, and the first token of an answer is decoded behind another one too.
@@ -131,16 +196,15 @@ class TextStream:
     is unfinished, those before it, already given out, become replacements too. Decoding then starts behind them.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, special: Container[int]) -> None:
         self._tokenizer = tokenizer
-        self._special = {id_ for id_, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._special = special
         self._ids: list[int] = []
         self._prefix = 0  # decoding starts at this token
         self._whole = 0  # up to this token the text was whole, at the end of some push
         self._shown = ""  # what has been given out of decode(ids[prefix:]), which begins with it
 
     def push(self, ids: Sequence[int]) -> str:
-        """Text that became whole with these tokens; what may be the beginning of a character is held back."""
         return "".join(self._push(token) for token in ids if token not in self._special)
 
     def _push(self, token: int) -> str:
@@ -175,7 +239,6 @@ class TextStream:
             self._ids, self._shown, self._whole = [], "", 0
 
     def flush(self) -> str:
-        """What was held back, when nothing more comes."""
         rest = self._decode(self._prefix)[len(self._shown) :]
         self._prefix = self._whole = len(self._ids)
         self._shown = ""
@@ -198,28 +261,28 @@ class TextStream:
 class AnswerText:
     """The text of one answer: what of it may be sent by now, and whether a stop string has ended it (`found`)."""
 
+    __slots__ = ("_min_tokens", "_stops", "_stream", "found", "tokens")
+
     def __init__(self, codec: TextCodec | None, checked: CheckedRequest) -> None:
         """Without a codec there is no text. The first `min_tokens` tokens do not end the answer."""
         self._stream = codec.stream() if codec is not None else None
-        self._stops = StopStrings(checked.stop, include=checked.include_stop)
+        self._stops = StopStrings(checked.stop, include=checked.include_stop) if checked.stop else None
         self._min_tokens = checked.sampling.min_tokens
+        self.found = False
         self.tokens = 0
         """Tokens of the answer so far, the one that completed a stop string included."""
 
-    @property
-    def found(self) -> bool:
-        return self._stops.found
-
     def push(self, ids: Sequence[int]) -> tuple[int, str]:
         """How many of these tokens belong to the answer, and the text to send."""
-        if self._stream is None:
+        if self._stream is None or self._stops is None:
             self.tokens += len(ids)
-            return len(ids), ""
+            return len(ids), "" if self._stream is None else self._stream.push(ids)
         text = ""
         for taken, token in enumerate(ids, start=1):
-            text += self._stops.push(self._stream.push([token]), may_end=self.tokens >= self._min_tokens)
+            text += self._stops.push(self._stream.push((token,)), may_end=self.tokens >= self._min_tokens)
             self.tokens += 1
-            if self.found:
+            if self._stops.found:
+                self.found = True
                 return taken, text
         return len(ids), text
 
@@ -227,7 +290,11 @@ class AnswerText:
         """At the end: what was held back. The last half of a character may complete a stop string."""
         if self._stream is None or self.found:
             return ""
-        text = self._stops.push(self._stream.flush(), may_end=self.tokens > self._min_tokens)
+        rest = self._stream.flush()
+        if self._stops is None:
+            return rest
+        text = self._stops.push(rest, may_end=self.tokens > self._min_tokens)
+        self.found = self._stops.found
         return text if self.found else text + self._stops.flush()
 
 
@@ -247,6 +314,25 @@ def _unknown(tokenizer: Tokenizer) -> int | None:
         return found
     name: str | None = model.unk_token
     return None if name is None else tokenizer.token_to_id(name)
+
+
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    """Whether a text is the bytes of its tokens, and a token's letters are its bytes."""
+    decoder = tokenizer.decoder
+    if isinstance(decoder, decoders.Sequence):
+        steps = json.loads(decoder.__getstate__())["decoders"]
+        return [step["type"] for step in steps] == ["ByteLevel"]
+    return isinstance(decoder, decoders.ByteLevel)
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letters of byte-level BPE: bytes that print stand for themselves, others for what follows Latin-1."""
+    prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in prints]
+    return {chr(byte): byte for byte in prints} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES: Final[Mapping[str, int]] = _byte_letters()
 
 
 def _unsettled(text: str) -> int:

@@ -40,6 +40,19 @@ def test_every_token_but_the_first_has_a_gap() -> None:
     assert float(figures["baton_itl_seconds_sum"]) == pytest.approx(0.5)
 
 
+def test_a_gap_of_a_bound_is_in_its_bucket() -> None:
+    """Prometheus' buckets have their upper bounds in them, and count what is below; four tokens share 0.04 s."""
+    metrics = RouterMetrics(list)
+    observed = metrics.received(0.0)
+    observed.tokens(0.0, 1)
+    observed.tokens(0.04, 4)
+    observed.tokens(100.0, 1)
+    figures = dict(line.rsplit(" ", 1) for line in metrics.text().decode().splitlines())
+    buckets = [figures[f'baton_itl_seconds_bucket{{le="{le}"}}'] for le in ("0.005", "0.01", "5.0", "+Inf")]
+    assert buckets == ["0.0", "4.0", "4.0", "5.0"]
+    assert figures["baton_ttft_seconds_count"] == "1.0"
+
+
 def test_those_that_wait_in_line() -> None:
     """Two wait, one of them has its turn after 3 s."""
     metrics = RouterMetrics(list)

@@ -9,15 +9,17 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from baton.errors import BatonError, Reason
-from router.text import WINDOW_TOKENS_MAX, TextCodec
+from router.text import WINDOW_TOKENS_MAX, TextCodec, TextStream
 
 REPLACEMENT = "\ufffd"
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 WORDS = ["Ġthe", "Ġriver", "er", "ing", "Ġa"]
 BEGIN = "<|begin|>"
+ADDED = [" ", "   ", "é", "Ġx", "ÃĥÂ", "ÃĥÂ ", "标", "🦊", "<tag>", REPLACEMENT]
+"""Spelt as they are, unless each letter stands for a byte."""
 
 
 def byte_level() -> Tokenizer:
@@ -40,9 +42,9 @@ def whole(ids: Sequence[int]) -> str:
     return text
 
 
-def streamed(batches: Sequence[Sequence[int]]) -> list[str]:
-    """What each batch of tokens adds, and last what the end adds."""
-    stream = CODEC.stream()
+def streamed(batches: Sequence[Sequence[int]], *, decoded: bool = False) -> list[str]:
+    """What each batch of tokens adds, and last what the end adds; `decoded` is as for any other tokenizer."""
+    stream = TextStream(TOKENIZER, CODEC.special) if decoded else CODEC.stream()
     return [*(stream.push(batch) for batch in batches), stream.flush()]
 
 
@@ -56,10 +58,10 @@ def cut(ids: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
     return pieces
 
 
-@given(text=st.text(max_size=60), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
-def test_any_text_streams_back_whole(text: str, sizes: list[int]) -> None:
+@given(text=st.text(max_size=60), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), decoded=st.booleans())
+def test_any_text_streams_back_whole(text: str, sizes: list[int], decoded: bool) -> None:
     """Text of any script, a byte per token, in batches of any size: the pieces are the text, none ends in half."""
-    pieces = streamed(cut(CODEC.encode(text), sizes))
+    pieces = streamed(cut(CODEC.encode(text), sizes), decoded=decoded)
     assert "".join(pieces) == text
     if REPLACEMENT not in text:
         assert not any(REPLACEMENT in piece for piece in pieces)
@@ -69,6 +71,49 @@ def test_any_text_streams_back_whole(text: str, sizes: list[int]) -> None:
 def test_any_tokens_stream_as_they_decode(ids: list[int], sizes: list[int]) -> None:
     """Random tokens, most of them no valid UTF-8, special ones among them: the pieces are the decoded whole."""
     assert "".join(streamed(cut(ids, sizes))) == whole(ids)
+    assert "".join(streamed(cut(ids, sizes), decoded=True)) == whole(ids)
+
+
+def odd_byte_level() -> Tokenizer:
+    """Added tokens of all kinds, a word that is special, parts of characters, and the decoder in a sequence."""
+    vocabulary = {token: index for index, token in enumerate([*ALPHABET, *WORDS, "ðŁ¦", "åı", "Ċåı", "íł", "ôı"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel()])
+    tokenizer.add_special_tokens([BEGIN, AddedToken("Ġa", special=True)])
+    tokenizer.add_tokens(ADDED)
+    return tokenizer
+
+
+ODD = odd_byte_level()
+ODD_CODEC = TextCodec(ODD)
+
+
+@given(
+    ids=st.lists(st.one_of(st.integers(0, 255), st.integers(256, ODD.get_vocab_size() + 2)), max_size=60),
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+)
+def test_any_tokens_of_an_odd_vocabulary_stream_as_they_decode(ids: list[int], sizes: list[int]) -> None:
+    """As the decoded whole, and as a stream that decodes. Ids that the vocabulary has not are no text."""
+    stream, decoding = ODD_CODEC.stream(), TextStream(ODD, ODD_CODEC.special)
+    assert not isinstance(stream, TextStream)
+    whole = ODD.decode(ids, skip_special_tokens=True)
+    for each in (stream, decoding):
+        assert "".join([*(each.push(batch) for batch in cut(ids, sizes)), each.flush()]) == whole
+
+
+def test_each_token_alone_reads_as_it_decodes() -> None:
+    """All of the vocabulary, one after the other."""
+    for token in range(ODD.get_vocab_size()):
+        stream = ODD_CODEC.stream()
+        assert stream.push([token]) + stream.flush() == ODD.decode([token], skip_special_tokens=True)
+
+
+def test_a_decoder_that_does_more_than_bytes_is_asked() -> None:
+    """A step behind the bytes changes what tokens stand for."""
+    tokenizer = byte_level()
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("e", "E")])
+    stream = TextCodec(tokenizer).stream()
+    assert stream.push(CODEC.encode("the river")) + stream.flush() == "thE rivEr"
 
 
 def test_an_emoji_comes_with_its_last_byte() -> None:
@@ -85,9 +130,10 @@ def test_an_answer_that_ends_in_half_a_character_shows_it_at_the_end() -> None:
 
 
 def test_garbage_does_not_hold_the_stream_back() -> None:
-    """A thousand bytes that begin no character: all but the last three are out long before the end."""
+    """A thousand bytes that begin no character are out at once; where they are decoded, all but the last three."""
     continuation = CODEC.encode("🦊")[-1]
-    pieces = streamed([[continuation]] * 1_000)
+    assert streamed([[continuation]] * 1_000) == [*[REPLACEMENT] * 1_000, ""]
+    pieces = streamed([[continuation]] * 1_000, decoded=True)
     assert pieces == ["", "", "", *[REPLACEMENT] * 997, REPLACEMENT * 3]
 
 
@@ -150,6 +196,9 @@ class Decoded:
     @property
     def model(self) -> Any:
         return TOKENIZER.model
+
+    decoder = None
+    """One whose tokens stand for nothing by themselves."""
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         self.sizes.append(len(ids))

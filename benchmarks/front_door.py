@@ -1,0 +1,217 @@
+"""What a streamed token costs: the router and the decode node, beside vLLM's API server and servers that do nothing.
+
+    python -m benchmarks.front_door --quick                       # under two minutes, without vLLM
+    python -m benchmarks.front_door --vllm-python /tmp/vllm/bin/python --json front_door.json       # under ten
+    python -m benchmarks.front_door --soak 600 --json soak.json
+    python -m benchmarks.front_door --report front_door.json
+
+Processor time of each process (of the decode node: of the threads that compute, and of the others), by /proc, so other
+work on the machine harms little; figures and what is compared: docs/bench.md. Servers alternate. The router's figures
+are with a mock engine on a real decode node, which paces tokens: `--rate` a second in all. Those of the decode node are
+with a model of one layer, which vLLM serves too, both as fast as they can. One process of clients, the same for all.
+`--before TREE` measures the code of another checkout beside this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.front_door_clients import Job
+from benchmarks.front_door_report import MODEL, ROUTER, WORKERS, Run, report, run_of
+from benchmarks.front_door_servers import HERE, Server, bare, cluster, vllm, write_models
+
+TOKENS = 128
+FREE_TOKENS_MANY = 64
+"""Of an answer where a thousand streams are as fast as they can."""
+WHOLE_STREAMS, WHOLE_TOKENS, WHOLE_WAVES = 16, 16, 16
+ANSWERS = 128
+"""Of a run, at least: few streams take several waves."""
+SOAK_STREAMS, SOAK_TOKENS, SOAK_RATE = 2_000, 240, 4_000.0
+LINE_BYTES_MAX = 1 << 24
+
+
+class ClientProcess:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls) -> ClientProcess:
+        return cls(
+            await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "benchmarks.front_door_clients",
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=HERE.parent, limit=LINE_BYTES_MAX,
+            )
+        )  # fmt: skip
+
+    async def play(self, job: Job) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(asdict(job)).encode() + b"\n")
+        line = await self._process.stdout.readline()
+        if not line:
+            raise SystemExit("the clients have ended")
+        found: dict[str, Any] = json.loads(line)
+        if found["errors"]:
+            print(f"errors of {job.address}: {found['errors']}", file=sys.stderr)
+        return found
+
+    async def close(self) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()
+
+
+class Rounds:
+    def __init__(self, args: argparse.Namespace, clients: ClientProcess, servers: Sequence[Server]) -> None:
+        self._args = args
+        self._clients = clients
+        self._servers = servers
+        self.runs: list[Run] = []
+
+    async def play(self) -> None:
+        for server in self._servers:
+            for door in self._doors(server):
+                await self._clients.play(self._job(server, door, 4))
+        for streams in self._args.streams:
+            for number in range(self._args.rounds if streams < 500 else 1):
+                for server in self._servers[:: 1 if number % 2 == 0 else -1]:
+                    for door in self._doors(server):
+                        await self._one(server, self._job(server, door, streams))
+        for _ in range(self._args.rounds):
+            for server in self._servers:
+                if "bare" not in server.name and "http" in self._doors(server):
+                    job = self._job(server, "http", WHOLE_STREAMS)
+                    await self._one(server, replace(job, tokens=WHOLE_TOKENS, waves=WHOLE_WAVES, streaming=False))
+
+    def _doors(self, server: Server) -> list[str]:
+        # The decode node's work is the same for both doors.
+        doors = ["http"] if server.name == MODEL else self._args.doors
+        return [door for door in doors if door in server.doors]
+
+    def _job(self, server: Server, door: str, streams: int) -> Job:
+        tokens = TOKENS if server.paced or streams < 500 else FREE_TOKENS_MANY
+        return Job(
+            door=door, address=server.doors[door], pids=server.pids, streams=streams, tokens=tokens,
+            model=server.model, waves=max(1, ANSWERS // streams) if streams > 4 else 1,
+            balance="front" if server.name == WORKERS else "",
+        )  # fmt: skip
+
+    async def _one(self, server: Server, job: Job) -> None:
+        found = run_of(server.name, asdict(job), await self._clients.play(job))
+        self.runs.append(found)
+        text = "-" if found.token_us is None else f"{found.token_us:.1f}"
+        print(f"{job.door} {job.streams} {server.name}: {text} us a token", file=sys.stderr, flush=True)
+
+
+async def measure(args: argparse.Namespace, folder: Path) -> list[Run]:
+    mock_folder, model_folder = write_models(folder)
+    async with AsyncExitStack() as stack:
+        servers: list[Server] = []
+
+        async def add(opened: Any) -> None:
+            servers.append(await stack.enter_async_context(opened))
+
+        def baton(name: str, *, mock: bool = True, tree: Path = HERE.parent, **router: object) -> Any:
+            where = mock_folder if mock else model_folder
+            return cluster(name, where, rate=args.rate, mock=mock, tree=tree, router=router)
+
+        clients = await ClientProcess.start()
+        stack.push_async_callback(clients.close)
+        for door in args.doors:
+            await add(bare(door, args.rate))
+        await add(baton(ROUTER))
+        if args.before is not None:
+            await add(baton("router before", tree=args.before.resolve()))
+        if args.workers:
+            await add(baton(WORKERS, workers=2))
+        if args.one_layer and "http" in args.doors:
+            await add(baton(MODEL, mock=False))
+            if args.before is not None:
+                await add(baton(f"{MODEL} before", mock=False, tree=args.before.resolve()))
+        if args.vllm_python is not None and "http" in args.doors:
+            await add(vllm(args.vllm_python, model_folder, folder / "vllm.log"))
+        rounds = Rounds(args, clients, servers)
+        await rounds.play()
+        return rounds.runs
+
+
+async def soak(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Many slow streams: errors, memory, and how old tokens are when they reach their client."""
+    mock_folder, _ = write_models(folder)
+    door = args.doors[0]
+    async with AsyncExitStack() as stack:
+        router = {"workers": args.workers} if args.workers else {}
+        opened = cluster(ROUTER, mock_folder, rate=SOAK_RATE, mock=True, tree=HERE.parent, router=router)
+        server = await stack.enter_async_context(opened)
+        clients = await ClientProcess.start()
+        stack.push_async_callback(clients.close)
+        job = Job(
+            door=door, address=server.doors[door], pids=server.pids, streams=args.soak_streams, tokens=SOAK_TOKENS,
+            seconds=args.soak, ages=True,
+        )  # fmt: skip
+        return await clients.play(job)
+
+
+def soaked(found: dict[str, Any]) -> str:
+    samples = [(at_s, each["front"] / 2**20) for at_s, each in found["memory"]]
+    early = next((mib for at_s, mib in samples if at_s >= min(60.0, found["took_s"] / 3)), 0.0)
+    late = samples[-1][1] if samples else 0.0
+    p50_ms, p99_ms = found["ages_p50_ms"], found["ages_p99_ms"]
+    grown = 100 * (late / early - 1) if early else 0.0
+    return "\n".join([
+        f"{found['requests']} requests, {found['tokens']} tokens in {found['took_s']:.0f} s; errors: {found['errors']}",
+        f"router's memory: {early:.1f} MiB after a minute, {late:.1f} MiB at the end ({grown:+.1f}%; bar 2%)",
+        f"from the mock engine's draw to the client: p50 {p50_ms:.1f} ms, p99 {p99_ms:.1f} ms",
+    ])  # fmt: skip
+
+
+def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, nargs="+", help="at a time (16 64 200 1000)")
+    parser.add_argument("--doors", nargs="+", choices=("http", "grpc"), default=["http", "grpc"])
+    parser.add_argument("--rounds", type=int, help="below 500 streams; above there is one")
+    parser.add_argument("--rate", type=float, default=4_000.0, help="tokens a second of the mock engine")
+    parser.add_argument("--quick", action="store_true", help="16 and 200 streams, two rounds")
+    parser.add_argument("--no-one-layer", dest="one_layer", action="store_false", help="not the decode node's figure")
+    parser.add_argument("--workers", type=int, default=0, help="measure a router with so many workers too")
+    parser.add_argument("--before", type=Path, metavar="TREE", help="a checkout to measure beside this one")
+    parser.add_argument("--vllm-python", type=Path, help="the Python of an environment with vLLM")
+    parser.add_argument("--soak", type=float, metavar="SECONDS", help="do this in place of all else")
+    parser.add_argument("--soak-streams", type=int, default=SOAK_STREAMS)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--report", type=Path, metavar="JSON", help="measure nothing, print what the file has")
+    args = parser.parse_args(arguments)
+    args.streams = args.streams or ([16, 200] if args.quick else [16, 64, 200, 1_000])
+    args.rounds = args.rounds or (2 if args.quick else 3)
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse_args(arguments)
+    if args.report is not None:
+        print(report([Run(**run) for run in json.loads(args.report.read_text())]))
+        return
+    with tempfile.TemporaryDirectory(prefix="baton-front-door-") as folder:
+        if args.soak is not None:
+            found = asyncio.run(soak(args, Path(folder)))
+            text, kept = soaked(found), [found]
+        else:
+            runs = asyncio.run(measure(args, Path(folder)))
+            text, kept = report(runs), [asdict(run) for run in runs]
+    print(text)
+    if args.json is not None:
+        args.json.write_text(json.dumps(kept) + "\n")
+
+
+if __name__ == "__main__":
+    main()
