@@ -14,6 +14,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCES: dict[str, tuple[str, ...]] = {
+    "baton/http2_front.c": (),
     "kvtransfer/native/copy.c": (),
     "kvtransfer/native/sockets.c": (),
     "kvtransfer/native/rdma_poster.c": (),

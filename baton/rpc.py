@@ -7,11 +7,9 @@ deadline (I10): internal calls without one are refused, public calls get a defau
 from __future__ import annotations
 
 import asyncio
-import errno
 import functools
 import inspect
 import random
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -23,7 +21,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from baton.call_slots import CallSlots, StreamLimit
-from baton.config import fixed, flag_name, setting
+from baton.config import fixed, setting
 from baton.endpoint import (
     Network,
     check_reachable,
@@ -35,6 +33,8 @@ from baton.endpoint import (
 )
 from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.grpc_core import whole_wakes
+from baton.http2_front import Http2Front
+from baton.listen import check_can_bind, port_in_use
 from baton.liveness import LivenessConfig
 from baton.log import get_log
 from baton.operator import OPERATOR_METHODS, refuse
@@ -171,6 +171,13 @@ class RpcServer:
         self._reopening: asyncio.Task[None] | None = None
         self._probes: grpc.aio.Server | None = None
         self._health: HealthService | None = None
+        self._front: Http2Front | None = None
+        self._front_port = 0
+        self._next_place = ""
+
+    def stand_behind(self, front: Http2Front, port: int) -> None:
+        """Clients come by way of `front`, from `port`, at which others listen. `start` then binds no port for them."""
+        self._front, self._front_port = front, port
 
     def authorize_by(self, authorize: Callable[[str, Any], Awaitable[None]]) -> None:
         """`authorize(method, context)` raises BatonError for a call of OPERATOR_METHODS that is not an operator's.
@@ -201,16 +208,18 @@ class RpcServer:
         Raises BatonError PORT_IN_USE, LISTEN_REFUSED or BAD_ENDPOINT; nothing is left running then.
         """
         assert not self._place, "started twice"
-        await check_can_bind(listen)
+        if self._front is None:
+            await check_can_bind(listen)
         if probe_listen is not None:
             await check_can_bind(probe_listen, setting="probe_listen")
         server = self._build()
-        bound = _bind(server, listen, "listen", self._tls)
+        bound = self._bind(server, listen)
         if probe_listen is not None:
             self._probes = self._build_probes()
             _bind(self._probes, probe_listen, "probe_listen", None)
             await self._probes.start()
         await server.start()
+        self._lead_clients()
         self._server, self._place = server, join_endpoint(split_endpoint(listen)[0], bound)
         return bound
 
@@ -229,6 +238,8 @@ class RpcServer:
         self._wanted_open = wanted
         if not wanted and self._server is not None:
             server, self._server = self._server, None
+            if self._front is not None:
+                self._front.lead_to(None)
             longest_s = self._limits.public_deadline_ms_max / 1e3 + INTERNAL_MARGIN_S
             closing = asyncio.create_task(server.stop(longest_s), name="close")
             self._closing[closing] = server
@@ -240,15 +251,28 @@ class RpcServer:
         for tries in range(1 << 30):
             server = self._build()
             try:
-                _bind(server, self._place, "listen", self._tls)
+                self._bind(server, self._place)
                 break
             except BatonError as error:  # the listener that was closed may take a moment
                 if tries == REOPEN_TRIES_QUIET:
                     log.error("cannot take calls again: trying on", problem=error.message)
             await asyncio.sleep(REOPEN_MS / 1e3)
         await server.start()
+        self._lead_clients()
         self._server = server
         self.set_open(self._wanted_open)
+
+    def _bind(self, server: grpc.aio.Server, listen: str) -> int:
+        """Where clients reach it. Raises BatonError PORT_IN_USE."""
+        if self._front is None:
+            return _bind(server, listen, "listen", self._tls)
+        self._next_place = self._front.next_place()
+        server.add_insecure_port(f"unix:{self._next_place}")
+        return self._front_port
+
+    def _lead_clients(self) -> None:
+        if self._front is not None:
+            self._front.lead_to(self._next_place)
 
     def set_ready(self, ready: bool) -> None:
         """Flip readiness, and with it the health of each service. Liveness stays as it is."""
@@ -575,53 +599,7 @@ def _bind(server: grpc.aio.Server, listen: str, setting: str, tls: Tls | None) -
             return server.add_insecure_port(address)
         return server.add_secure_port(address, tls.server_credentials())
     except RuntimeError as error:  # gRPC does not say why; the usual reasons were ruled out just before
-        raise _port_in_use(listen, setting) from error
-
-
-async def check_can_bind(listen: str, *, setting: str = "listen") -> None:
-    """Bind `listen` and let go of it, so that a start fails early. `setting` is the key to name in the error.
-
-    It tries each address of the host: gRPC is content with one of them, and gives no reason if it gets none.
-
-    Raises BatonError PORT_IN_USE, LISTEN_REFUSED or BAD_ENDPOINT.
-    """
-    host, port = split_endpoint(listen)
-    loop = asyncio.get_running_loop()
-    try:
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except socket.gaierror as error:
-        raise _listen_refused(listen, setting, f"the host is not known ({error.strerror})") from error
-    refusals: list[OSError] = []
-    for family, kind, protocol, _, address in found:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise _port_in_use(listen, setting) from error
-            refusals.append(error)
-    if len(refusals) == len(found):
-        raise _listen_refused(listen, setting, str(refusals[0].strerror).lower()) from refusals[0]
-
-
-def _port_in_use(listen: str, setting: str) -> BatonError:
-    _, port = split_endpoint(listen)
-    return BatonError(
-        Reason.PORT_IN_USE,
-        f"Cannot listen on {listen}: the port is in use. Stop the process that has it "
-        f"(`ss -ltnp 'sport = :{port}'` shows it), or choose another port with {flag_name(setting)}.",
-        field=setting,
-    )
-
-
-def _listen_refused(listen: str, setting: str, why: str) -> BatonError:
-    return BatonError(
-        Reason.LISTEN_REFUSED,
-        f"Cannot listen on {listen}: {why}. Choose an address of this machine and a port that this user may bind, "
-        f"with {flag_name(setting)}.",
-        field=setting,
-    )
+        raise port_in_use(listen, setting) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,13 +20,14 @@ from baton.endpoint import check_reachable, from_here, join_endpoint, split_endp
 from baton.errors import BatonError, Reason, check_positive
 from baton.ids import Incarnation
 from baton.lifecycle import Lifecycle, LifecycleEvent, NodeLifecycle
+from baton.listen import check_can_bind
 from baton.liveness import LivenessConfig
 from baton.log import get_log
 from baton.loop_lag import LoopLag
 from baton.membership import Membership, MembershipConfig
 from baton.operator import OperatorToken
 from baton.pod import DeletionCost, PodConfig
-from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer, check_can_bind
+from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer
 from baton.tasks import end_task
 from baton.tls import INSECURE_HELP, INSECURE_WHEN, PROBE_HELP, PROBE_WHEN, TlsConfig, open_tls
 from baton.wire import ModelInfo, NodeLoad, NodeRecord, Role, check_name, check_receiver, record_to_proto

@@ -37,6 +37,8 @@ FILES_RAISED_TO: Final = 1 << 20
 """Open files of a process, as far as the hard limit allows: some tables of a process are as large as this number."""
 FILES_OWN: Final = 1_024
 """Open files that a process needs beside its clients' connections."""
+FILES_GRPC: Final = 3 * 1_024
+"""Of a router, for its gRPC clients: `router.doors` says how many there may be, and that each takes three."""
 
 
 class Service(Enum):
@@ -217,10 +219,15 @@ def _command(service: Service, ctx: click.Context, parameters: dict[str, object]
         stderr=sys.stderr,
         logs=log_format is LogFormat.JSON,
     )
-    raise_open_files(wanted=FILES_OWN + getattr(config, "http_connections_max", 0))
+    raise_open_files(wanted=FILES_OWN + _files_of_clients(config))
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(_serve(service, config, printer))
     _end_process()
+
+
+def _files_of_clients(config: Any) -> int:
+    http: int | None = getattr(config, "http_connections_max", None)
+    return 0 if http is None else http + FILES_GRPC
 
 
 def raise_open_files(*, wanted: int) -> None:

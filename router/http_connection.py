@@ -17,7 +17,7 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message, Scope
 
-from baton.endpoint import Address, Network, is_trusted, parse_address, source_of
+from baton.endpoint import Address, Network, is_trusted, source_of
 from baton.errors import BatonError
 from baton.log import get_log
 from router import openai
@@ -64,7 +64,6 @@ class Served:
     """What the connections of one server share."""
 
     app: ASGIApp
-    slots: Slots
     proxied: Slots
     """Of the calls under way for clients behind trusted proxies, who share connections."""
     trusted_proxies: tuple[Network, ...]
@@ -103,7 +102,8 @@ class Served:
 class HttpConnection(asyncio.Protocol):
     """Reads calls one after another, and answers each before it begins the next."""
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: Served, peer: Address | None, slot: Slot, closed: Callable[[], None]) -> None:
+        """`closed` is called when it is over."""
         self.served = served
         self.transport: asyncio.Transport
         self.server: tuple[str, int] | None = None
@@ -112,8 +112,9 @@ class HttpConnection(asyncio.Protocol):
         self._events: deque[Event] = deque()
         """Read, but the call before them is not over."""
         self._call: HttpCall | None = None
-        self._peer: Address | None = None
-        self._slot: Slot | None = None
+        self._peer = peer
+        self._slot = slot
+        self._closed = closed
         self._due_s = math.inf
         """When the client must have done what we wait for."""
         self._head_begun = False
@@ -132,11 +133,9 @@ class HttpConnection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         transport.max_size = READ_BYTES  # type: ignore[attr-defined]
-        peer, self.server = transport.get_extra_info("peername"), transport.get_extra_info("sockname")[:2]
-        self._peer = parse_address(peer[0]) if peer else None
-        self._slot = self.served.slots.take(self._owner())
+        self.server = transport.get_extra_info("sockname")[:2]
         self.served.connections.add(self)
-        if self._slot is None or self.served.stopping:
+        if self.served.stopping:
             transport.abort()
             return
         head_ms_max = SURPLUS_MS_MAX if self._slot is Slot.SURPLUS else self.served.head_ms_max
@@ -145,8 +144,7 @@ class HttpConnection(asyncio.Protocol):
     def connection_lost(self, _exc: Exception | None) -> None:
         self.served.connections.discard(self)
         self.served.closed.set()
-        if self._slot is not None:
-            self.served.slots.leave(self._slot, self._owner())
+        self._closed()
         if self._call is not None:
             self._call.leave()
         self._call = None

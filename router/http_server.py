@@ -21,8 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton import baton_version
 from baton.clock import first_of
-from baton.config import flag_name
-from baton.endpoint import join_endpoint, split_endpoint
+from baton.endpoint import Address, join_endpoint, split_endpoint
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import RequestId
 from baton.log import get_log
@@ -32,11 +31,13 @@ from router import openai
 from router.byte_shares import TextOwner
 from router.choices import Answer, run_choices
 from router.config import RouterConfig
+from router.doors import Door, Doors
 from router.http_attach import LAST_EVENT_ID, call_of, new_token, read_token, repeated, resumes, set_seeds
 from router.http_connection import SOURCE, SURPLUS, HttpConnection, Served
 from router.http_reply import CallReply, client_left, error_response, left
-from router.http_slots import Slots
+from router.http_slots import Slot, Slots
 from router.keys import Admission
+from router.local_taker import LocalTaker
 from router.node import CutOff, RouterNode
 from router.openai import Json, OpenAiCall
 from router.replies import Replies
@@ -57,14 +58,6 @@ REQUESTS_PATH: Final = "/v1/requests/"
 
 BODY_BYTES_PER_S = 1_024
 """What a body must bring once `http_body_ms_free` is over."""
-SURPLUS_CONNECTIONS_MAX = 64
-"""Connections beyond the limit that are answered with 429 and closed. Further ones are closed without a word."""
-SEND_BUFFER_BYTES = 131_072
-"""Bytes that the kernel may keep of what an HTTP client has not read."""
-BACKLOG_MAX = 2_048
-"""Connections that wait in the kernel to be accepted."""
-ACCEPTS_MAX = 32
-"""In one turn of the loop."""
 UPKEEP_MS = 500
 """Between two looks at how slow the connections are."""
 
@@ -260,7 +253,7 @@ class OpenAiApp:
 
 
 class HttpServer:
-    """Serves an app on the running loop. `start` once, then `stop`."""
+    """Serves an app on the running loop, to connections that it is given. Call `stop` at the end."""
 
     def __init__(
         self,
@@ -279,35 +272,38 @@ class HttpServer:
         self._loop = loop = asyncio.get_running_loop()
         self._served = Served(
             app=self._answer,
-            slots=Slots(regular_max=most, surplus_max=SURPLUS_CONNECTIONS_MAX),
             proxied=Slots(regular_max=most, surplus_max=most),
             trusted_proxies=config.trusted_networks(),
             head_ms_max=config.http_head_ms_max,
             turns=Turns(loop.call_soon, loop.time),
             refused=refused,
         )
-        self._opening: asyncio.Task[asyncio.Server] | None = None
-        self._upkeep: asyncio.TimerHandle | None = None
+        self._arriving: set[asyncio.Task[None]] = set()
+        self._config = config
+        self._doors: Doors | None = None
+        """Its own, where it was started with a port."""
+        self._upkeep: asyncio.TimerHandle
+        self._keep_up()
 
     def start(self, listen: str, *, setting: str = "http_listen") -> str:
-        """Listen, and serve from now on; returns the endpoint. `setting` is the key to name in an error.
+        """Listen at a port of its own; returns the endpoint. `setting` is the key to name in an error.
 
-        Raises BatonError PORT_IN_USE or BAD_ENDPOINT.
+        Raises BatonError PORT_IN_USE, LISTEN_REFUSED or BAD_ENDPOINT.
         """
-        host, port = split_endpoint(listen)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            listener = socket.create_server((host, port), family=family, backlog=BACKLOG_MAX)
-        except OSError as error:
-            text = f"Cannot listen on {listen} for HTTP: {error.strerror}. Name another one with {flag_name(setting)}."
-            raise BatonError(Reason.PORT_IN_USE, text, field=setting) from error
-        # Connections take it over. Left to itself the kernel keeps megabytes of an answer that nobody reads.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-        listener.setblocking(False)
-        endpoint = join_endpoint(host, listener.getsockname()[1])
-        self._opening = self._loop.create_task(self._open(listener), name="http")
-        self._keep_up()
-        return endpoint
+        self._doors = doors = Doors(self._config)
+        taker = LocalTaker(doors.closed)
+        taker.http = self.take
+        doors.add(taker)
+        return join_endpoint(split_endpoint(listen)[0], doors.open(Door.HTTP, listen, setting=setting))
+
+    def take(self, sock: socket.socket, peer: Address | None, slot: Slot, closed: Callable[[], None]) -> None:
+        """Serve this connection, and call `closed` when it is over."""
+        task = self._loop.create_task(self._arrive(sock, HttpConnection(self._served, peer, slot, closed)))
+        self._arriving.add(task)
+        task.add_done_callback(self._arriving.discard)
+
+    async def _arrive(self, sock: socket.socket, connection: HttpConnection) -> None:
+        await self._loop.connect_accepted_socket(lambda: connection, sock)
 
     @property
     def calls(self) -> int:
@@ -324,10 +320,12 @@ class HttpServer:
     async def stop(self) -> None:
         """Take no new connection, give running answers the grace time, end the rest. Idempotent."""
         served = self._served
-        if served.stopping or self._opening is None:
+        if served.stopping:
             return
         served.stopping, served.keep_alive, served.keep_idle = True, False, False
-        (await self._opening).close()
+        if self._doors is not None:
+            self._doors.close()
+        await asyncio.gather(*self._arriving)
         for connection in tuple(served.connections):
             connection.stop()
         with suppress(TimeoutError):
@@ -339,17 +337,7 @@ class HttpServer:
             connection.transport.abort()
         await self._all_closed()
         await asyncio.gather(*served.tasks, return_exceptions=True)
-        assert self._upkeep is not None
         self._upkeep.cancel()
-
-    async def _open(self, listener: socket.socket) -> asyncio.Server:
-        """asyncio accepts as many connections in one turn of the loop as may wait in the kernel, unless it is told
-        afterwards how many may."""
-        server = await self._loop.create_server(
-            lambda: HttpConnection(self._served), sock=listener, backlog=ACCEPTS_MAX
-        )
-        listener.listen(BACKLOG_MAX)
-        return server
 
     async def _all_closed(self) -> None:
         while self._served.connections:

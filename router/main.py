@@ -16,18 +16,21 @@ from batonpb import pins_pb2_grpc
 
 from baton.clock import Clock
 from baton.drain import Holdings
-from baton.endpoint import is_loopback
+from baton.endpoint import is_loopback, join_endpoint, split_endpoint
 from baton.errors import BatonError, Reason
+from baton.http2_front import Ended, native_front
 from baton.known_nodes import KnownNodes
+from baton.listen import check_can_bind
 from baton.log import get_log
-from baton.rpc import check_can_bind
 from baton.runtime import NodeRuntime, Progress
 from baton.tasks import Tasks
 from baton.wire import NodeLoad, Role
 from engine.model_config import ModelError, SamplingDefaults, load_sampling_defaults, resolve_model
 from router.config import RouterConfig
+from router.doors import Door, Doors
 from router.key_file import KeyFile
 from router.keys import authorization_of
+from router.local_taker import LocalTaker
 from router.node import RouterNode
 from router.pins import PinKeeper, PinsService
 from router.prompts import PromptEncoder
@@ -85,10 +88,17 @@ async def serve(
     metrics = _make_metrics(config, runtime, keys)
     node = _make_node(config, runtime, metrics, await asyncio.to_thread(_folder, config.model))
     http: dict[str, HttpServer] = {}
+    doors, taker = _make_doors(config, node, metrics)
+
+    def upkeep() -> None:
+        node.upkeep()
+        doors.upkeep()
+        taker.upkeep()
+
+    runtime.upkeep = upkeep
     runtime.holds = lambda: Holdings(requests=max(node.requests, _calls(runtime, http)))
-    runtime.follow_lifecycle = lambda: _follow_lifecycle(runtime, http)
+    runtime.follow_lifecycle = lambda: _follow_lifecycle(runtime, http, doors)
     runtime.load = lambda: NodeLoad(waiting_requests=node.waiting, running_requests=node.requests - node.waiting)
-    runtime.upkeep = node.upkeep
     _add_inference(config, node, runtime, keys)
     pins = await _open_pins(config, node, runtime)
     renewing = Tasks(asyncio.get_running_loop(), log, broken="pins are no longer renewed")
@@ -98,6 +108,7 @@ async def serve(
         reloading.spawn(keys.follow())
     try:
         others = _open_http(config, node, metrics, keys, http, runtime.membership.trouble)
+        await _open_doors(config, runtime, doors, taker, http, others)
         endpoint = await runtime.open()
         if keys is None:
             _warn_of_strangers(config)
@@ -107,7 +118,9 @@ async def serve(
         await runtime.leave()
         await renewing.cancel()
         await reloading.cancel()
+        doors.close()
         await asyncio.gather(runtime.stop_serving(), *(each.stop() for each in http.values()))
+        await taker.close()
         await node.close()
         await runtime.close()
         await known.close()
@@ -146,8 +159,9 @@ def _calls(runtime: NodeRuntime, http: Mapping[str, HttpServer]) -> int:
     return runtime.server.public_calls + (http["http"].calls if "http" in http else 0)
 
 
-def _follow_lifecycle(runtime: NodeRuntime, http: Mapping[str, HttpServer]) -> None:
+def _follow_lifecycle(runtime: NodeRuntime, http: Mapping[str, HttpServer], doors: Doors) -> None:
     runtime.server.set_open(runtime.lifecycle.takes_requests)
+    doors.set_open(Door.GRPC, runtime.lifecycle.takes_requests)
     if "http" in http:
         http["http"].keep_connections(runtime.lifecycle.ready, idle=runtime.lifecycle.takes_requests)
 
@@ -175,7 +189,7 @@ def _open_http(
     servers: dict[str, HttpServer],
     directory_trouble: Callable[[], str],
 ) -> dict[str, str]:
-    """Start what is to be served over HTTP, and add it to `servers`; the endpoints. Raises BatonError."""
+    """Make what serves over HTTP, and add it to `servers`; the endpoints of what is no door. Raises BatonError."""
     endpoints = {}
     if config.http_listen is not None:
         from router.http_keys import KeyedApp
@@ -185,7 +199,6 @@ def _open_http(
         if keys is not None:
             app = KeyedApp(app, keys.book, rng=node.rng, request_log=node.request_log, end_former=node.end_former)
         servers["http"] = HttpServer(app, config, rng=node.rng, refused=partial(node.request_log.refused, door="http"))
-        endpoints["http"] = servers["http"].start(config.http_listen)
     if metrics is not None:
         from router.http_server import HttpServer
         from router.metrics_server import metrics_app
@@ -194,6 +207,42 @@ def _open_http(
         servers["metrics"] = HttpServer(metrics_app(metrics), config, rng=node.rng)
         endpoints["metrics"] = servers["metrics"].start(config.metrics_listen, setting="metrics_listen")
     return endpoints
+
+
+def _make_doors(config: RouterConfig, node: RouterNode, metrics: RouterMetrics | None) -> tuple[Doors, LocalTaker]:
+    def refused(door: Door, error: BatonError) -> None:
+        node.request_log.refused(error, door=door.label)
+        if metrics is not None:
+            metrics.figures.add(CONNECTIONS_REFUSED, door.label)
+
+    def ended(why: Ended) -> None:
+        if metrics is not None:
+            metrics.figures.add(CONNECTIONS_ENDED, why.name.lower())
+
+    doors = Doors(config, refused=refused)
+    taker = LocalTaker(doors.closed, proxies=config.trusted_networks(), ended=ended)
+    return doors, taker
+
+
+async def _open_doors(
+    config: RouterConfig,
+    runtime: NodeRuntime,
+    doors: Doors,
+    taker: LocalTaker,
+    http: Mapping[str, HttpServer],
+    endpoints: dict[str, str],
+) -> None:
+    """Listen at the public ports. Without the front gRPC listens itself. Raises BatonError."""
+    native = await asyncio.to_thread(native_front)
+    if native is not None:
+        front = taker.open_front(native, rng=runtime.rng, now_s=runtime.clock.monotonic_s)
+        front.opened = doors.resume
+        runtime.server.stand_behind(front, doors.open(Door.GRPC, config.listen, setting="listen"))
+    taker.http = http["http"].take if "http" in http else None
+    doors.add(taker)
+    if config.http_listen is not None:
+        bound = doors.open(Door.HTTP, config.http_listen, setting="http_listen")
+        endpoints["http"] = join_endpoint(split_endpoint(config.http_listen)[0], bound)
 
 
 def _warn_of_strangers(config: RouterConfig) -> None:

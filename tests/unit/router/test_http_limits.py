@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from router import http_server
+from router import doors
 from tests.support.http_door import REQUEST, Door, answer, run
 
 HEAD_MS_MAX = 1_000
@@ -61,7 +61,7 @@ def test_a_body_may_come_after_the_time_of_the_head() -> None:
 
 def test_connections_far_beyond_the_limit_are_closed_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     """One is answered, one more is refused politely, and the flood behind them costs no answer."""
-    monkeypatch.setattr(http_server, "SURPLUS_CONNECTIONS_MAX", 1)
+    monkeypatch.setattr(doors, "SURPLUS_CONNECTIONS_MAX", 1)
 
     async def scene(connect: Door) -> None:
         first, second = await connect(), await connect()
