@@ -37,6 +37,8 @@ async def first_of(*waits: Coroutine[Any, Any, T]) -> T:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+        del task
+        tasks.clear()  # an error that one has leads back to this frame
 
 
 async def wait_s(clock: Clock, event: asyncio.Event, delay_s: float) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from batonpb import common_pb2, inference_pb2
@@ -49,5 +49,24 @@ class AnswerSink(Protocol):
 
     def tokens(self, part: AnswerPart) -> None: ...
 
-    def finished(self, finished: inference_pb2.Finished, place: Place | None) -> None:
-        """`finished` is the node's: copied, or read, before this returns."""
+    def finished(self, finished: inference_pb2.Finished, place: Place | None) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Collected:
+    """A sink that keeps the whole answer, for who wants it in one piece."""
+
+    parts: list[AnswerPart] = field(default_factory=list)
+    start: inference_pb2.Started = field(default_factory=inference_pb2.Started)
+    end: inference_pb2.Finished = field(default_factory=inference_pb2.Finished)
+    on_open: Callable[[], None] | None = None
+    is_open: bool = True
+
+    def started(self, started: inference_pb2.Started, _place: Place | None) -> None:
+        self.start = started
+
+    def tokens(self, part: AnswerPart) -> None:
+        self.parts.append(part)
+
+    def finished(self, finished: inference_pb2.Finished, _place: Place | None) -> None:
+        self.end = finished

@@ -3,90 +3,97 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from batonpb import inference_pb2
 
-from baton.errors import BatonError
+from router.answers import AnswerPart, AnswerSink
+from router.resume import Place
 
-EVENTS_HELD_MAX = 64
-"""Events that wait for a slow client; the answers wait then, too."""
-
-Answer = AsyncGenerator[inference_pb2.GenerateEvent, None]
 _T = TypeVar("_T")
-Ask = Callable[[_T, int], Answer]
-"""`RouterNode.generate` for one request and the number of the choice."""
-News = tuple[int, inference_pb2.GenerateEvent] | BaseException | None
-"""An event and its answer's index, the error that ends all, or None where one answer has ended."""
+Ask = Callable[[_T, int, AnswerSink], Coroutine[Any, Any, None]]
+"""`RouterNode.run` for one request, the number of the choice, and where it goes."""
 
 
 async def run_choices(
-    ask: Ask[_T], requests: Sequence[_T], n: int, *, at_once: bool = False
-) -> AsyncGenerator[tuple[int, inference_pb2.GenerateEvent], None]:
-    """`n` answers to each request, as (index, event); answer j to request i has the index i * n + j.
+    ask: Ask[_T], requests: Sequence[_T], sinks: Sequence[AnswerSink], *, at_once: bool = False
+) -> None:
+    """Equally many answers to each request; answer j of n to request i goes to sink i * n + j.
 
     Unless all are to begin `at_once`, the first answer to a request goes ahead until it has its second token: its
-    prompt's blocks are then in the caches of both nodes for the others. Closing the iterator ends all answers and waits
-    for them. Raises the first BatonError.
+    prompt's blocks are then in the caches of both nodes for the others. Cancelling it ends all answers and waits for
+    them. Raises the first BatonError.
     """
-    assert requests
+    n = len(sinks) // len(requests)
     assert n > 0
-    if len(requests) == n == 1:
-        async with aclosing(ask(requests[0], 0)) as events:
-            async for event in events:
-                yield 0, event
+    assert n * len(requests) == len(sinks)
+    if len(sinks) == 1:
+        await ask(requests[0], 0, sinks[0])
         return
-    news: asyncio.Queue[News] = asyncio.Queue(EVENTS_HELD_MAX)
     tasks: list[asyncio.Task[None]] = []
     for i, request in enumerate(requests):
-        ahead = asyncio.Event()
-        if at_once:
-            ahead.set()
-        answers = (_answer(ask, request, j, i * n + j, ahead, news) for j in range(n))
-        tasks += [asyncio.create_task(answer) for answer in answers]
+        own = sinks[i * n : i * n + n]
+        if n == 1 or at_once:
+            tasks += [asyncio.create_task(ask(request, j, sink)) for j, sink in enumerate(own)]
+        else:
+            tasks.append(asyncio.create_task(_one_ahead(ask, request, own)))
+    await _all(tasks)
+
+
+async def _one_ahead(ask: Ask[_T], request: _T, sinks: Sequence[AnswerSink]) -> None:
+    ahead = _Ahead(sinks[0])
+    tasks = [asyncio.create_task(ask(request, 0, ahead))]
+    tasks[0].add_done_callback(lambda _: ahead.far.set())
+
+    async def behind(choice: int) -> None:
+        await ahead.far.wait()
+        await ask(request, choice, sinks[choice])
+
+    tasks += [asyncio.create_task(behind(choice)) for choice in range(1, len(sinks))]
+    await _all(tasks)
+
+
+async def _all(tasks: list[asyncio.Task[None]]) -> None:
+    """Wait for all, or for the first that fails. None of them runs any more when this ends."""
     try:
-        running = len(tasks)
-        while running:
-            new = await news.get()
-            if isinstance(new, BaseException):
-                try:
-                    raise new
-                finally:
-                    del new  # or it would refer to itself, by this frame in its traceback
-            if new is None:
-                running -= 1
-            else:
-                yield new
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in ended:
+            task.result()
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        while not news.empty():
-            news.get_nowait()  # errors of the others, whose tracebacks lead back to the queue
+        del task
+        ended = set()
+        tasks.clear()  # their errors lead back to this frame
 
 
-async def _answer(
-    ask: Ask[_T],
-    request: _T,
-    choice: int,
-    index: int,
-    ahead: asyncio.Event,
-    news: asyncio.Queue[News],
-) -> None:
-    """One answer into the queue; at its end None, or the error."""
-    try:
-        if choice > 0:
-            await ahead.wait()
-        async with aclosing(ask(request, choice)) as events:
-            async for event in events:
-                if event.HasField("finished") or event.tokens.first_index > 0:
-                    ahead.set()
-                await news.put((index, event))
-        ahead.set()
-        await news.put(None)
-    except Exception as error:  # a bug too: it is raised where the events are read, not lost in this task
-        await news.put(error)
-        if not isinstance(error, BatonError):
-            raise
+class _Ahead:
+    """The sink of an answer that others wait for, until it has come `far` enough."""
+
+    def __init__(self, sink: AnswerSink) -> None:
+        self.far = asyncio.Event()
+        self._sink = sink
+        self.started = sink.started
+
+    @property
+    def is_open(self) -> bool:
+        return self._sink.is_open
+
+    @property
+    def on_open(self) -> Callable[[], None] | None:
+        return self._sink.on_open
+
+    @on_open.setter
+    def on_open(self, on_open: Callable[[], None] | None) -> None:
+        self._sink.on_open = on_open
+
+    def tokens(self, part: AnswerPart) -> None:
+        self._sink.tokens(part)
+        if part.first_index + len(part.ids) > 1:
+            self.far.set()
+
+    def finished(self, finished: inference_pb2.Finished, place: Place | None) -> None:
+        self._sink.finished(finished, place)
+        self.far.set()

@@ -1,18 +1,18 @@
 """The answer to one call over HTTP: whole, or as server-sent events. The call ends when its client goes away.
 
 Each event of a resumable call has a resume token as its id, which clients send back as Last-Event-ID. A client that
-goes away leaves such a call: the generator is closed as for any other, and the router decides what stays.
+goes away leaves such a call: it is cancelled as any other, and the router decides what stays.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, NoReturn
 
-from batonpb import common_pb2, inference_pb2
+from batonpb import inference_pb2
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -21,9 +21,9 @@ from baton.clock import first_of
 from baton.errors import BatonError, Reason
 from baton.log import get_log
 from router import openai
-from router.node import CutOff, client_guard
+from router.answers import AnswerPart, AnswerSink, Collected
 from router.replies import Replies
-from router.resume import Places
+from router.resume import Place, Places
 
 log = get_log("http")
 
@@ -33,7 +33,8 @@ RECONNECT_MS: Final = 500
 
 DONE: Final = "[DONE]"
 
-Events = AsyncGenerator[tuple[int, inference_pb2.GenerateEvent], None]
+Answer = Callable[[Sequence[AnswerSink]], Coroutine[Any, Any, None]]
+"""Runs a call, with a sink for each of its answers. Raises BatonError."""
 
 
 def error_response(error: BatonError, *, chat: bool = False, headers: Mapping[str, str] | None = None) -> JSONResponse:
@@ -43,20 +44,24 @@ def error_response(error: BatonError, *, chat: bool = False, headers: Mapping[st
 
 
 class CallReply(Response):
-    """The answer to one call; `events` begins when it is sent. Cancelling it, or a client that leaves, closes them."""
+    """The answer to one call, which begins when this is sent. Cancelling it, or a client that leaves, ends it."""
 
     def __init__(
-        self, events: Callable[[CutOff], Events], replies: Replies, *, places: Places | None = None, timeout_s: float
+        self, answer: Answer, answers: int, replies: Replies, *, places: Places | None = None, timeout_s: float
     ) -> None:
         """`places` are those of a resumable call."""
         super().__init__()
         self._call = replies.call
-        self._events = events
-        self._replies = replies
+        self._answer = answer
+        self._answers = answers
+        self.replies = replies
         self._extra = {"x-request-id": replies.request_id}
         self._timeout_s = timeout_s
-        self._places = places
+        self.places = places
         self._begun = False
+        self._lines: list[str] = []
+        """To be written."""
+        self._news = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._asgi, self._send = (scope, receive, send), send
@@ -65,19 +70,15 @@ class CallReply(Response):
     async def _run(self) -> None:
         answer = self._stream if self._call.stream else self._whole
         try:
-            async with (
-                asyncio.timeout(self._timeout_s),
-                client_guard() as cut_off,
-                aclosing(self._events(cut_off)) as events,
-            ):
-                await answer(events)
+            async with asyncio.timeout(self._timeout_s):
+                await answer()
             return
         except TimeoutError:
             error = BatonError(Reason.DEADLINE, f"The answer took longer than {self._timeout_s:g} s, the limit.")
         except BatonError as raised:
             error = raised
         except Exception:
-            log.exception("an answer failed", id=self._replies.id)
+            log.exception("an answer failed", id=self.replies.id)
             error = BatonError(Reason.INTERNAL, "This router failed to answer; its log says why.")
         try:
             await self._fail(error)
@@ -85,53 +86,98 @@ class CallReply(Response):
             del error  # or it would refer to itself, by this frame in its traceback
 
     async def _fail(self, error: BatonError) -> None:
-        if self._begun:
+        if self._begun or self._lines:
+            self.put(json.dumps(openai.error_json(error, chat=self._call.chat)))
+            self.put(DONE)
             with suppress(TimeoutError):  # a client that reads nothing: its connection is closed
                 async with asyncio.timeout(ERROR_SEND_MS_MAX / 1000):
-                    await self._send_data(json.dumps(openai.error_json(error, chat=self._call.chat)))
-                    await self._send_data(DONE, more=False)
+                    await self._flush(more=False)
         else:
             await error_response(error, chat=self._call.chat, headers=self._extra)(*self._asgi)
 
-    async def _whole(self, events: Events) -> None:
-        call = self._call
-        tokens: list[list[inference_pb2.Tokens]] = [[] for _ in range(len(call.requests) * call.n)]
-        reasons = [common_pb2.FINISH_REASON_UNSPECIFIED] * len(tokens)
-        async for index, event in events:
-            self._replies.count(index, event)
-            if event.HasField("tokens"):
-                tokens[index].append(event.tokens)
-            elif event.HasField("finished"):
-                reasons[index] = event.finished.reason
-        answer = self._replies.whole(list(zip(tokens, reasons, strict=True)))
+    async def _whole(self) -> None:
+        answers = [Collected() for _ in range(self._answers)]
+        await self._answer(answers)
         self._begun = True
-        await JSONResponse(answer, headers=self._extra)(*self._asgi)
+        await JSONResponse(self.replies.whole(answers), headers=self._extra)(*self._asgi)
 
-    async def _stream(self, events: Events) -> None:
+    async def _stream(self) -> None:
         """Nothing is sent before the first token: until then an error still has a status of its own."""
-        replies = self._replies
-        async for index, event in events:
-            replies.count(index, event)
-            chunk = replies.chunk(index, event)
-            if self._places is not None:
-                offset, prompt_tokens = replies.offset(index), replies.prompt_of(index)
-                self._places.follow(index, event.resume_token, text_offset=offset, prompt_tokens=prompt_tokens)
-            if chunk is not None:
-                await self._send_data(json.dumps(chunk))
+        self._sinks = [_Choice(self, index) for index in range(self._answers)]
+        await first_of(self._answer(self._sinks), self._write())
         if self._call.include_usage:
-            await self._send_data(json.dumps(replies.usage_chunk()))
-        await self._send_data(DONE, more=False)
+            self.put(json.dumps(self.replies.usage_chunk()))
+        self.put(DONE)
+        await self._flush(more=False)
 
-    async def _send_data(self, data: str, *, more: bool = True) -> None:
+    @property
+    def is_open(self) -> bool:
+        return not self._lines
+
+    def put(self, data: str) -> None:
         lines = f"data: {data}\n\n"
-        if self._places is not None:
-            lines = f"id: {self._places.token()}\n{lines}"
-        if not self._begun:
+        if self.places is not None:
+            lines = f"id: {self.places.token()}\n{lines}"
+        self._lines.append(lines)
+        self._news.set()
+
+    async def _write(self) -> None:
+        while True:
+            await self._flush()
+            for sink in self._sinks:
+                if sink.on_open is not None:
+                    sink.on_open()
+            if not self._lines:
+                self._news.clear()
+                await self._news.wait()
+
+    async def _flush(self, *, more: bool = True) -> None:
+        if not self._begun and self._lines:
             self._begun = True
             headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **self._extra}
             await self._send({"type": "http.response.start", "status": 200, "headers": Headers(headers).raw})
-            lines = lines if self._places is None else f"retry: {RECONNECT_MS}\n{lines}"
-        await self._send({"type": "http.response.body", "body": lines.encode(), "more_body": more})
+            if self.places is not None:
+                self._lines.insert(0, f"retry: {RECONNECT_MS}\n")
+        if self._lines:
+            count = len(self._lines)
+            await self._send({"type": "http.response.body", "body": "".join(self._lines).encode(), "more_body": more})
+            del self._lines[:count]
+
+
+class _Choice:
+    """The sink of one answer of a stream."""
+
+    def __init__(self, reply: CallReply, index: int) -> None:
+        self.on_open: Callable[[], None] | None = None
+        self._reply = reply
+        self._index = index
+
+    @property
+    def is_open(self) -> bool:
+        return self._reply.is_open
+
+    def started(self, started: inference_pb2.Started, place: Place | None) -> None:
+        self._reply.replies.started(self._index, started)
+        self._follow(place)
+
+    def tokens(self, part: AnswerPart) -> None:
+        chunk = self._reply.replies.chunk(self._index, part)
+        self._follow(part.place)
+        if chunk is not None:
+            self._reply.put(json.dumps(chunk))
+
+    def finished(self, finished: inference_pb2.Finished, place: Place | None) -> None:
+        replies = self._reply.replies
+        replies.finished(self._index, finished)
+        chunk = replies.last_chunk(self._index, finished.reason)
+        self._follow(place)
+        self._reply.put(json.dumps(chunk))
+
+    def _follow(self, place: Place | None) -> None:
+        replies, places = self._reply.replies, self._reply.places
+        if places is not None and place is not None:
+            offset, prompt_tokens = replies.offset(self._index), replies.prompt_of(self._index)
+            places.follow(self._index, place, text_offset=offset, prompt_tokens=prompt_tokens)
 
 
 async def disconnected(receive: Callable[[], Awaitable[Any]]) -> None:

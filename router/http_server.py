@@ -11,7 +11,6 @@ from functools import partial
 from random import Random
 from typing import Final
 
-from batonpb import inference_pb2
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -28,8 +27,9 @@ from baton.log import get_log
 from baton.retry_time import whole_seconds_ms
 from baton.tracing import Traceparent, new_request_id, read_metadata
 from router import openai
+from router.answers import AnswerSink
 from router.byte_shares import TextOwner
-from router.choices import Answer, run_choices
+from router.choices import run_choices
 from router.config import RouterConfig
 from router.doors import Door, Doors
 from router.http_attach import LAST_EVENT_ID, call_of, new_token, read_token, repeated, resumes, set_seeds
@@ -38,7 +38,7 @@ from router.http_reply import CallReply, client_left, error_response, left
 from router.http_slots import Slot, Slots
 from router.keys import Admission
 from router.local_taker import LocalTaker
-from router.node import CutOff, RouterNode
+from router.node import RouterNode
 from router.openai import Json, OpenAiCall
 from router.replies import Replies
 from router.request import ClientCall
@@ -194,7 +194,7 @@ class OpenAiApp:
         timeout_s = node.config.rpc.public_deadline_ms_default / 1000
         deadline_s = now_s() + timeout_s
 
-        def ask(cut_off: CutOff, prompt: int, choice: int) -> Answer:
+        async def ask(prompt: int, choice: int, sink: AnswerSink) -> None:
             resume = each[prompt * call.n + choice]
             client = ClientCall(
                 id=request_id,
@@ -203,13 +203,11 @@ class OpenAiApp:
                 choice=choice,
                 source=request.scope["state"][SOURCE],
                 resume=resume,
-                cut_off=cut_off,
             )
             if admission is not None:
                 client = admission.sign(client, now_s, prompt=prompt)
-            if resume is not None and resume.place is not None and resume.place.finished:
-                return _nothing()
-            return node.generate(call.requests[prompt] if call.requests else None, client)
+            if resume is None or resume.place is None or not resume.place.finished:
+                await node.run(call.requests[prompt] if call.requests else None, client, sink)
 
         codec = node.prompts.codec
         replies = Replies(
@@ -224,7 +222,8 @@ class OpenAiApp:
             replies.go_on(token.places)
             places = Places(token)
         return CallReply(
-            lambda cut_off: run_choices(partial(ask, cut_off), range(answers // call.n), call.n, at_once=attaches),
+            partial(run_choices, ask, range(answers // call.n), at_once=attaches),
+            answers,
             replies,
             places=places,
             timeout_s=timeout_s,
@@ -372,12 +371,6 @@ def _shown(request: Request) -> tuple[ResumeToken, OpenAiCall]:
     if call is None:
         raise HTTPException(404, f"The {LAST_EVENT_ID} is of another request")
     return token, call
-
-
-async def _nothing() -> Answer:
-    """Of an answer that the client has to its end."""
-    for event in list[inference_pb2.GenerateEvent]():
-        yield event
 
 
 def _is_chat(request: Request) -> bool:

@@ -1,4 +1,9 @@
-"""One client request, what its last attempt has received, and what becomes of that attempt. Pure."""
+"""One client request: what its last attempt has received, how that gets to the client, and what becomes of the
+attempt. Pure.
+
+Tokens go all the way in the call that brings them: inbox, text, what the client has already, its sink. While that is
+not open they wait in the inbox.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +12,29 @@ import hmac
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Final
 
 from batonpb import common_pb2, decode_pb2, inference_pb2, resume_pb2
 
 from baton.errors import BatonError, Reason
 from baton.ids import Attempt, Incarnation, RequestId, RequestKey
+from baton.log import get_log
 from baton.wire import RESUME_STATE_BYTES_MAX
+from router.answers import AnswerPart, AnswerSink
+from router.config import RouterConfig
 from router.line import Place
 from router.request import CheckedRequest, ClientCall, ObservedRequest
+from router.resume import Place as ResumePlace
 from router.resume import Unseen
 from router.retries import Retries
+from router.text import AnswerText
+from router.turns import Turns
+
+log = get_log("router")
+
+TOKENS_AT_ONCE_MAX: Final = 256
+"""Of an answer that comes with many at once: their text is made, and then others have their turn. Clients refuse large
+messages, too."""
 
 
 class Parting(Enum):
@@ -76,11 +94,12 @@ class Inbox:
     resolved: int = 0
     """How often the decode node was asked whether it goes on."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
+    """It has ended, or failed; or nothing of what came until then waits for the client any more."""
+    given: int = 0
+    """Tokens that the client's sink has."""
     read: int = 0
     """Tokens that the client has taken."""
-    writing_s: float | None = None
-    """Since when the client is being given what it has not taken."""
-    on_put: Callable[[Inbox], None] | None = None
+    on_put: Callable[[], None] | None = None
     """Called after each `put`."""
 
     @property
@@ -92,6 +111,11 @@ class Inbox:
     @property
     def unread(self) -> int:
         return len(self.tokens) - self.read
+
+    @property
+    def empty(self) -> bool:
+        """Nothing in it waits for the client."""
+        return self.given == len(self.tokens)
 
     def put(self, first_index: int, ids: list[int], logprobs: Sequence[common_pb2.TokenLogprobs] = ()) -> None:
         """Take tokens in, and their log-probabilities if there are any.
@@ -108,9 +132,13 @@ class Inbox:
             logprobs = known + [common_pb2.TokenLogprobs()] * (len(ids) - len(known))
         self.tokens.extend(ids[have - first_index :])
         self.logprobs.extend(logprobs[have - first_index :])
-        self.news.set()
         if self.on_put is not None:
-            self.on_put(self)
+            self.on_put()
+
+    def all_given(self, *, ended: bool) -> None:
+        """Its tokens are given. `ended`: a stop string has ended the answer with them."""
+        if ended or self.finish is not None or self.error is not None:
+            self.news.set()
 
     def end(self, finish: common_pb2.FinishReason) -> None:
         self.finish = finish
@@ -157,6 +185,11 @@ class Job:
     """In the line."""
     retries: Retries
     stats: inference_pb2.RequestStats
+    sink: AnswerSink
+    text: AnswerText
+    config: RouterConfig
+    turns: Turns
+    now_s: Callable[[], float]
     request: inference_pb2.GenerateRequest | None = None
     """As it came; None: the client attaches and did not repeat it."""
     finish: common_pb2.FinishReason = common_pb2.FINISH_REASON_UNSPECIFIED
@@ -186,8 +219,14 @@ class Job:
     """Of a resumable request: what the client has."""
     text_ended: bool = False
     """A stop string has ended the answer."""
+    scope: asyncio.Timeout = field(default_factory=lambda: asyncio.Timeout(None))
+    """Around all that is done for it, so that it can be cut off."""
     cut_off_with: BatonError | None = None
-    """The error that `call.cut_off` was called with."""
+    """The error for its client."""
+    _closed_s: float | None = None
+    """Since when tokens wait because the client does not take what it was given."""
+    _deferred: bool = False
+    """What waits in the inbox has its turn later."""
 
     @property
     def tokens(self) -> int:
@@ -207,19 +246,130 @@ class Job:
         assert self.call.resume is not None, self.id
         return hmac.compare_digest(self.call.resume.tag(self.call.key_name), tag)
 
-    def for_client(self, event: inference_pb2.GenerateEvent) -> inference_pb2.GenerateEvent | None:
-        """What is sent of an event of the answer, if anything. Raises BatonError NOT_RESUMABLE."""
-        resume, inbox = self.call.resume, self.inbox
-        if resume is None or self.unseen is None:
-            return event
-        new = self.unseen.take(event)
-        if new is not None:
-            request, attempt = (self.id, Attempt(0)) if inbox is None else inbox.key
-            decode = Incarnation(0) if inbox is None else inbox.decode
-            if inbox is not None:
-                inbox.told = True
-            new.resume_token = resume.token(self.unseen.place(request, attempt, decode)).encode()
-        return new
+    def cut_off(self, error: BatonError) -> None:
+        """From outside, at any stage: its client gets this error. The first one counts."""
+        if self.cut_off_with is None:
+            self.cut_off_with = error
+            self.scope.reschedule(self.now_s())
+
+    def over(self) -> None:
+        """It refers to itself no more, by its task or by the frames in an error's traceback."""
+        self.cut_off_with = None
+        del self.scope
+
+    def start(self) -> None:
+        """The answer begins. Until `end` the sink calls this when it is open again."""
+        started = inference_pb2.Started(request_id=self.call.id, prompt_tokens=self.stats.prompt_tokens)
+        self.sink.on_open = self._opened
+        self.sink.started(started, self._place())
+
+    def came(self) -> None:
+        """Something has come into the inbox. A client that reads may get many tokens at once, so time counts too."""
+        inbox = self.inbox
+        assert inbox is not None
+        if self.sink.is_open:
+            if not self._deferred:
+                self._deferred = not self.turns.do(self._give)
+        elif self._closed_s is None:
+            self._closed_s = self.now_s()
+        elif (
+            inbox.unread > self.config.client_tokens_unread_max
+            and (self.now_s() - self._closed_s) * 1000 > self.config.client_stall_ms
+            and self.cut_off_with is None
+        ):
+            log.warning("client cut off", request=self.call.id, key=self.id, unread=inbox.unread)
+            self.cut_off(_slow_client(inbox.unread))
+
+    def _opened(self) -> None:
+        """The client has taken all that it was given."""
+        self._closed_s = None
+        if self.inbox is not None:
+            self.inbox.read = self.inbox.given
+            if not self.inbox.empty:
+                self.came()
+
+    def _give(self) -> None:
+        """Give the client what waits in the inbox. A bug ends this request, and nothing else in the message that its
+        tokens came with."""
+        self._deferred = False
+        inbox = self.inbox
+        if inbox is None or inbox.over or inbox.empty or self.text_ended or self.cut_off_with or not self.sink.is_open:
+            return
+        begin, end = inbox.given, min(len(inbox.tokens), inbox.given + TOKENS_AT_ONCE_MAX)
+        try:
+            self._take(inbox.first_index + begin, inbox.tokens[begin:end], inbox.logprobs[begin:end])
+        except BatonError as error:
+            self.cut_off(error)
+        except Exception:
+            log.exception("an answer broke off", request=self.id)
+            self.cut_off(internal_error())
+        inbox.given = end
+        if self.sink.is_open:
+            inbox.read = end
+        if self.text_ended or end == len(inbox.tokens):
+            inbox.all_given(ended=self.text_ended)
+        elif self.sink.is_open:
+            self._deferred = True
+            self.turns.later(self._give)
+
+    def _take(self, first_index: int, ids: list[int], logprobs: list[common_pb2.TokenLogprobs]) -> None:
+        """New tokens of the answer."""
+        self.token_times_s += [self.now_s()] * len(ids)
+        self.output += ids
+        if self.unseen is not None:
+            self.logprobs += logprobs
+        self.pass_on(first_index, ids, logprobs)
+
+    def pass_on(self, first_index: int, ids: list[int], logprobs: Sequence[common_pb2.TokenLogprobs] = ()) -> None:
+        """Tokens that are part of `output`, on to the client. Raises BatonError NOT_RESUMABLE."""
+        taken, text = self.text.push(ids)
+        self.text_ended = self.text.found
+        if self.text_ended:
+            ids, logprobs = ids[:taken], logprobs[:taken]
+        self._send(first_index, ids, text, logprobs)
+
+    def end(self) -> None:
+        """All tokens have been passed on. Raises BatonError NOT_RESUMABLE."""
+        stats, text = self.stats, self.text
+        if rest := text.flush():
+            self._send(text.tokens, [], rest, ())
+        if text.found:
+            self.finish = common_pb2.FINISH_REASON_STOP
+        stats.output_tokens = text.tokens
+        times = self.token_times_s[: text.tokens]
+        stats.ttft_ms = (times[0] - self.began_s) * 1000 if times else 0.0
+        stats.itl_mean_ms = (times[-1] - times[0]) / (len(times) - 1) * 1000 if len(times) > 1 else 0.0
+        self.observed.finished(self.finish, stats)
+        if self.unseen is None or self.unseen.end():
+            self.sink.finished(inference_pb2.Finished(reason=self.finish, stats=stats), self._place())
+
+    def _send(self, first_index: int, ids: list[int], text: str, logprobs: Sequence[common_pb2.TokenLogprobs]) -> None:
+        """To the client, what it does not have of it. Raises BatonError NOT_RESUMABLE."""
+        if ids and not self.taken_over:
+            self.call.take_output(len(ids))  # what the client had is computed again for it
+        if self.unseen is not None:
+            known = self.unseen.take(first_index, ids, text)
+            if known is None:
+                return
+            seen, chars = known
+            first_index, ids, text, logprobs = first_index + seen, ids[seen:], text[chars:], logprobs[seen:]
+            if ids and self.taken_over:
+                self.call.take_output(len(ids))
+        if ids:
+            self.observed.tokens(self.now_s(), len(ids))
+        self.sink.tokens(
+            AnswerPart(first_index=first_index, ids=ids, text=text, logprobs=logprobs, place=self._place())
+        )
+
+    def _place(self) -> ResumePlace | None:
+        """What the client of a resumable request has with what it gets now, and where the rest is."""
+        if self.unseen is None:
+            return None
+        inbox = self.inbox
+        if inbox is None:
+            return self.unseen.place(self.id, Attempt(0), Incarnation(0))
+        inbox.told = True
+        return self.unseen.place(inbox.key.request, inbox.key.attempt, inbox.decode)
 
     def for_another_router(self) -> common_pb2.Resumable | None:
         """What the node that writes the answer keeps of a resumable request."""
@@ -240,6 +390,14 @@ class Job:
         if state.ByteSize() > RESUME_STATE_BYTES_MAX:
             state.ClearField("output_logprobs")  # most clients have them by now
         return common_pb2.Resumable(tag=resume.tag(self.call.key_name), state=state.SerializeToString())
+
+
+def _slow_client(unread: int) -> BatonError:
+    text = (
+        f"The client has left {unread} tokens unread, more than are kept for it (client_tokens_unread_max); the "
+        "request was cancelled. Read faster, or ask for fewer tokens."
+    )
+    return BatonError(Reason.SLOW_CLIENT, text, metadata={"unread": str(unread)})
 
 
 def internal_error() -> BatonError:

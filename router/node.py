@@ -1,18 +1,18 @@
-"""Life of a request in this node: `RouterNode.generate`. `_attempt` is one try at it on one prefill and decode node.
+"""Life of a request in this node: `RouterNode.run`. `_attempt` is one try at it on one prefill and decode node.
 
 Tokens reach the client from the attempt's inbox, which the prefill call (first token; `PrefillCalls`) and the decode
-node's stream (all of them; `DecodeStreams`) fill; each index is taken once. A client that does not read is cut off
-before its unread tokens take room from others.
+node's stream (all of them; `DecodeStreams`) fill; each index is taken once. They go on to the client's sink in the same
+call (`Job`), and the request's own task waits for the attempt's end only. A client that does not read is cut off before
+its unread tokens take room from others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Final
 from weakref import WeakValueDictionary
 
@@ -30,10 +30,11 @@ from baton.tasks import Tasks
 from baton.tracing import Traceparent, new_request_id
 from baton.wire import ModelInfo, NodeRecord, Role
 from engine.model_config import SamplingDefaults
+from router.answers import AnswerSink, Collected
 from router.byte_shares import TextOwner
 from router.config import RouterConfig
 from router.decode_streams import DecodeStreams, DecodeSubscription
-from router.job import Inbox, Job, Parting, foreign_error, taken_over_error
+from router.job import TOKENS_AT_ONCE_MAX, Inbox, Job, Parting, foreign_error, taken_over_error
 from router.keys import KeyUse
 from router.line import Place
 from router.placement import RegionWatch, answer_tokens, tokens_max
@@ -62,17 +63,13 @@ from router.retries import ASK_ANOTHER, GONE, RESOLVES_MAX, RESUMABLE, Resumptio
 from router.text import AnswerText
 from router.text_jobs import encode_prompt
 from router.text_workers import TextWorkers
+from router.turns import Turns
 from router.waiting import WaitingLine
 
 log = get_log("router")
 
-TokenPart = tuple[int, list[int], list[common_pb2.TokenLogprobs]]
-"""Index of the first token, token ids, and their log-probabilities (one each, or none at all)."""
-CutOff = Callable[[BatonError], None]
-
-TOKENS_AT_ONCE_MAX: Final = 256
-"""Of an answer that comes with many at once: their text is made, and then others have their turn. Clients refuse large
-messages, too."""
+CUT_OFF: Final = frozenset({Reason.SLOW_CLIENT, Reason.TAKEN_OVER, Reason.CANCELLED})
+"""Reasons of errors for clients that may not read: such an error does not wait behind what they have not read."""
 HANDED_OFF_MS_MAX: Final = 1_000
 """How long a finished answer waits for the prefill node to confirm its handoff."""
 FORMER_LOOKS_MAX: Final = 50
@@ -82,30 +79,6 @@ FIRST_NEWS_MS_MAX: Final = 1_000
 """How long a client that attaches waits for the first word of the directory: this router has just started."""
 DEADLINE_MARGIN_S: Final = 0.05
 """A call may be ended a little before what we hold for its deadline."""
-
-
-@asynccontextmanager
-async def client_guard() -> AsyncIterator[CutOff]:
-    """Around everything that writes to one client, in one task. Yields what ends it, even in a write that waits for the
-    client; its first call counts. Raises the error given to that."""
-    errors: list[BatonError] = []
-    scope, over = asyncio.timeout(None), False
-
-    def cut_off(error: BatonError) -> None:
-        if not errors and not over:
-            errors.append(error)
-            scope.reschedule(asyncio.get_running_loop().time())
-
-    try:
-        async with scope:
-            try:
-                yield cut_off
-            finally:
-                over = True
-    except TimeoutError:
-        if not errors:
-            raise
-        raise errors.pop() from None
 
 
 class RouterNode:
@@ -158,6 +131,8 @@ class RouterNode:
         self._prefill_calls = PrefillCalls(self._prefill_nodes, self.streams, rng, placed=self._line.placed)
         self.texts = TextWorkers(prompts, rng.random)
         self._regions = RegionWatch()
+        self._turns = Turns(loop.call_soon, loop.time)
+        """Shared by what goes to clients."""
 
     def resumable(self, digest: int) -> Resume:
         """For a new call that its client may go on with; `digest` is that of its request."""
@@ -168,11 +143,9 @@ class RouterNode:
         request is over which it does not have yet."""
         return RequestId(self.token_bytes(REQUEST_ID_BYTES).hex())
 
-    async def generate(
-        self, request: inference_pb2.GenerateRequest | None, call: ClientCall
-    ) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
-        """One request, from the client's call to its last token. Closing the iterator frees it on every node, or leaves
-        a resumable one to other routers. A call with a place goes on behind it, with the answer from wherever it is, or
+    async def run(self, request: inference_pb2.GenerateRequest | None, call: ClientCall, sink: AnswerSink) -> None:
+        """One request, from the client's call to its last token. Cancelling it frees it on every node, or leaves a
+        resumable one to other routers. A call with a place goes on behind it, with the answer from wherever it is, or
         computed again; `request` is None where the client has not repeated it.
 
         Raises BatonError: what is wrong with the request, or why it could not be run.
@@ -186,62 +159,38 @@ class RouterNode:
             comes_back = call.resume is not None and call.resume.place is not None
             size_bytes = 0 if request is None else request.ByteSize()
             place = self._line.enter(call.priority, size_bytes, comes_back=comes_back)
-            job = await self._begin(request, call, observed, place)
-            if not job.taken_over:
-                call.take_prompt(len(job.checked.prompt))
-            async with aclosing(self._events(job)) as events:
-                async for event in events:
-                    new = job.for_client(event)
-                    computed = event if not job.taken_over else new  # what the client had is computed again for it
-                    if computed is not None and computed.tokens.ids:
-                        call.take_output(len(computed.tokens.ids))
-                    if new is None:
-                        continue
-                    if new.tokens.ids:
-                        observed.tokens(self._loop.time(), len(new.tokens.ids))
-                    yield new
+            job = await self._begin(request, call, observed, place, sink)
+            try:
+                async with job.scope:
+                    if not job.taken_over:
+                        call.take_prompt(len(job.checked.prompt))
+                    job.start()
+                    await self._attempts(job)
+                    job.end()
+            except TimeoutError:
+                if job.cut_off_with is None:
+                    raise
+                raise job.cut_off_with from None
         except BatonError as error:
             observed.failed(error.reason)
             self.request_log.failed(error, call=call, job=job, began_s=began_s)
             raise
-        except (asyncio.CancelledError, GeneratorExit):
-            # The client has left, which is nobody's error, or it was cut off, or its deadline has passed. The caller
-            # reports the last two to the client.
-            if (outside := self._outside_error(job, call)) is not None:
+        except asyncio.CancelledError:
+            # The client has left, which is nobody's error, or its deadline has passed, which the caller tells it.
+            if (outside := self._deadline_error(job, call)) is not None:
                 observed.failed(outside.reason)
                 self.request_log.failed(outside, call=call, job=job, began_s=began_s)
             raise
         finally:
             observed.ended()
+            sink.on_open = None
             if job is not None:
                 self._let_go(job)
                 self._forget_id(job)
-                job.cut_off_with = None
+                job.over()
             self.requests -= 1
             if place is not None:
                 self._line.leave(place)
-
-    async def _events(self, job: Job) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
-        """All of the answer, from its first token on."""
-        started = inference_pb2.Started(request_id=job.call.id, prompt_tokens=job.stats.prompt_tokens)
-        yield inference_pb2.GenerateEvent(started=started)
-        text = AnswerText(self.prompts.codec, job.checked)
-        async with aclosing(self._tokens(job)) as batches:
-            async for first_index, ids, logprobs in batches:
-                taken, new = text.push(ids)
-                job.text_ended = text.found
-                yield _tokens_event(first_index, ids[:taken], new, logprobs[:taken])
-                if text.found:
-                    break
-        rest = text.flush()
-        if rest:
-            yield _tokens_event(text.tokens, [], rest, [])
-        if text.found:
-            job.finish = common_pb2.FINISH_REASON_STOP
-        job.stats.output_tokens = text.tokens
-        finished = _finished_event(job)
-        job.observed.finished(job.finish, job.stats)
-        yield finished
 
     async def _begin(
         self,
@@ -249,6 +198,7 @@ class RouterNode:
         call: ClientCall,
         observed: ObservedRequest,
         place: Place,
+        sink: AnswerSink,
     ) -> Job:
         """Take over the attempt that the client has a part of, or check the request. Raises BatonError."""
         resume, inbox = call.resume, None
@@ -275,6 +225,11 @@ class RouterNode:
             place=place,
             retries=Retries(config=self.config.retries, search_ms_max=self.config.placement_wait_ms_max),
             stats=inference_pb2.RequestStats(prompt_tokens=prompt_tokens),
+            sink=sink,
+            text=AnswerText(self.prompts.codec, checked),
+            config=self.config,
+            turns=self._turns,
+            now_s=self._loop.time,
             inbox=inbox,
             taken_over=inbox is not None,
         )
@@ -320,7 +275,7 @@ class RouterNode:
         if (job := self._resumable.get(place.request)) is not None:
             if not job.is_tagged(own_tag):
                 raise foreign_error()
-            self._end(job, error)
+            job.cut_off(error)
             return (key, None) if job.inbox is None else (job.inbox.key, self.streams.find(job.inbox.decode))
         if not place.decode:
             return key, None
@@ -337,19 +292,11 @@ class RouterNode:
         jobs = [job for place in token.places if (job := self._resumable.get(place.request)) is not None]
         for job in jobs:
             if job.is_tagged(own_tag):
-                self._end(job, taken_over_error())
+                job.cut_off(taken_over_error())
         for _ in range(FORMER_LOOKS_MAX if jobs else 0):
             if not use.full:
                 return
             await asyncio.sleep(FORMER_LOOK_MS / 1000)
-
-    def _end(self, job: Job, error: BatonError) -> None:
-        """From outside, at any stage: its client gets this error."""
-        job.cut_off_with = error
-        if job.inbox is not None:
-            job.inbox.fail(error)
-        if job.call.cut_off is not None:
-            job.call.cut_off(error)
 
     async def forget(self, token: ResumeToken, use: KeyUse | None) -> None:
         """The client has the whole answers, or wants no more of them. Idempotent. Raises BatonError PERMISSION_DENIED,
@@ -408,30 +355,20 @@ class RouterNode:
             said=said,
         )
 
-    def _outside_error(self, job: Job | None, call: ClientCall) -> BatonError | None:
-        """Why a request was ended from outside."""
-        if job is not None and job.cut_off_with is not None:
-            return job.cut_off_with
+    def _deadline_error(self, job: Job | None, call: ClientCall) -> BatonError | None:
+        """Where a request that was cancelled has passed its deadline."""
         unfinished = job is None or job.finish == common_pb2.FINISH_REASON_UNSPECIFIED
         if unfinished and self._loop.time() >= call.deadline_s - DEADLINE_MARGIN_S:
             return BatonError(Reason.DEADLINE, "The request's deadline has passed.")
         return None
 
-    async def _tokens(self, job: Job) -> AsyncGenerator[TokenPart, None]:
+    async def _attempts(self, job: Job) -> None:
         """The answer's tokens in order, each index once, from as many attempts as it takes, one at a time."""
         looks = rounds = 0
         for number in range(1 << 30):
             job.attempts = number + 1
-            if job.cut_off_with is not None:
-                raise job.cut_off_with
             if not job.taken_over:
-                said = job.take_said()
-                for start in range(0, len(said), TOKENS_AT_ONCE_MAX):
-                    yield len(job.output) - len(said) + start, said[start : start + TOKENS_AT_ONCE_MAX], []
-                    await asyncio.sleep(0)
-                finish = job.checked.finish_after(job.output)
-                if finish is not None:
-                    job.finish = finish
+                if await self._is_complete(job):
                     return
                 if not number:
                     await self._first(job)
@@ -440,9 +377,7 @@ class RouterNode:
             inbox = job.inbox
             assert inbox is not None
             try:
-                async with aclosing(self._attempt(job, inbox)) as batches:
-                    async for batch in batches:
-                        yield batch
+                await self._attempt(job, inbox)
                 return
             except BatonError as error:
                 error_reason = error.reason
@@ -476,6 +411,19 @@ class RouterNode:
                 looks += 1
                 rounds += not (error_reason in GONE and self._prefill_nodes.untried(job))
 
+    async def _is_complete(self, job: Job) -> bool:
+        """Whether nothing of the answer is left to compute. What the client says that it has counts as output."""
+        said = job.take_said()
+        for start in range(0, len(said), TOKENS_AT_ONCE_MAX):
+            job.pass_on(len(job.output) - len(said) + start, said[start : start + TOKENS_AT_ONCE_MAX])
+            if job.text_ended:
+                return True
+            await asyncio.sleep(0)
+        finish = job.checked.finish_after(job.output)
+        if finish is not None:
+            job.finish = finish
+        return finish is not None
+
     async def _first(self, job: Job) -> None:
         """Wait for the turn of the first attempt. Raises BatonError."""
         if job.output:
@@ -502,40 +450,27 @@ class RouterNode:
         retry_ms = self.config.placement_retry_ms
         await asyncio.sleep(pause_ms(retry_ms, rounds, resumed=resumed, spread=self.rng.random()) / 1000)
 
-    async def _attempt(self, job: Job, inbox: Inbox) -> AsyncGenerator[TokenPart, None]:
+    async def _attempt(self, job: Job, inbox: Inbox) -> None:
         """One attempt: prefill call and decode stream both fill the inbox; whatever happens, both let go at the end."""
-        if job.call.cut_off is not None:
-            inbox.on_put = partial(self._check_unread, job)
+        inbox.on_put = job.came
         self.streams.inboxes[inbox.key] = inbox
         prefilling = None
-        if not job.taken_over:
+        if job.taken_over:
+            job.came()
+        else:
             prefilling = self._loop.create_task(self._prefill_calls.run(job, inbox), name=f"prefill-{job.id}")
-        given = 0
         try:
-            while inbox.finish is None or given < len(inbox.tokens):
-                new = inbox.tokens[given : given + TOKENS_AT_ONCE_MAX]
-                if new:
-                    job.token_times_s += [self._loop.time()] * len(new)
-                    job.output += new
-                    if job.unseen is not None:
-                        job.logprobs += inbox.logprobs[given : given + len(new)]
-                    inbox.writing_s = self._loop.time()
-                    yield inbox.first_index + given, new, inbox.logprobs[given : given + len(new)]
-                    given += len(new)
-                    inbox.read, inbox.writing_s = given, None
-                    if given < len(inbox.tokens):
-                        await asyncio.sleep(0)  # others get their turn, whatever is left out of this for the client
-                    if len(new) == TOKENS_AT_ONCE_MAX:
-                        await asyncio.sleep(0)
-                elif inbox.error is not None:
-                    if not await self._goes_on(inbox, inbox.error):
-                        raise inbox.error
-                else:
+            while not job.text_ended and not (inbox.finish is not None and inbox.empty):
+                if inbox.error is None or not inbox.empty:
                     await inbox.news.wait()
                     inbox.news.clear()
-            job.finish = inbox.finish
-            if prefilling is not None:
-                await asyncio.wait([prefilling], timeout=HANDED_OFF_MS_MAX / 1000)
+                elif not await self._goes_on(inbox, inbox.error):
+                    raise inbox.error
+            if not job.text_ended:
+                assert inbox.finish is not None
+                job.finish = inbox.finish
+                if prefilling is not None:
+                    await asyncio.wait([prefilling], timeout=HANDED_OFF_MS_MAX / 1000)
         finally:
             if prefilling is not None:
                 prefilling.cancel()
@@ -561,33 +496,15 @@ class RouterNode:
         if job.unseen is None:
             return Parting.DROP
         if job.cut_off_with is not None:
-            by_itself = job.cut_off_with.reason is Reason.TAKEN_OVER
-            return Parting.LEAVE if by_itself and inbox.committed else Parting.DROP
+            wanted = job.cut_off_with.reason in (Reason.TAKEN_OVER, Reason.INTERNAL)
+            return Parting.LEAVE if wanted and inbox.committed else Parting.DROP
         if inbox.error is not None and inbox.error.reason is Reason.TAKEN_OVER:
             return Parting.NOTHING
         if not (inbox.told and inbox.committed) or inbox.error is not None:
             return Parting.DROP
         if job.text_ended:
             return Parting.LEAVE_ENDED
-        return Parting.DROP if self._outside_error(job, job.call) is not None else Parting.LEAVE
-
-    def _check_unread(self, job: Job, inbox: Inbox) -> None:
-        """Something was put into the inbox: cut its client off where it does not read.
-
-        A client that reads may get many tokens at once, so time counts too.
-        """
-        if inbox.unread <= self.config.client_tokens_unread_max or inbox.writing_s is None:
-            return
-        if (self._loop.time() - inbox.writing_s) * 1000 > self.config.client_stall_ms:
-            job.cut_off_with = BatonError(
-                Reason.SLOW_CLIENT,
-                f"The client has left {inbox.unread} tokens unread, more than are kept for it "
-                "(client_tokens_unread_max); the request was cancelled. Read faster, or ask for fewer tokens.",
-                metadata={"unread": str(inbox.unread)},
-            )
-            log.warning("client cut off", request=job.call.id, key=job.id, unread=inbox.unread)
-            assert job.call.cut_off is not None
-            job.call.cut_off(job.cut_off_with)
+        return Parting.DROP if self._deadline_error(job, job.call) is not None else Parting.LEAVE
 
     async def _goes_on(self, inbox: Inbox, error: BatonError) -> bool:
         """A part of the attempt has failed. Whether it goes on because the decode node has committed it.
@@ -625,9 +542,7 @@ class RouterNode:
             trace=Traceparent.new(self.rng, sampled=False),
             deadline_s=self._loop.time() + self.config.rpc.public_deadline_ms_default / 1e3,
         )
-        async with aclosing(self.generate(request, call)) as events:
-            async for _ in events:
-                pass
+        await self.run(request, call, Collected())
 
     # What is around the requests.
 
@@ -718,18 +633,3 @@ class RouterNode:
     def tokens_max(self) -> int:
         """What prompt and answer may have together on the nodes that are there. Raises BatonError NO_PREFILL_NODE."""
         return tokens_max(self._records, self.model())
-
-
-def _tokens_event(
-    first_index: int, ids: list[int], text: str, logprobs: list[common_pb2.TokenLogprobs]
-) -> inference_pb2.GenerateEvent:
-    return inference_pb2.GenerateEvent(
-        tokens=inference_pb2.Tokens(first_index=first_index, ids=ids, text=text, logprobs=logprobs)
-    )
-
-
-def _finished_event(job: Job) -> inference_pb2.GenerateEvent:
-    times = job.token_times_s[: job.stats.output_tokens]
-    job.stats.ttft_ms = (times[0] - job.began_s) * 1000 if times else 0.0
-    job.stats.itl_mean_ms = (times[-1] - times[0]) / (len(times) - 1) * 1000 if len(times) > 1 else 0.0
-    return inference_pb2.GenerateEvent(finished=inference_pb2.Finished(reason=job.finish, stats=job.stats))

@@ -9,6 +9,7 @@ from typing import Final
 
 from batonpb import common_pb2, inference_pb2
 
+from router.answers import AnswerPart, Collected
 from router.openai import Json, OpenAiCall
 from router.resume import Place
 
@@ -63,13 +64,14 @@ class Replies:
         """Tokens of the answer's prompt."""
         return self._prompts.get(index // self.call.n, 0)
 
-    def count(self, index: int, event: inference_pb2.GenerateEvent) -> None:
-        """Each event of each answer counts in the usage."""
-        if event.HasField("started"):
-            self._prompts[index // self.call.n] = event.started.prompt_tokens
-        elif event.HasField("finished"):
-            self.completion_tokens += event.finished.stats.output_tokens
-            self.cached_tokens += event.finished.stats.prompt_tokens_cached if index % self.call.n == 0 else 0
+    def started(self, index: int, started: inference_pb2.Started) -> None:
+        """Counts in the usage."""
+        self._prompts[index // self.call.n] = started.prompt_tokens
+
+    def finished(self, index: int, finished: inference_pb2.Finished) -> None:
+        """Counts in the usage."""
+        self.completion_tokens += finished.stats.output_tokens
+        self.cached_tokens += finished.stats.prompt_tokens_cached if index % self.call.n == 0 else 0
 
     def usage(self) -> Json:
         return {
@@ -79,31 +81,33 @@ class Replies:
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
-    def chunk(self, index: int, event: inference_pb2.GenerateEvent) -> Json | None:
-        """The chunk for one event of a stream, or None where it has nothing to say."""
-        if event.HasField("started"):
-            return None
+    def chunk(self, index: int, part: AnswerPart) -> Json | None:
+        """The chunk for one part of a stream, or None where it has nothing to say."""
         first = index not in self._offsets
-        if event.HasField("finished"):
-            return self._chunk([self._piece(index, "", [], first=first, finish=_FINISH[event.finished.reason])])
-        tokens = event.tokens
-        if not (tokens.text or first or (tokens.ids and (self.call.logprobs or self.call.token_ids))):
+        if not (part.text or first or (part.ids and (self.call.logprobs or self.call.token_ids))):
             return None
-        return self._chunk([self._piece(index, tokens.text, [tokens], first=first, finish=None)])
+        return self._chunk([self._piece(index, part.text, [part], first=first, finish=None)])
+
+    def last_chunk(self, index: int, reason: common_pb2.FinishReason) -> Json:
+        first = index not in self._offsets
+        return self._chunk([self._piece(index, "", [], first=first, finish=_FINISH[reason])])
 
     def usage_chunk(self) -> Json:
         """The last one of a stream that asked for it."""
         return {**self._chunk([]), "usage": self.usage()}
 
-    def whole(self, answers: Sequence[tuple[list[inference_pb2.Tokens], common_pb2.FinishReason]]) -> Json:
+    def whole(self, answers: Sequence[Collected]) -> Json:
         """The answer of a call that is no stream."""
         choices = []
-        for index, (tokens, reason) in enumerate(answers):
-            text = "".join(each.text for each in tokens)
+        for index, answer in enumerate(answers):
+            self.started(index, answer.start)
+            self.finished(index, answer.end)
+            parts, finish = answer.parts, _FINISH[answer.end.reason]
+            text = "".join(part.text for part in parts)
             content: Json = {"message": {"role": "assistant", "content": text}} if self.call.chat else {"text": text}
-            logprobs = self._logprobs(index, tokens)
-            choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": _FINISH[reason]}
-            choices.append(choice | self._token_ids(tokens))
+            logprobs = self._logprobs(index, parts)
+            choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
+            choices.append(choice | self._token_ids(parts))
         return {**self._head("chat.completion"), "choices": choices, "usage": self.usage()}
 
     def _chunk(self, choices: list[Json]) -> Json:
@@ -114,23 +118,21 @@ class Replies:
         kind = chat_object if self.call.chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def _piece(
-        self, index: int, text: str, tokens: list[inference_pb2.Tokens], *, first: bool, finish: str | None
-    ) -> Json:
+    def _piece(self, index: int, text: str, parts: list[AnswerPart], *, first: bool, finish: str | None) -> Json:
         content: Json = {"text": text}
         if self.call.chat:
             role = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
             content = {"delta": role}
-        logprobs = self._logprobs(index, tokens)
+        logprobs = self._logprobs(index, parts)
         piece = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
-        return piece | self._token_ids(tokens)
+        return piece | self._token_ids(parts)
 
-    def _token_ids(self, tokens: Iterable[inference_pb2.Tokens]) -> Json:
-        return {"token_ids": [token for each in tokens for token in each.ids]} if self.call.token_ids else {}
+    def _token_ids(self, parts: Iterable[AnswerPart]) -> Json:
+        return {"token_ids": [token for part in parts for token in part.ids]} if self.call.token_ids else {}
 
-    def _logprobs(self, index: int, tokens: Iterable[inference_pb2.Tokens]) -> Json | None:
+    def _logprobs(self, index: int, parts: Iterable[AnswerPart]) -> Json | None:
         offset = self._offsets.setdefault(index, 0)
-        pairs = [pair for each in tokens for pair in zip(each.ids, each.logprobs, strict=False)]
+        pairs = [pair for part in parts for pair in zip(part.ids, part.logprobs, strict=False)]
         if not self.call.logprobs or not pairs:
             return None
         if self.call.chat:

@@ -134,9 +134,6 @@ class ClientCall:
     """Called where the client has left an answer that goes on without it."""
     came_back: Callable[[RequestId], None] = lambda _request: None
     """Called where it has taken such an answer up again."""
-    cut_off: Callable[[BatonError], None] | None = None
-    """Called once the client has left too much unread, or has come back by another call: it is to end the request, with
-    this error for the client."""
     resume: Resume | None = None
     """Of a request that its client may go on with by another call, or goes on with by this one."""
 

@@ -68,17 +68,7 @@ class ResumeToken:
     def message(self) -> resume_pb2.ResumeToken:
         message = resume_pb2.ResumeToken(secret=self.secret, seed=self.seed, request_digest=self.digest, http=self.http)
         for place in self.places:
-            message.places.add(
-                request=bytes.fromhex(place.request),
-                attempt=place.attempt,
-                decode=place.decode,
-                tokens=place.tokens,
-                chars=place.chars,
-                tokens_crc=place.crc,
-                finished=place.finished,
-                text_offset=place.text_offset,
-                prompt_tokens=place.prompt_tokens,
-            )
+            _write(message.places.add(), place)
         return message
 
     @classmethod
@@ -120,6 +110,14 @@ def _is_http_call(message: resume_pb2.ResumeToken) -> bool:
     if not message.HasField("http"):
         return True
     return bool(REQUEST_ID.fullmatch(call.id)) and call.n > 0 and len(message.places) % call.n == 0
+
+
+def _write(message: resume_pb2.ResumePlace, place: Place) -> None:
+    message.request = bytes.fromhex(place.request)
+    message.attempt, message.decode = place.attempt, place.decode
+    message.tokens, message.chars, message.tokens_crc = place.tokens, place.chars, place.crc
+    message.finished = place.finished
+    message.text_offset, message.prompt_tokens = place.text_offset, place.prompt_tokens
 
 
 def _place(message: resume_pb2.ResumePlace) -> Place:
@@ -182,10 +180,10 @@ class Places:
         """What the client has at the beginning: `Place()` for each answer of a new call."""
         self._message = token.message()
 
-    def follow(self, answer: int, resume_token: str, *, text_offset: int, prompt_tokens: int) -> None:
-        """An event of one answer has this token of its own, which knows nothing of HTTP."""
+    def follow(self, answer: int, new: Place, *, text_offset: int, prompt_tokens: int) -> None:
+        """The client has so much of one answer by its next event; `new` knows nothing of HTTP."""
         place = self._message.places[answer]
-        place.CopyFrom(_read(resume_token).places[0])
+        _write(place, new)
         place.text_offset = text_offset
         if place.finished:
             place.prompt_tokens = prompt_tokens
@@ -240,42 +238,38 @@ def check_digest(token: ResumeToken, digest: int, answers: int, *, field: str) -
 
 
 class Unseen:
-    """Follows the events of one answer, from its first token on, and leaves out what the client has."""
+    """Follows one answer, from its first token on, and says what of it the client has."""
 
     def __init__(self, had: Place) -> None:
         self._had = had
         self._tokens = self._chars = self._crc = 0
         self._finished = False
 
-    def take(self, event: inference_pb2.GenerateEvent) -> inference_pb2.GenerateEvent | None:
-        """What is to be sent of it, if anything. Raises BatonError NOT_RESUMABLE where the client has other tokens."""
-        if event.HasField("tokens"):
-            return self._take_tokens(event.tokens)
-        if event.HasField("finished"):
-            if self._tokens < self._had.tokens:
-                raise _differs()
-            self._finished = True
-            return None if self._had.finished else event
-        return event
+    def end(self) -> bool:
+        """The answer is over: whether the client is to hear it. Raises BatonError NOT_RESUMABLE where it has other
+        tokens."""
+        if self._tokens < self._had.tokens:
+            raise _differs()
+        self._finished = True
+        return not self._had.finished
 
-    def _take_tokens(self, new: inference_pb2.Tokens) -> inference_pb2.GenerateEvent | None:
-        assert new.first_index == self._tokens, (new.first_index, self._tokens)
-        had, ids = self._had, list(new.ids)
+    def take(self, first_index: int, ids: Sequence[int], text: str) -> tuple[int, int] | None:
+        """How many of these tokens, and how many characters, it has already; None: nothing here is new to it. Raises
+        BatonError NOT_RESUMABLE where it has other tokens."""
+        assert first_index == self._tokens, (first_index, self._tokens)
+        had = self._had
         seen = min(len(ids), max(0, had.tokens - self._tokens))
         self._crc = tokens_crc(ids[:seen], self._crc)
         self._tokens += seen
         if seen and self._tokens == had.tokens and self._crc != had.crc:
             raise _differs()
-        text = new.text[max(0, had.chars - self._chars) :]
+        chars = min(len(text), max(0, had.chars - self._chars))
         self._crc = tokens_crc(ids[seen:], self._crc)
         self._tokens += len(ids) - seen
-        self._chars += len(new.text)
-        if self._tokens < had.tokens or not (ids[seen:] or text):
+        self._chars += len(text)
+        if self._tokens < had.tokens or (seen == len(ids) and chars == len(text)):
             return None
-        left = inference_pb2.Tokens(
-            first_index=new.first_index + seen, ids=ids[seen:], text=text, logprobs=new.logprobs[seen:]
-        )
-        return inference_pb2.GenerateEvent(tokens=left)
+        return seen, chars
 
     def place(self, request: RequestId, attempt: Attempt, decode: Incarnation) -> Place:
         """What the client has when it has what was let through, but not less than it had."""

@@ -1,10 +1,14 @@
-"""The router's gRPC service: messages in, messages out, everything else in `RouterNode`."""
+"""The router's gRPC service: messages in, messages out, everything else in `RouterNode`.
+
+A stream's tokens come to its sink; the handler's task writes them, and what comes meanwhile waits for its next message.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from contextlib import aclosing, contextmanager, suppress
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Final, TypeVar
 
 import grpc
@@ -14,12 +18,13 @@ from google.protobuf.message import DecodeError
 from baton.errors import BatonError, bad_field
 from baton.rpc import client_source, time_left_s
 from baton.tracing import Traceparent, new_request_id, read_metadata
+from router.answers import AnswerPart, Collected
 from router.byte_shares import TextOwner
 from router.keys import Admission, KeyBook, authorization_of
-from router.node import CutOff, RouterNode, client_guard
+from router.node import CUT_OFF, RouterNode
 from router.prompts import PromptEncoder
 from router.request import ClientCall, read_attach, read_message
-from router.resume import Resume, ResumeToken, check_same, request_digest
+from router.resume import Place, Resume, ResumeToken, check_same, request_digest
 from router.text_workers import SHORT_BYTES_MAX
 
 _T = TypeVar("_T")
@@ -100,25 +105,26 @@ class InferenceService:
         context: Any,
         admission: Admission | None,
     ) -> None:
-        async with (
-            client_guard() as cut_off,
-            aclosing(self._events(request, context, admission, resume=resume, cut_off=cut_off)) as events,
-        ):
-            async for event in events:
-                if event.HasField("started"):
-                    await _to_its_end(context.write(event))
-                else:
-                    await context.write(event)
+        sink = _Stream(resume)
+        answer = asyncio.create_task(self._node.run(request, self._call(request, context, admission, resume), sink))
+        answer.add_done_callback(sink.ended)
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None) as sink.scope:
+                    await sink.write_all(context.write)
+            await answer
+        finally:
+            answer.cancel()
+            await asyncio.wait([answer])
+            del answer, sink.scope  # an error that they have would refer to itself, by this frame in its traceback
 
-    def _events(
+    def _call(
         self,
         request: inference_pb2.GenerateRequest | None,
         context: Any,
         admission: Admission | None,
-        *,
         resume: Resume | None = None,
-        cut_off: CutOff | None = None,
-    ) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
+    ) -> ClientCall:
         rng = self._node.rng
         with self._refusals():
             called = read_metadata(context.invocation_metadata())
@@ -129,10 +135,9 @@ class InferenceService:
             deadline_s=now_s() + time_left_s(context, self._node.config.rpc),
             choice=request.sampling.choice if request is not None else 0,
             source=self._source(context),
-            cut_off=cut_off,
             resume=resume,
         )
-        return self._node.generate(request, call if admission is None else admission.sign(call, now_s))
+        return call if admission is None else admission.sign(call, now_s)
 
     @contextmanager
     def _admitted(self, context: Any, *, attaches: bool = False) -> Iterator[Admission | None]:
@@ -184,19 +189,75 @@ class InferenceService:
             with self._refusals():
                 if request.resumable:
                     raise bad_field("resumable", "Only a stream is resumable: call Generate, or leave resumable out.")
-            async with aclosing(self._events(request, context, admission)) as events:
-                async for event in events:
-                    kind = event.WhichOneof("event")
-                    if kind == "started":
-                        response.request_id = event.started.request_id
-                    elif kind == "tokens":
-                        response.ids.extend(event.tokens.ids)
-                        response.text += event.tokens.text
-                        response.logprobs.extend(event.tokens.logprobs)
-                    else:
-                        response.reason = event.finished.reason
-                        response.stats.CopyFrom(event.finished.stats)
+            answer = Collected()
+            await self._node.run(request, self._call(request, context, admission), answer)
+        response = inference_pb2.GenerateResponse(request_id=answer.start.request_id)
+        response.text = "".join(part.text for part in answer.parts)
+        for part in answer.parts:
+            response.ids.extend(part.ids)
+            response.logprobs.extend(part.logprobs)
+        response.reason = answer.end.reason
+        response.stats.CopyFrom(answer.end.stats)
         return response
+
+
+class _Stream:
+    """The sink of one call."""
+
+    def __init__(self, resume: Resume | None) -> None:
+        self.on_open: Callable[[], None] | None = None
+        self.is_open = True
+        self.scope: asyncio.Timeout
+        """Around the writing."""
+        self._resume = resume
+        self._events: deque[inference_pb2.GenerateEvent] = deque()
+        self._news = asyncio.Event()
+        self._over = False
+
+    def started(self, started: inference_pb2.Started, place: Place | None) -> None:
+        self._put(inference_pb2.GenerateEvent(started=started), place)
+
+    def tokens(self, part: AnswerPart) -> None:
+        tokens = inference_pb2.Tokens(
+            first_index=part.first_index, ids=part.ids, text=part.text, logprobs=part.logprobs
+        )
+        self._put(inference_pb2.GenerateEvent(tokens=tokens), part.place)
+
+    def finished(self, finished: inference_pb2.Finished, place: Place | None) -> None:
+        self._put(inference_pb2.GenerateEvent(finished=finished), place)
+
+    def ended(self, answer: asyncio.Task[None]) -> None:
+        """Nothing more comes."""
+        self._over = True
+        self._news.set()
+        error = None if answer.cancelled() else answer.exception()
+        if isinstance(error, BatonError) and error.reason in CUT_OFF:
+            self.scope.reschedule(asyncio.get_running_loop().time())
+
+    async def write_all(self, write: Callable[[inference_pb2.GenerateEvent], Coroutine[Any, Any, None]]) -> None:
+        """What has come and comes, until the answer is over."""
+        begun = False
+        while True:
+            while self._events:
+                event = self._events.popleft()
+                await (write(event) if begun else _to_its_end(write(event)))
+                begun = True
+            self.is_open = True
+            if self.on_open is not None:
+                self.on_open()
+            if self._events:
+                continue
+            if self._over:
+                return
+            self._news.clear()
+            await self._news.wait()
+
+    def _put(self, event: inference_pb2.GenerateEvent, place: Place | None) -> None:
+        if place is not None and self._resume is not None:
+            event.resume_token = self._resume.token(place).encode()
+        self._events.append(event)
+        self.is_open = False
+        self._news.set()
 
 
 async def _to_its_end(write: Coroutine[Any, Any, None]) -> None:

@@ -29,6 +29,11 @@ class Turns:
         work()
         return True
 
+    def later(self, work: Callable[[], None]) -> None:
+        """The rest of what was done: behind all that waits."""
+        self._time_left()
+        self._waiting.append(work)
+
     def charge(self, ms: float) -> None:
         """Work that was begun in this turn takes so long in the next one."""
         if self._time_left():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final
 
@@ -181,28 +180,26 @@ def wrap_router(points: Failpoints, marks: Marks) -> None:
     from router.node import RouterNode
     from router.resume import ResumeToken
 
-    real_generate: Any = RouterNode.generate
+    real_run = RouterNode.run
     real_forget = RouterNode.forget
 
     def reach(point: Failpoint, call: str) -> None:
         ends = Ends(writer="", receiver="", router=marks.own_name)
         points.reach(point, mark=marks.of_request.get(call, -1), request=call, ends=ends)
 
-    async def generate(self: RouterNode, request: Any, call: Any) -> Any:
+    async def run(self: RouterNode, request: Any, call: Any, sink: Any) -> None:
         if call.resume is not None and request is not None and request.token_ids.ids:
             secret = call.resume.secret.hex()
             marks.of_request[secret] = request.token_ids.ids[0]
             if call.resume.place is not None:
                 reach(Failpoint.ATTACH, secret)
-        async with aclosing(real_generate(self, request, call)) as events:
-            async for event in events:
-                yield event
+        await real_run(self, request, call, sink)
 
     async def forget(self: RouterNode, token: ResumeToken, *rest: Any, **others: Any) -> Any:
         reach(Failpoint.FORGET, token.secret.hex())
         return await real_forget(self, token, *rest, **others)
 
-    _replace(RouterNode, "generate", generate)
+    _replace(RouterNode, "run", run)
     _replace(RouterNode, "forget", forget)
 
 

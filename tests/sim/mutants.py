@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from batonpb import inference_pb2
-
 import node.peers
 import node.receiver
 import router.retries
@@ -127,19 +125,17 @@ def _remember_nothing(_self: GoneRequests, _key: RequestKey, _now_s: float) -> N
 
 def _unseen(by: int) -> Sequence[Replacement]:
     """A client that attaches is taken to have so many tokens more."""
-    real = Unseen._take_tokens
+    real = Unseen.take
 
-    def take_tokens(self: Unseen, new: inference_pb2.Tokens) -> inference_pb2.GenerateEvent | None:
-        event = real(self, new)
-        first = event is not None and self._had.tokens and event.tokens.first_index == self._had.tokens
-        if event is None or not first or len(event.tokens.ids) < 2:
-            return event
-        at, ids = event.tokens.first_index, list(event.tokens.ids)
-        ids = ids[by:] if by > 0 else [ids[0], *ids]
-        tokens = inference_pb2.Tokens(first_index=at, ids=ids, text=event.tokens.text)
-        return inference_pb2.GenerateEvent(tokens=tokens)
+    def take(self: Unseen, first_index: int, ids: Sequence[int], text: str) -> tuple[int, int] | None:
+        known = real(self, first_index, ids, text)
+        if known is None:
+            return None
+        seen, chars = known
+        first = self._had.tokens and first_index + seen == self._had.tokens
+        return (max(0, seen + by), chars) if first and len(ids) - seen >= 2 else known
 
-    return [(Unseen, "_take_tokens", take_tokens)]
+    return [(Unseen, "take", take)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
 from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer
 from baton.wire import NodeRecord, Role
+from router.answers import Collected
 from router.config import RouterConfig
 from tests.support.router_records import MODEL, client_call, lone_router
 
@@ -64,8 +65,9 @@ def test_a_draining_node_is_asked_once() -> None:
         async def ask() -> int:
             request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1]))
             deadline_s = asyncio.get_running_loop().time() + WAIT_S_MAX
-            events = router.generate(request, client_call(deadline_s))
-            ids = [token async for event in events for token in event.tokens.ids]
+            answer = Collected()
+            await router.run(request, client_call(deadline_s), answer)
+            ids = [token for part in answer.parts for token in part.ids]
             assert len(ids) == 1
             return ids[0]
 

@@ -10,17 +10,16 @@ import asyncio
 import gc
 import json
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
 from batonpb import inference_pb2
 
 from baton.errors import BatonError, Reason
+from router.answers import AnswerPart, AnswerSink, Collected
 from router.choices import run_choices
-from router.http_reply import CallReply, Events
-from router.node import CutOff, client_guard
+from router.http_reply import CallReply
 from router.openai import parse_completion
 from router.replies import Replies
 from router.retries import Retries, RetryConfig
@@ -68,37 +67,20 @@ def test_a_verdict(granted: bool) -> None:
     nothing_left(scene)
 
 
-def test_a_client_that_is_cut_off() -> None:
-    async def scene(make: Make) -> None:
-        try:
-            async with client_guard() as cut_off:
-                cut_off(make())
-                await asyncio.Event().wait()
-        except BatonError:
-            return
-        raise AssertionError("it has been told nothing")
-
-    nothing_left(scene)
-
-
-def failing(make: Make, *, after: int = 0) -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
-    async def answer() -> AsyncGenerator[inference_pb2.GenerateEvent, None]:
-        for index in range(after):
-            yield inference_pb2.GenerateEvent(tokens=inference_pb2.Tokens(first_index=index, ids=[7], text="7"))
-        raise make()
-
-    return answer()
+async def failing(make: Make, sink: AnswerSink, *, after: int = 0) -> None:
+    for index in range(after):
+        sink.tokens(AnswerPart(first_index=index, ids=[7], text="7", logprobs=(), place=None))
+    raise make()
 
 
 def test_several_answers_of_which_all_fail() -> None:
-    """One error is told; those of the others are dropped with the queue that they wait in."""
+    """One error is told; those of the others are dropped with their tasks."""
 
     async def scene(make: Make) -> None:
         requests = [inference_pb2.GenerateRequest()] * 2
         try:
-            async with aclosing(run_choices(lambda _request, _choice: failing(make, after=2), requests, 3)) as events:
-                async for _ in events:
-                    pass
+            sinks = [Collected() for _ in range(6)]
+            await run_choices(lambda _request, _choice, sink: failing(make, sink, after=2), requests, sinks)
         except BatonError:
             return
         raise AssertionError("it has ended well")
@@ -112,13 +94,8 @@ def test_an_answer_over_http(stream: bool) -> None:
     sent: list[Any] = []
 
     async def scene(make: Make) -> None:
-        def events(_cut_off: CutOff) -> Events:
-            async def numbered() -> Events:
-                async with aclosing(failing(make, after=1)) as answer:
-                    async for event in answer:
-                        yield 0, event
-
-            return numbered()
+        async def answer(sinks: Sequence[AnswerSink]) -> None:
+            await failing(make, sinks[0], after=1)
 
         async def receive() -> Any:
             await asyncio.Event().wait()
@@ -128,9 +105,10 @@ def test_an_answer_over_http(stream: bool) -> None:
 
         call = parse_completion({"prompt": [1, 2], "stream": stream})
         replies = Replies(request_id="r", call=call, model="m", created=0, token_text=str)
-        await CallReply(events, replies, timeout_s=30.0)({"type": "http"}, receive, send)
+        await CallReply(answer, 1, replies, timeout_s=30.0)({"type": "http"}, receive, send)
 
     nothing_left(scene)
     parts = [message["body"] for message in sent if message["type"] == "http.response.body"]
-    reported = parts[1].removeprefix(b"data: ") if stream else parts[0]
+    events = b"".join(parts).split(b"\n\n")
+    reported = events[1].removeprefix(b"data: ") if stream else parts[0]
     assert json.loads(reported)["error"]["message"] == "All are full."

@@ -15,6 +15,7 @@ from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
 from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer
 from baton.wire import NodeRecord, Role
+from router.answers import Collected
 from router.config import RouterConfig
 from router.retries import PLACEMENT_DOUBLINGS_MAX
 from tests.support.router_records import MODEL, client_call, lone_router
@@ -69,8 +70,9 @@ def ask_once(cluster: Cluster, *, nodes: int, search_ms_max: int = int(WAIT_S_MA
         request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1]))
         try:
             async with asyncio.timeout(WAIT_S_MAX):
-                events = router.generate(request, client_call(loop.time() + WAIT_S_MAX))
-                ids = [token async for event in events for token in event.tokens.ids]
+                answer = Collected()
+                await router.run(request, client_call(loop.time() + WAIT_S_MAX), answer)
+                ids = [token for part in answer.parts for token in part.ids]
                 assert ids == cluster.asked[-1:]
         finally:
             await router.close()

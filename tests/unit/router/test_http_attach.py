@@ -14,6 +14,7 @@ from batonpb import inference_pb2
 from baton.errors import BatonError, Reason
 from baton.ids import Attempt, Incarnation, RequestId
 from baton.rpc import ChannelLimits, Channels
+from router.answers import AnswerPart, AnswerSink
 from router.config import RouterConfig
 from router.http_attach import LAST_EVENT_ID
 from router.http_connection import SOURCE
@@ -28,7 +29,7 @@ from tests.support.router_records import lone_router
 from tests.support.sse import Stream
 from tests.unit.router.test_keys import made
 from tests.unit.router.test_prefill_nodes import RECORD
-from tests.unit.router.test_resume_tokens import events_of
+from tests.unit.router.test_resume_tokens import events_of, for_client
 from tests.unit.router.test_text import CODEC
 
 TEXT: Final = "a🦊b a stop"
@@ -36,6 +37,19 @@ IDS: Final = list(CODEC.encode(TEXT))
 OURS: Final = RequestId("0123456789abcdef" * 2)
 BODY: Final[dict[str, Any]] = {"prompt": [1, 2, 3], "stream": True, "resumable": True}
 Events = AsyncGenerator[inference_pb2.GenerateEvent, None]
+
+
+def give(sink: AnswerSink, event: inference_pb2.GenerateEvent, place: Place | None) -> None:
+    if event.HasField("started"):
+        sink.started(event.started, place)
+    elif event.HasField("finished"):
+        sink.finished(event.finished, place)
+    else:
+        tokens = event.tokens
+        part = AnswerPart(
+            first_index=tokens.first_index, ids=tokens.ids, text=tokens.text, logprobs=tokens.logprobs, place=place
+        )
+        sink.tokens(part)
 
 
 class Written:
@@ -56,12 +70,12 @@ class Written:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.node, name)
 
-    def generate(self, request: inference_pb2.GenerateRequest | None, call: ClientCall) -> Events:
+    async def run(self, request: inference_pb2.GenerateRequest | None, call: ClientCall, sink: AnswerSink) -> None:
         had = call.resume.place if call.resume is not None else None
         self.calls.append(("generate" if had is None else "attach", request, call))
         if had is not None:
             self.attached.set()
-        return self._answer(call, had or Place())
+        await self._answer(call, had or Place(), sink)
 
     async def forget(self, token: ResumeToken, use: KeyUse | None) -> None:
         self.forgotten.append((token, use.key.name if use is not None else None))
@@ -71,8 +85,8 @@ class Written:
     async def end_former(self, token: ResumeToken, use: KeyUse) -> None:
         self.came_back.append((use.key.name, len(token.places)))
 
-    async def _answer(self, call: ClientCall, had: Place) -> Events:
-        unseen, resume = Unseen(had), call.resume
+    async def _answer(self, call: ClientCall, had: Place, sink: AnswerSink) -> None:
+        unseen = Unseen(had)
         started = inference_pb2.Started(request_id=call.id, prompt_tokens=3)
         finished = events_of(IDS, [1, 2], [])
         finished[-1].finished.stats.output_tokens = len(IDS)
@@ -80,13 +94,10 @@ class Written:
             await asyncio.sleep(0)
             if self.error is not None and count >= self.fails_after:
                 raise self.error
-            event = unseen.take(each)
-            if event is None:
+            if (event := for_client(unseen, each)) is None:
                 continue
-            if resume is not None:
-                place = unseen.place(OURS, Attempt(0), Incarnation(7))
-                event.resume_token = resume.token(place).encode()
-            yield event
+            place = unseen.place(OURS, Attempt(0), Incarnation(7)) if call.resume is not None else None
+            give(sink, event, place)
 
 
 class Client:

@@ -19,6 +19,7 @@ from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
 from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer, begun
 from baton.wire import NodeRecord, Role
+from router.answers import Collected
 from router.config import RouterConfig
 from router.job import Inbox
 from router.node import RouterNode
@@ -114,15 +115,14 @@ class Scene:
             return real(retries, error, **reported)
 
         request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1]))
-        stats = inference_pb2.RequestStats()
+        answer = Collected()
         try:
             with patch.object(Retries, "judge", judge):
-                async for event in self.router.generate(request, client_call(loop.time() + WAIT_S_MAX)):
-                    stats.MergeFrom(event.finished.stats)
+                await self.router.run(request, client_call(loop.time() + WAIT_S_MAX), answer)
         finally:
             await self.router.close()
             await channels.close()
-        return stats
+        return answer.end.stats
 
 
 @pytest.mark.parametrize("listens", [False, True])

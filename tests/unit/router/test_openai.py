@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from baton.errors import BatonError, Code, Reason
 from engine.demo_model import CHAT_TEMPLATE, DemoModelParams, write_demo_model
+from router.answers import AnswerPart
 from router.chat_template import ChatTemplate
 from router.openai import (
     CHOICES_MAX,
@@ -178,8 +179,8 @@ def test_log_probabilities_are_json(chat: bool) -> None:
     call = OpenAiCall(chat=chat, requests=(), n=1, stream=True, include_usage=False, logprobs=True)
     replies = Replies(request_id="i", call=call, model="m", created=1, token_text=["ab", "\ufffd"].__getitem__)
     found = common_pb2.TokenLogprobs(logprob=-math.inf, top_ids=[0], top_logprobs=[-0.5])
-    event = inference_pb2.GenerateEvent(tokens=inference_pb2.Tokens(ids=[0, 1], text="ab", logprobs=[found, found]))
-    chunks = [replies.chunk(0, event), replies.chunk(0, event)]
+    part = AnswerPart(first_index=0, ids=[0, 1], text="ab", logprobs=[found, found], place=None)
+    chunks = [replies.chunk(0, part), replies.chunk(0, part)]
     text = json.dumps(chunks, allow_nan=False)
     pieces = [chunk["choices"][0]["logprobs"] for chunk in json.loads(text)]
     if chat:
@@ -196,9 +197,9 @@ def test_a_prompt_counts_once_however_many_answers_it_has() -> None:
     call = parse_completion({"prompt": ["a", "b"], "n": 2})
     replies = Replies(request_id="i", call=call, model="m", created=1, token_text=str)
     for index in range(4):
-        replies.count(index, inference_pb2.GenerateEvent(started=inference_pb2.Started(prompt_tokens=10)))
+        replies.started(index, inference_pb2.Started(prompt_tokens=10))
         stats = inference_pb2.RequestStats(output_tokens=3, prompt_tokens_cached=4)
-        replies.count(index, inference_pb2.GenerateEvent(finished=inference_pb2.Finished(stats=stats)))
+        replies.finished(index, inference_pb2.Finished(stats=stats))
     assert (replies.prompt_tokens, replies.cached_tokens, replies.completion_tokens) == (20, 8, 12)
     assert replies.usage()["total_tokens"] == 32
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 from dataclasses import replace
@@ -13,12 +14,16 @@ from baton.errors import REGION_BLOCKS_KEY, BatonError, Code, Reason
 from baton.ids import Attempt, Incarnation, NodeName, RequestId, RequestKey
 from baton.lifecycle import Lifecycle
 from baton.wire import BlockLoad, NodeLoad, NodeRecord, Role
+from router.answers import Collected
+from router.config import RouterConfig
 from router.job import Job
 from router.line import Place, Priority
 from router.placement import ANSWER_TOKENS_MIN, RegionWatch, answer_tokens, outgrown, tokens_max
 from router.prefill_nodes import PrefillNodes
 from router.request import CheckedRequest
 from router.retries import Retries, RetryConfig
+from router.text import AnswerText
+from router.turns import Turns
 from tests.support.router_records import MODEL, client_call
 
 SIZE = MODEL.block_size
@@ -45,12 +50,19 @@ def with_pins(record: NodeRecord, pinned: int) -> NodeRecord:
 
 def request(prompt: int, *, output: int = 0) -> Job:
     """One of so many tokens, whose client has so many of the answer."""
+    checked = CheckedRequest(
+        prompt=tuple(range(prompt)), sampling=common_pb2.SamplingSpec(), stop=(), include_stop=False
+    )
+    now_s = itertools.count().__next__
     job = Job(
         id=RequestId("r"),
         call=client_call(60.0),
-        checked=CheckedRequest(
-            prompt=tuple(range(prompt)), sampling=common_pb2.SamplingSpec(), stop=(), include_stop=False
-        ),
+        checked=checked,
+        sink=Collected(),
+        text=AnswerText(None, checked),
+        config=RouterConfig(),
+        turns=Turns(lambda _: None, now_s),
+        now_s=now_s,
         began_s=0.0,
         place=Place(priority=Priority.NORMAL, rank=(0.0, 1), size_bytes=1),
         retries=Retries(config=RetryConfig(), search_ms_max=10_000),

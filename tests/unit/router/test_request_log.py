@@ -6,7 +6,6 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
 from baton.rpc import ChannelLimits, Channels, RpcLimits, RpcServer
 from baton.wire import NodeRecord, Role
+from router.answers import Collected
 from router.config import RouterConfig
 from router.line import Priority
 from router.metrics import RouterMetrics
@@ -73,11 +73,9 @@ def asked(
         request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1]))
         change(request)
         until_s = loop.time() + deadline_s
-        events = router.generate(request, client_call(until_s, name="mine"))
         try:
-            async with asyncio.timeout(WAIT_S_MAX), asyncio.timeout_at(until_s), aclosing(events):
-                async for _ in events:
-                    pass
+            async with asyncio.timeout(WAIT_S_MAX), asyncio.timeout_at(until_s):
+                await router.run(request, client_call(until_s, name="mine"), Collected())
         except (BatonError, TimeoutError) as ended:
             return ended
         finally:

@@ -55,11 +55,28 @@ def events_of(ids: Sequence[int], sizes: Sequence[int], stops: Sequence[str]) ->
     return [*made, Event(finished=inference_pb2.Finished(reason=common_pb2.FINISH_REASON_STOP))]
 
 
+def for_client(unseen: Unseen, event: Event) -> Event | None:
+    """What the client gets of it."""
+    if event.HasField("tokens"):
+        all_ = event.tokens
+        if (known := unseen.take(all_.first_index, all_.ids, all_.text)) is None:
+            return None
+        seen, chars = known
+        new = inference_pb2.Tokens(
+            first_index=all_.first_index + seen,
+            ids=all_.ids[seen:],
+            text=all_.text[chars:],
+            logprobs=all_.logprobs[seen:],
+        )
+        return Event(tokens=new)
+    return event if event.HasField("started") or unseen.end() else None
+
+
 def served(events: Sequence[Event], had: Place = NOTHING, *, attempt: int = 0) -> Iterator[tuple[Event, Place]]:
     """What a client that has `had` gets, and the place behind each event."""
     unseen = Unseen(had)
     for event in events:
-        if (new := unseen.take(event)) is not None:
+        if (new := for_client(unseen, event)) is not None:
             yield new, unseen.place(ID, Attempt(attempt), Incarnation(7))
 
 
@@ -131,7 +148,7 @@ def test_the_place_of_a_client_stays_until_it_gets_more() -> None:
     """It attaches and loses its connection again before the first new token: it has what it had."""
     had = Place(request=ID, tokens=3, chars=3, crc=tokens_crc([1, 2, 3]))
     unseen = Unseen(had)
-    unseen.take(events_of([1, 2, 3], [2], [])[0])
+    for_client(unseen, events_of([1, 2, 3], [2], [])[0])
     assert unseen.place(*FIRST) == replace(had, decode=Incarnation(7))
 
 
@@ -173,7 +190,7 @@ def test_places_of_several_answers_become_one_token() -> None:
     second = Place(request=ID, tokens=1, chars=1, crc=3)
     both = Places(replace(resume.token(Place(), Place()), http=HTTP))
     for behind in (second, replace(second, finished=True)):
-        both.follow(1, resume.token(behind).encode(), text_offset=4, prompt_tokens=5)
+        both.follow(1, behind, text_offset=4, prompt_tokens=5)
         noted = replace(behind, text_offset=4, prompt_tokens=5 if behind.finished else 0)
         assert ResumeToken.decode(both.token()) == replace(resume.token(Place(), noted), http=HTTP)
 
