@@ -53,9 +53,15 @@ class Supervision:
 
     def __init__(self, workers: int, *, now_s: float) -> None:
         self._workers = [_Worker(start_at_s=now_s) for _ in range(workers)]
+        self._ticked_s = now_s
         self._stopping = False
 
     def tick(self, now_s: float) -> list[Instruction]:
+        stood_still_s = now_s - self._ticked_s
+        self._ticked_s = now_s
+        if stood_still_s >= SILENT_S:  # this process itself: nobody could be heard
+            for worker in self._workers:
+                worker.began_s, worker.heard_s = worker.began_s + stood_still_s, worker.heard_s + stood_still_s
         due: list[Instruction] = []
         for number, worker in enumerate(self._workers):
             if not worker.runs:

@@ -68,14 +68,14 @@ class FromWorker(_message.Message):
     def __init__(self, number: _Optional[int] = ..., answers: _Optional[int] = ..., error: _Optional[_Union[PeerError, _Mapping]] = ..., ready: _Optional[_Union[WorkerReady, _Mapping]] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ..., taken: _Optional[int] = ..., closed: _Optional[_Union[ClosedConnections, _Mapping]] = ..., key: _Optional[_Union[KeyQuestion, _Mapping]] = ..., metrics: _Optional[_Union[MetricSamples, _Mapping]] = ..., warm_done: _Optional[_Union[WarmDone, _Mapping]] = ..., end_former: _Optional[_Union[EndFormer, _Mapping]] = ..., key_news: _Optional[_Union[KeyNews, _Mapping]] = ...) -> None: ...
 
 class WorkerStart(_message.Message):
-    __slots__ = ("config", "worker", "workers")
-    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("setup", "worker", "workers")
+    SETUP_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
-    config: bytes
+    setup: bytes
     worker: int
     workers: int
-    def __init__(self, config: _Optional[bytes] = ..., worker: _Optional[int] = ..., workers: _Optional[int] = ...) -> None: ...
+    def __init__(self, setup: _Optional[bytes] = ..., worker: _Optional[int] = ..., workers: _Optional[int] = ...) -> None: ...
 
 class NewConnection(_message.Message):
     __slots__ = ("number", "door", "peer", "surplus")
@@ -90,26 +90,30 @@ class NewConnection(_message.Message):
     def __init__(self, number: _Optional[int] = ..., door: _Optional[int] = ..., peer: _Optional[str] = ..., surplus: bool = ...) -> None: ...
 
 class NodesKnown(_message.Message):
-    __slots__ = ("records", "trouble", "refusal_reason", "refusal", "refusal_retry_after_ms")
-    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("changed", "names", "trouble", "refusal_reason", "refusal", "refusal_retry_after_ms")
+    CHANGED_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_REASON_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
-    records: _containers.RepeatedCompositeFieldContainer[_directory_pb2.NodeRecord]
+    changed: _containers.RepeatedCompositeFieldContainer[_directory_pb2.NodeRecord]
+    names: _containers.RepeatedScalarFieldContainer[str]
     trouble: str
     refusal_reason: str
     refusal: str
     refusal_retry_after_ms: int
-    def __init__(self, records: _Optional[_Iterable[_Union[_directory_pb2.NodeRecord, _Mapping]]] = ..., trouble: _Optional[str] = ..., refusal_reason: _Optional[str] = ..., refusal: _Optional[str] = ..., refusal_retry_after_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, changed: _Optional[_Iterable[_Union[_directory_pb2.NodeRecord, _Mapping]]] = ..., names: _Optional[_Iterable[str]] = ..., trouble: _Optional[str] = ..., refusal_reason: _Optional[str] = ..., refusal: _Optional[str] = ..., refusal_retry_after_ms: _Optional[int] = ...) -> None: ...
 
 class WorkerLifecycle(_message.Message):
-    __slots__ = ("ready", "takes_requests")
+    __slots__ = ("ready", "takes_requests", "number")
     READY_FIELD_NUMBER: _ClassVar[int]
     TAKES_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     ready: bool
     takes_requests: bool
-    def __init__(self, ready: bool = ..., takes_requests: bool = ...) -> None: ...
+    number: int
+    def __init__(self, ready: bool = ..., takes_requests: bool = ..., number: _Optional[int] = ...) -> None: ...
 
 class Siblings(_message.Message):
     __slots__ = ("shares",)
@@ -132,18 +136,22 @@ class WorkerReady(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("requests", "waiting", "calls", "shares", "loop_lag_ms_max")
+    __slots__ = ("requests", "waiting", "calls", "shares", "loop_lag_ms_max", "lifecycle", "grpc_open")
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
     SHARES_FIELD_NUMBER: _ClassVar[int]
     LOOP_LAG_MS_MAX_FIELD_NUMBER: _ClassVar[int]
+    LIFECYCLE_FIELD_NUMBER: _ClassVar[int]
+    GRPC_OPEN_FIELD_NUMBER: _ClassVar[int]
     requests: int
     waiting: int
     calls: int
     shares: _containers.RepeatedCompositeFieldContainer[PrefillShare]
     loop_lag_ms_max: int
-    def __init__(self, requests: _Optional[int] = ..., waiting: _Optional[int] = ..., calls: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[PrefillShare, _Mapping]]] = ..., loop_lag_ms_max: _Optional[int] = ...) -> None: ...
+    lifecycle: int
+    grpc_open: bool
+    def __init__(self, requests: _Optional[int] = ..., waiting: _Optional[int] = ..., calls: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[PrefillShare, _Mapping]]] = ..., loop_lag_ms_max: _Optional[int] = ..., lifecycle: _Optional[int] = ..., grpc_open: bool = ...) -> None: ...
 
 class ClosedConnections(_message.Message):
     __slots__ = ("numbers",)
@@ -268,7 +276,7 @@ class KeyUsed(_message.Message):
     def __init__(self, key_name: _Optional[str] = ..., output_tokens: _Optional[int] = ..., ended: _Optional[_Iterable[int]] = ..., left: _Optional[_Iterable[str]] = ..., came_back: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class MetricSamples(_message.Message):
-    __slots__ = ("text",)
-    TEXT_FIELD_NUMBER: _ClassVar[int]
-    text: bytes
-    def __init__(self, text: _Optional[bytes] = ...) -> None: ...
+    __slots__ = ("values",)
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: bytes
+    def __init__(self, values: _Optional[bytes] = ...) -> None: ...
