@@ -17,7 +17,6 @@ from tests.support.cluster_harness import (
     RunningCluster,
     http_call,
     http_endpoint,
-    make_request,
     metrics_text,
     mock_spec,
     mock_tokens,
@@ -32,7 +31,10 @@ WORKERS: Final = 2
 @pytest.fixture
 def cluster() -> Iterator[RunningCluster]:
     spec = replace(
-        mock_spec(), http="127.0.0.1:0", metrics="127.0.0.1:0", node_flags={ROUTER: {"workers": WORKERS}}
+        mock_spec(),
+        http="127.0.0.1:0",
+        metrics="127.0.0.1:0",
+        node_flags={ROUTER: {"workers": WORKERS, "lame_duck_ms": 0}},
     )
     with running(spec) as started:
         yield started
@@ -40,7 +42,7 @@ def cluster() -> Iterator[RunningCluster]:
 
 def workers(cluster: RunningCluster) -> list[int]:
     """Their process ids."""
-    children = Path(f"/proc/{cluster.pid(ROUTER)}/task")
+    children = Path(f"/proc/{cluster.cluster.pids[ROUTER]}/task")
     pids = [int(pid) for thread in children.iterdir() for pid in (thread / "children").read_text().split()]
     return [pid for pid in pids if b"router.worker " in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
@@ -59,7 +61,7 @@ async def served(cluster: RunningCluster) -> None:
     assert (await cluster.client.generate([5, 6], max_tokens=4)).ids == mock_tokens([5, 6], 4)
 
 
-async def test_two_workers_serve_and_one_is_killed(cluster: RunningCluster) -> None:
+def test_two_workers_serve_and_one_is_killed(cluster: RunningCluster) -> None:
     """Answers come over gRPC and HTTP. A worker is killed: another one takes its place, and the port has never gone."""
 
     async def scene() -> None:
@@ -78,3 +80,54 @@ async def test_two_workers_serve_and_one_is_killed(cluster: RunningCluster) -> N
         await served(cluster)
 
     cluster.run(scene())
+
+
+def test_a_stopped_worker_is_killed_and_replaced(cluster: RunningCluster) -> None:
+    """A worker stands still. New connections go to the other one, within half a second; after five it is replaced."""
+
+    async def scene() -> None:
+        first = workers(cluster)
+        os.kill(first[1], signal.SIGSTOP)
+        for _ in range(4):
+            assert (await http_answer(cluster))["usage"]["completion_tokens"] == 4
+
+        async def replaced() -> bool:
+            return len(workers(cluster)) == WORKERS and first[1] not in workers(cluster)
+
+        await wait_for(replaced, "the worker to be replaced", story=cluster.story)
+        await served(cluster)
+
+    cluster.run(scene())
+
+
+def test_a_router_with_workers_is_drained_and_undrained(cluster: RunningCluster) -> None:
+    """It is drained with its workers, takes calls again at the same port, and leaves no process behind."""
+
+    async def scene() -> None:
+        await served(cluster)
+        await cluster.order(ROUTER, "Drain")
+
+        async def drained() -> bool:
+            return (await cluster.status(ROUTER)).safe_to_delete
+
+        await wait_for(drained, "the router to be drained", story=cluster.story)
+        await cluster.order(ROUTER, "Undrain")
+
+        async def serves() -> bool:
+            return (await http_health(cluster)) == 200
+
+        await wait_for(serves, "the router to serve again", story=cluster.story)
+        await served(cluster)
+        assert "baton_requests_total" in metrics_text(cluster)
+        pids = workers(cluster)
+        cluster.set_down(ROUTER)
+        cluster.send_signal(ROUTER, signal.SIGTERM)
+        assert await cluster.wait_exit(ROUTER) == 0
+        assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+    cluster.run(scene())
+
+
+async def http_health(cluster: RunningCluster) -> int:
+    status, _, _ = await asyncio.to_thread(http_call, http_endpoint(cluster), "GET", "/health")
+    return status
