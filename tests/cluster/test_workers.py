@@ -47,6 +47,10 @@ def workers(cluster: RunningCluster) -> list[int]:
     return [pid for pid in pids if b"router.worker " in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
+def lives(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
 async def http_answer(cluster: RunningCluster) -> dict[str, Any]:
     body = json.dumps({"prompt": [5, 6], "max_tokens": 4, "temperature": 0}).encode()
     status, _, text = await asyncio.to_thread(http_call, http_endpoint(cluster), "POST", "/v1/completions", body)
@@ -123,7 +127,7 @@ def test_a_router_with_workers_is_drained_and_undrained(cluster: RunningCluster)
         cluster.set_down(ROUTER)
         cluster.send_signal(ROUTER, signal.SIGTERM)
         assert await cluster.wait_exit(ROUTER) == 0
-        assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+        assert not any(map(lives, pids))
 
     cluster.run(scene())
 
