@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from baton.endpoint import Address, join_endpoint
+from baton.errors import BatonError, Reason
 from baton.log import get_log
 from baton.native import load
 
@@ -80,12 +81,14 @@ class Http2Front:
     def __init__(
         self, native: NativeFront, *, rng: random.Random, ended: Callable[[int, Ended], None] = lambda *_: None
     ) -> None:
-        """`ended(number, why)` is called on the loop, once for each connection. Raises OSError."""
+        """`ended(number, why)` is called on the loop, once for each connection. Raises BatonError LISTEN_REFUSED."""
         self._native = native
         self._ended = ended
         self._front = native.open(rng.getrandbits(64))
         if not self._front:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            why = os.strerror(ctypes.get_errno()).lower()
+            text = f"The gRPC port cannot open: {why}. Raise this process' limits of open files, threads and memory."
+            raise BatonError(Reason.LISTEN_REFUSED, text)
         self._loop = asyncio.get_running_loop()
         self._news: int = native.news(self._front)
         self._loop.add_reader(self._news, self._report)
@@ -99,12 +102,18 @@ class Http2Front:
         return self._server is not None
 
     def next_place(self) -> str:
-        """Where the next gRPC server is to listen: a path that others of this machine may not enter. Raises OSError."""
-        try:
-            folder = tempfile.mkdtemp(prefix="baton-front-")
-        except OSError:
-            folder = tempfile.mkdtemp(prefix="baton-front-", dir=_SHARED_MEMORY)
-        return f"{folder}/grpc"
+        """Where the next gRPC server is to listen: a path that others of this machine may not enter.
+
+        Raises BatonError LISTEN_REFUSED.
+        """
+        refused: list[str] = []
+        for parent in (None, _SHARED_MEMORY):
+            try:
+                return f"{tempfile.mkdtemp(prefix='baton-front-', dir=parent)}/grpc"
+            except OSError as error:
+                refused.append(str(error))
+        text = f"The gRPC port cannot open: its socket has no folder ({', '.join(refused)}). Set TMPDIR to one that "
+        raise BatonError(Reason.LISTEN_REFUSED, f"{text}this process can write to.")
 
     def lead_to(self, place: str | None) -> None:
         """From now on clients are led to the server that listens there; None: to nobody. Those that are connected stay

@@ -274,7 +274,7 @@ class RpcServer:
         self.set_open(self._wanted_open)
 
     def _bind(self, server: grpc.aio.Server, listen: str) -> int:
-        """Where clients reach it. Raises BatonError PORT_IN_USE."""
+        """Where clients reach it. Raises BatonError PORT_IN_USE or LISTEN_REFUSED."""
         if self._front is None:
             return _bind(server, listen, "listen", self._tls)
         self._next_place = self._front.next_place()

@@ -9,7 +9,7 @@ Processor time of each process (of the decode node: of the threads that compute,
 work on the machine harms little; figures and what is compared: docs/bench.md. Servers alternate. The router's figures
 are with a mock engine on a real decode node, which paces tokens: `--rate` a second in all. Those of the decode node are
 with a model of one layer, which vLLM serves too, both as fast as they can. One process of clients, the same for all.
-`--before TREE` measures the code of another checkout beside this one.
+`--trees` measures the code of other checkouts beside this one's.
 """
 
 from __future__ import annotations
@@ -129,14 +129,12 @@ async def measure(args: argparse.Namespace, folder: Path) -> list[Run]:
         for door in args.doors:
             await add(bare(door, args.rate))
         await add(baton(ROUTER))
-        if args.before is not None:
-            await add(baton("router before", tree=args.before.resolve()))
+        for tree in args.trees:
+            await add(baton(f"{ROUTER} of {tree.name}", tree=tree.resolve()))
         if args.workers:
             await add(baton(WORKERS, workers=2))
         if args.one_layer and "http" in args.doors:
             await add(baton(MODEL, mock=False))
-            if args.before is not None:
-                await add(baton(f"{MODEL} before", mock=False, tree=args.before.resolve()))
         if args.vllm_python is not None and "http" in args.doors:
             await add(vllm(args.vllm_python, model_folder, folder / "vllm.log"))
         rounds = Rounds(args, clients, servers)
@@ -184,7 +182,7 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="16 and 200 streams, two rounds")
     parser.add_argument("--no-one-layer", dest="one_layer", action="store_false", help="not the decode node's figure")
     parser.add_argument("--workers", type=int, default=0, help="measure a router with so many workers too")
-    parser.add_argument("--before", type=Path, metavar="TREE", help="a checkout to measure beside this one")
+    parser.add_argument("--trees", type=Path, nargs="+", default=[], help="checkouts to measure beside this one")
     parser.add_argument("--vllm-python", type=Path, help="the Python of an environment with vLLM")
     parser.add_argument("--soak", type=float, metavar="SECONDS", help="do this in place of all else")
     parser.add_argument("--soak-streams", type=int, default=SOAK_STREAMS)

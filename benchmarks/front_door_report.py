@@ -82,7 +82,7 @@ class Bar:
 
     def __str__(self) -> str:
         verdict = "pass" if self.value <= self.limit else "MISS"
-        return f"{self.what:<62} {self.value:6.2f}  bar {self.limit:<4g} {verdict}"
+        return f"{self.what:<80} {self.value:6.2f}  bar {self.limit:<4g} {verdict}"
 
 
 class Figures:
@@ -108,13 +108,15 @@ class Figures:
                 mine = self.of(door, streams, ROUTER, what)
                 label = f"{door}, {streams} streams, {text}:"
                 if door == "http":
-                    ratio(f"{label} of vLLM's", mine, self.of(door, streams, VLLM, what), VLLM_MAX)
+                    peer = self.of(door, streams, VLLM, what)
+                    ratio(f"{label} of vLLM's", mine, peer, VLLM_MAX)
+                    ratio(f"{label} (same model) of vLLM's", self.of(door, streams, MODEL, what), peer, VLLM_MAX)
                     ratio(f"{label} of the bare loop's", mine, self.of(door, streams, BARE_HTTP, what), BARE_HTTP_MAX)
                 else:
                     ratio(f"{label} of grpc.aio's", mine, self.of(door, streams, BARE_GRPC, what), BARE_GRPC_MAX)
-            for server in (MODEL, ROUTER):
+            for server, node_of in ((MODEL, "decode node, a token:"), (ROUTER, "decode node, mock engine, a token:")):
                 node = self.of(door, streams, server, "node_token_us")
-                text = f"{door}, {streams} streams, decode node ({server}), a token: of the bare loop's"
+                text = f"{door}, {streams} streams, {node_of} of the bare loop's"
                 ratio(text, node, self.of("http", streams, BARE_HTTP, "token_us"), NODE_MAX)
             two, one = (self.of(door, streams, each, "token_us") for each in (WORKERS, ROUTER))
             ratio(f"{door}, {streams} streams, two workers, a token: of one's", two, one, WORKERS_MAX)

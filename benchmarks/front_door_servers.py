@@ -133,7 +133,7 @@ async def vllm(python: Path, folder: Path, log: Path) -> AsyncIterator[Server]:
         give_up_s = time.monotonic() + START_S_MAX
         while not await _listens(port):
             if process.poll() is not None or time.monotonic() > give_up_s:
-                raise SystemExit(f"vLLM did not start; its log is {log}")
+                raise SystemExit(f"vLLM did not start; the end of its log:\n{_tail(log)}")
             await asyncio.sleep(0.5)
         address = f"127.0.0.1:{port}"
         yield Server(name="vLLM", front=process.pid, doors={"http": address}, model=folder.name, paced=False)
@@ -164,3 +164,7 @@ def write_models(folder: Path) -> tuple[Path, Path]:
     if not (model / "config.json").exists():
         write_demo_model(model, ONE_LAYER)
     return mock, model
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace")[-4_000:]

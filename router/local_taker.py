@@ -40,7 +40,7 @@ class LocalTaker:
         self.front: Http2Front | None = None
 
     def open_front(self, native: NativeFront, *, rng: random.Random, now_s: Callable[[], float]) -> Http2Front:
-        """Raises OSError."""
+        """Raises BatonError LISTEN_REFUSED."""
         self._repeats = RepeatLog(log, now_s)
         self.front = Http2Front(native, rng=rng, ended=self._over)
         return self.front

@@ -131,10 +131,9 @@ TRANSFER_S: Final = Figure(
 _FIGURES: Final = {
     each.name: each
     for each in (
-        REQUESTS, RESUMPTIONS, ATTACHES, CONNECTIONS_REFUSED, CONNECTIONS_ENDED,
-        CORRUPT, QUEUED, IN_LINE, LINE_S, RUNNING, TTFT_S, ITL_S, E2E_S, PROMPT_TOKENS,
+        REQUESTS, RESUMPTIONS, ATTACHES, CORRUPT, QUEUED, IN_LINE, LINE_S, RUNNING, TTFT_S, ITL_S, E2E_S, PROMPT_TOKENS,
         CACHED_TOKENS, SKIPPED_TOKENS, OUTPUT_TOKENS, KEPT, LOOP_LAG_S, TRANSFER_BYTES, BLOCKS_WRITTEN, BLOCKS_SKIPPED,
-        TRANSFER_S,
+        TRANSFER_S, CONNECTIONS_REFUSED, CONNECTIONS_ENDED,
     )
 }  # fmt: skip
 _Values = list[float]
@@ -229,6 +228,7 @@ class RouterMetrics:
         self.figures.add(CONNECTIONS_REFUSED, door.label)
 
     def connection_ended(self, why: Ended) -> None:
+        """By the front."""
         self.figures.add(CONNECTIONS_ENDED, why.name.lower())
 
     def text(self) -> bytes:

@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from baton.errors import Reason
+from baton.http2_front import native_front
+from baton.native import NativeLibrary
 from cli.services import Service
 from router.text import TextCodec
 from tests.support.cluster_harness import (
@@ -85,3 +88,20 @@ def test_the_router_keeps_no_channel_to_what_is_gone() -> None:
             await assert_conserved(cluster)
 
     asyncio.run(scenario())
+
+
+def test_a_router_without_a_compiler_serves(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """It has no front: gRPC listens itself, and the log says once what that costs."""
+
+    async def scenario() -> None:
+        async with inprocess(mock_spec()) as cluster:
+            await ask_exactly(cluster, [5, 6])
+
+    monkeypatch.setattr("baton.http2_front.load", lambda _source: NativeLibrary(handle=None, status="no C compiler"))
+    native_front.cache_clear()
+    try:
+        asyncio.run(scenario())
+    finally:
+        native_front.cache_clear()
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and r.name.endswith("front")]
+    assert "gRPC faces its clients itself" in warning

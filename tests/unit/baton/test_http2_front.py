@@ -7,6 +7,7 @@ import ctypes
 import errno
 import os
 import random
+import resource
 import socket
 import struct
 import tempfile
@@ -22,6 +23,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.errors import BatonError, Reason
 from baton.http2_front import Ended, Http2Front, NativeFront, native_front
 from baton.native import load
 from tests.support import raw_http2 as http2
@@ -483,5 +485,42 @@ def test_ten_thousand_connections_leave_nothing(native: NativeFront) -> None:
                 await made.has_ended(100 * (i + 1))
             while descriptors() > before:  # noqa: ASYNC110  # the server's own take another turn
                 await asyncio.sleep(0)
+
+    asyncio.run(scene())
+
+
+def test_a_front_that_has_no_descriptors_says_so(native: NativeFront) -> None:
+    """The process may open no file more. Nothing is left, and with room it opens."""
+
+    async def scene() -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        before = os.listdir("/proc/self/fd")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        try:
+            with pytest.raises(BatonError) as raised:
+                Http2Front(native, rng=random.Random(1))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert raised.value.reason is Reason.LISTEN_REFUSED
+        assert "too many open files. Raise" in raised.value.message
+        assert os.listdir("/proc/self/fd") == before
+        await Http2Front(native, rng=random.Random(1)).close()
+
+    asyncio.run(scene())
+
+
+def test_a_front_without_a_folder_says_so(native: NativeFront, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the folder for temporary files nor the kernel's memory takes one."""
+
+    def mkdtemp(**_: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def scene() -> None:
+        front = Http2Front(native, rng=random.Random(1))
+        monkeypatch.setattr("baton.http2_front.tempfile.mkdtemp", mkdtemp)
+        with pytest.raises(BatonError, match=r"No space left on device.*Set TMPDIR") as raised:
+            front.next_place()
+        assert raised.value.reason is Reason.LISTEN_REFUSED
+        await front.close()
 
     asyncio.run(scene())

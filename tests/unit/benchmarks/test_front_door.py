@@ -31,7 +31,8 @@ def test_ratios_are_of_medians_and_stand_beside_their_bars() -> None:
     found = bars(replace(RUN, token_us=40.0), RUN, replace(RUN, token_us=90.0), bare, vllm)
     assert found["http, 64 streams, a token: of the bare loop's"] == (5.0, False)
     assert found["http, 64 streams, a token: of vLLM's"] == (0.25, True)
-    assert found["http, 64 streams, decode node (router), a token: of the bare loop's"] == (2.0, True)
+    assert found["http, 64 streams, decode node, mock engine, a token: of the bare loop's"] == (2.0, True)
+    assert found["http, 64 streams, a token, requests in it: of vLLM's"] == (0.3, True)
     assert "5.00  bar 3.5  MISS" in report([RUN, bare])
 
 

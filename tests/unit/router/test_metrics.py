@@ -6,7 +6,9 @@ import pytest
 from batonpb import common_pb2, inference_pb2
 
 from baton.errors import BatonError
+from baton.http2_front import Ended
 from baton.wire import LOCAL_TRANSPORT
+from router.doors import Door
 from router.keys import ApiKey, KeyUse
 from router.metrics import RouterMetrics
 
@@ -87,3 +89,15 @@ def test_keys_by_their_names() -> None:
     ]
     keys.clear()
     assert 'key="' not in metrics.text().decode()
+
+
+def test_connections_of_clients() -> None:
+    """Every door and every reason to end one has a line from the start; a client that leaves is no reason."""
+    metrics = RouterMetrics(list)
+    metrics.connection_refused(Door.GRPC)
+    metrics.connection_ended(Ended.LATE)
+    figures = dict(line.rsplit(" ", 1) for line in metrics.text().decode().splitlines())
+    refused = [figures[f'baton_connections_refused_total{{door="{door}"}}'] for door in ("grpc", "http")]
+    ended = {why: figures.get(f'baton_connections_ended_total{{why="{why.name.lower()}"}}') for why in Ended}
+    assert refused == ["1.0", "0.0"]
+    assert ended == dict.fromkeys(Ended, "0.0") | {Ended.LATE: "1.0", Ended.LEFT: None}

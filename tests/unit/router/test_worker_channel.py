@@ -97,7 +97,7 @@ def test_both_sides_ask_at_once_and_each_gets_its_own_answer() -> None:
 
             async def samples(_asked: worker_pb2.MetricsWanted) -> FromWorker:
                 await asyncio.sleep(0)
-                return FromWorker(metrics=worker_pb2.MetricSamples(text=b"a 1\n"))
+                return FromWorker(metrics=worker_pb2.MetricSamples(values=b"a 1\n"))
 
             both.worker.on_long_question("metrics_wanted", samples)
             questions = [FromWorker(key=worker_pb2.KeyQuestion(key_name=name)) for name in "abc"]
@@ -106,7 +106,7 @@ def test_both_sides_ask_at_once_and_each_gets_its_own_answer() -> None:
                 both.parent.ask(ToWorker(metrics_wanted=worker_pb2.MetricsWanted())),
             )
             assert [each.headers["k"] for each in keys] == ["a", "b", "c"]
-            assert metrics.text == b"a 1\n"
+            assert metrics.values == b"a 1\n"
 
     asyncio.run(situation())
 
