@@ -86,6 +86,7 @@ def test_two_workers_serve_and_one_is_killed(cluster: RunningCluster) -> None:
     cluster.run(scene())
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_killed_and_replaced(cluster: RunningCluster) -> None:
     """A worker stands still. New connections go to the other one, within half a second; after five it is replaced."""
 
@@ -104,6 +105,7 @@ def test_a_stopped_worker_is_killed_and_replaced(cluster: RunningCluster) -> Non
     cluster.run(scene())
 
 
+@pytest.mark.slow
 def test_a_router_with_workers_is_drained_and_undrained(cluster: RunningCluster) -> None:
     """It is drained with its workers, takes calls again at the same port, and leaves no process behind."""
 

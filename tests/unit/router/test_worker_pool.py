@@ -79,6 +79,7 @@ def play(scene: Callable[[Scene], Awaitable[None]]) -> None:
     asyncio.run(limited())
 
 
+@pytest.mark.slow
 def test_a_connection_that_a_dead_worker_had_not_taken_is_served_by_another() -> None:
     """One of two workers stands still while eight clients come, and is killed. All have their answer."""
 
