@@ -7,12 +7,16 @@ waiting for as long as all of them take. The kernel gives out those first that h
 from __future__ import annotations
 
 import asyncio
+import gc
 import select
 import selectors
 from typing import Final
 
 SOCKETS_MAX: Final = 32
 """In one turn."""
+COLLECTED_AT: Final = (2_000, 10, 100)
+"""Objects, and collections of a generation, at which the collector looks at the next one. By default it looks through
+all objects for every 70,000 new ones: what thousands of connections hold, while others wait for 20 ms."""
 
 
 class _Epoll:
@@ -31,3 +35,10 @@ class _Selector(selectors.EpollSelector):
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
     return asyncio.SelectorEventLoop(_Selector())
+
+
+def collect_seldom() -> None:
+    """What is there now stays. A collection that looks through all of it holds the loop for 60 ms and more."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*COLLECTED_AT)

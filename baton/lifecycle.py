@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from enum import Enum, IntEnum
 from types import FrameType
-from typing import Final
+from typing import Final, Protocol
 
 from baton.errors import BatonError, Reason
 
@@ -73,6 +73,20 @@ TRANSITIONS: Final[Mapping[tuple[Lifecycle, LifecycleEvent], Lifecycle]] = {
     (Lifecycle.STOPPED, LifecycleEvent.STOP): Lifecycle.STOPPED,
 }
 """All that may happen; anything else is an error. An event that changes nothing is allowed."""
+
+
+class Readiness(Protocol):
+    """What those who serve requests ask of a lifecycle: a node's own one, or the one that a worker is told of."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether new requests are to come here."""
+        ...
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether those that come are served."""
+        ...
 
 
 class NodeLifecycle:

@@ -102,6 +102,14 @@ def set_up_logging(
     return handler
 
 
+def logging_set_up() -> tuple[LogLevel, LogFormat]:
+    """As `set_up_logging` was last told, for other processes of this one."""
+    formatters = {type(handler.formatter) for handler in logging.getLogger().handlers}
+    log_format = LogFormat.JSON if JsonFormatter in formatters else LogFormat.TEXT
+    level = logging.getLogger(_ROOT).getEffectiveLevel()
+    return LogLevel(logging.getLevelName(level).lower()), log_format
+
+
 def _time_text(record: logging.LogRecord) -> str:
     """Local time with its offset from UTC, so that lines of several machines can be ordered."""
     return datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")

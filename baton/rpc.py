@@ -173,11 +173,17 @@ class RpcServer:
         self._health: HealthService | None = None
         self._front: Http2Front | None = None
         self._front_port = 0
+        self._aside = False
         self._next_place = ""
 
     def stand_behind(self, front: Http2Front, port: int) -> None:
         """Clients come by way of `front`, from `port`, at which others listen. `start` then binds no port for them."""
         self._front, self._front_port = front, port
+
+    def stand_aside(self, port: int) -> None:
+        """Other processes serve the clients, from `port`, at which others listen. Of this server there are only the
+        probes."""
+        self._aside, self._front_port = True, port
 
     def authorize_by(self, authorize: Callable[[str, Any], Awaitable[None]]) -> None:
         """`authorize(method, context)` raises BatonError for a call of OPERATOR_METHODS that is not an operator's.
@@ -208,16 +214,19 @@ class RpcServer:
         Raises BatonError PORT_IN_USE, LISTEN_REFUSED or BAD_ENDPOINT; nothing is left running then.
         """
         assert not self._place, "started twice"
-        if self._front is None:
+        if self._front is None and not self._aside:
             await check_can_bind(listen)
         if probe_listen is not None:
             await check_can_bind(probe_listen, setting="probe_listen")
         server = self._build()
-        bound = self._bind(server, listen)
+        bound = self._front_port if self._aside else self._bind(server, listen)
         if probe_listen is not None:
             self._probes = self._build_probes()
             _bind(self._probes, probe_listen, "probe_listen", None)
             await self._probes.start()
+        if self._aside:
+            self._place = listen
+            return bound
         await server.start()
         self._lead_clients()
         self._server, self._place = server, join_endpoint(split_endpoint(listen)[0], bound)
@@ -236,6 +245,8 @@ class RpcServer:
         `probe_listen` stays open.
         """
         self._wanted_open = wanted
+        if self._aside:
+            return
         if not wanted and self._server is not None:
             server, self._server = self._server, None
             if self._front is not None:

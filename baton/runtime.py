@@ -173,6 +173,7 @@ class NodeRuntime:
         return Channels(limits=ChannelLimits(liveness=self.config.liveness), rng=self.rng, tls=self.tls)
 
     def record(self) -> NodeRecord:
+        load, lag_ms = self.load(), round(self.loop_lag.max_ms)
         return NodeRecord(
             name=self.name,
             role=self.role,
@@ -180,7 +181,7 @@ class NodeRuntime:
             endpoint=self.endpoint,
             lifecycle=self.lifecycle.state,
             model=self.model,
-            load=dataclasses.replace(self.load(), control_loop_lag_ms_max=round(self.loop_lag.max_ms)),
+            load=dataclasses.replace(load, control_loop_lag_ms_max=max(lag_ms, load.control_loop_lag_ms_max)),
             transports=self.transports,
             admin_endpoint=self.admin_endpoint,
         )

@@ -4,7 +4,6 @@ directory`, `baton router`, `baton prefill`, `baton decode`, `baton mixed`."""
 from __future__ import annotations
 
 import asyncio
-import gc
 import importlib
 import json
 import logging
@@ -21,7 +20,7 @@ from typing import Any, Final, TextIO
 import click
 
 from baton.config import flag_name, load
-from baton.event_loop import new_event_loop
+from baton.event_loop import collect_seldom, new_event_loop
 from baton.grpc_core import WakeReader
 from baton.lifecycle import install_signal_handlers
 from baton.log import LogFormat, LogLevel, get_log, set_up_logging
@@ -29,10 +28,6 @@ from cli.former_settings import FORMER
 from cli.options import LOG_FORMAT_FLAG, LOG_LEVEL_FLAG, common_options, config_flags, config_options, config_path
 
 log = get_log("process")
-
-COLLECTED_AT: Final = (2_000, 10, 100)
-"""Objects, and collections of a generation, at which the collector looks at the next one. By default it looks through
-all objects for every 70,000 new ones: what thousands of connections hold, while others wait for 20 ms."""
 
 FILES_RAISED_TO: Final = 1 << 20
 """Open files of a process, as far as the hard limit allows: some tables of a process are as large as this number."""
@@ -262,10 +257,7 @@ async def _serve(service: Service, config: Any, printer: ProgressPrinter) -> Non
     def on_ready(endpoint: str, **others: Any) -> None:
         nonlocal ready
         ready = True
-        # What is there now stays. A collection that looks through all of it holds the loop for 60 ms and more.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(*COLLECTED_AT)
+        collect_seldom()
         log.info("ready", endpoint=endpoint, **others, pid=os.getpid())
         print("ready", config.name, endpoint, *(f"{what}={place}" for what, place in others.items()), flush=True)
 

@@ -16,6 +16,7 @@ from baton.wire import NAME
 from router.request import CACHE_SALT_BYTES_MAX
 from router.retries import RetryConfig
 
+WORKERS_MAX = 64
 PIN_TTL_MS_MAX = 366 * 24 * 3_600_000
 
 
@@ -106,6 +107,11 @@ class RouterConfig(ProcessConfig):
         None,
         "TOML file of API keys (`baton key new` makes them), taken anew when it changes; none: everybody may ask",
         "Clients that you do not trust reach the router, or some clients are to get less than others.",
+    )
+    workers: int = setting(
+        1,
+        "processes that serve this router's clients; with more than one, a parent beside them owns the ports",
+        "One core is not enough for the router's streams. Each needs a core and its own memory.",
     )
     http_connections_max: int = setting(
         2_048, "HTTP connections at the same time", "More clients keep connections open."
@@ -202,6 +208,10 @@ class RouterConfig(ProcessConfig):
         if self.max_tokens_default is not None:
             check_positive(self, "max_tokens_default")
         self.trusted_networks()
+        if self.workers > WORKERS_MAX:
+            raise InvalidField("workers", f"must be {WORKERS_MAX} at most, not {self.workers}")
+        if self.workers > 1 and self.api_keys_file is not None:
+            raise InvalidField("workers", "must be 1 where there is an api_keys_file")
         numbers = [name for name, kind in RouterConfig.__annotations__.items() if kind == "int"]
         check_positive(self, *(name for name in numbers if name != "lame_duck_ms" or self.lame_duck_ms))
 

@@ -7,7 +7,7 @@ import socket
 import struct
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final, Protocol
 
@@ -75,7 +75,8 @@ class _Port:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Held:
-    port: _Port
+    door: Door
+    peer: Address | None
     taker: Taker
     owner: Address | None
     slot: Slot
@@ -97,6 +98,8 @@ class Doors:
         """And how many connections each has."""
         self._held: dict[int, _Held] = {}
         self._number = 0
+        self._again: dict[int, socket.socket] = {}
+        """Connections that wait for another taker, by number."""
 
     def add(self, taker: Taker) -> None:
         self._takers[taker] = 0
@@ -106,6 +109,11 @@ class Doors:
         """It is gone; the connections that it had. They hold their places until `closed`."""
         del self._takers[taker]
         return [number for number, held in self._held.items() if held.taker is taker]
+
+    def take_again(self, number: int, sock: socket.socket) -> None:
+        """Its taker is gone, and has never had it: another one gets it, once one is able."""
+        self._again[number] = sock
+        self.resume()
 
     def open(self, door: Door, listen: str, *, setting: str) -> int:
         """Listen, and take connections while somebody is able; the bound port.
@@ -134,17 +142,27 @@ class Doors:
         for port in self._ports.values():
             self._shut(port)
             port.wanted = None
+        for number, sock in list(self._again.items()):
+            sock.close()
+            self.closed(number)
+        self._again.clear()
         self._repeats.close()
 
     def closed(self, number: int) -> None:
         """The connection is over: its place is free."""
         held = self._held.pop(number)
-        held.port.slots.leave(held.slot, held.owner)
+        self._ports[held.door].slots.leave(held.slot, held.owner)
         if held.taker in self._takers:
             self._takers[held.taker] -= 1
 
     def resume(self) -> None:
         """A taker has become able."""
+        for number, sock in list(self._again.items()):
+            held = self._held[number]
+            taker = self._taker(held.door)
+            if taker is not None:
+                del self._again[number]
+                self._give(number, replace(held, taker=taker), sock)
         for door, port in self._ports.items():
             if not port.watched and port.later is None and self._taker(door) is not None:
                 self._watch(door)
@@ -231,7 +249,11 @@ class Doors:
             self._refused(door, BatonError(Reason.TOO_MANY_CALLS, text))
             return
         self._number += 1
-        self._held[self._number] = _Held(port=port, taker=taker, owner=owner, slot=slot)
-        self._takers[taker] += 1
         sock.setblocking(False)
-        taker.take(door, sock, peer, slot, self._number)
+        held = _Held(door=door, peer=peer, taker=taker, owner=owner, slot=slot)
+        self._give(self._number, held, sock)
+
+    def _give(self, number: int, held: _Held, sock: socket.socket) -> None:
+        self._held[number] = held
+        self._takers[held.taker] += 1
+        held.taker.take(held.door, sock, held.peer, held.slot, number)

@@ -74,12 +74,15 @@ class Place:
 class Line:
     """Times are of one clock that does not go back. After any change call `go`."""
 
-    def __init__(self, *, out_max: int, requests_max: int, pause_ms: int, rng: random.Random) -> None:
-        """`out_max` bounds the requests that are out, `requests_max` those that arrive and wait. `pause_ms` is the
-        shortest pause between a refusal and the next try."""
+    def __init__(
+        self, *, out_max: int, requests_max: int, pause_ms: int, rng: random.Random, ahead_max: int = AHEAD_MAX
+    ) -> None:
+        """`out_max` bounds the requests that are out, `requests_max` those that arrive and wait, and `ahead_max` those
+        on their way to a prefill node. `pause_ms` is the shortest pause between a refusal and the next try."""
         assert out_max > 0 and requests_max > 0 and pause_ms > 0
         self._out_max = out_max
         self._requests_max = requests_max
+        self._ahead_max = ahead_max
         self._pause_ms = pause_ms
         self._rng = rng
         self.prefill_nodes = 0
@@ -209,7 +212,7 @@ class Line:
         return going
 
     def _may_go(self) -> bool:
-        ahead = self._sent < AHEAD_MAX * self.prefill_nodes or not self.prefill_nodes
+        ahead = self._sent < self._ahead_max * self.prefill_nodes or not self.prefill_nodes
         return ahead and self._out < self._out_max and (self._limit is None or self._out < self._limit)
 
     def _arrives(self, place: Place) -> None:

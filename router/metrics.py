@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -138,6 +139,8 @@ _FIGURES: Final = {
 _Values = list[float]
 """Of one set of labels. A histogram's: the count in each bucket, the one beyond the last too, and the sum."""
 _Labels = tuple[str, ...]
+FigureValues = dict[str, dict[_Labels, _Values]]
+"""Of all figures, by name."""
 
 
 class Figures:
@@ -163,6 +166,16 @@ class Figures:
         if found is None:
             found = rows[labels] = [0.0] * (len(figure.buckets) + 2 if figure.buckets else 1)
         return found
+
+    def include(self, others: Iterable[FigureValues], *, gauges: bool = True) -> None:
+        """Add what others have counted; without `gauges` they are over, and nothing of theirs is under way."""
+        for values in others:
+            for name, rows in list(values.items()):
+                if not gauges and _FIGURES[name].is_gauge:
+                    continue
+                for labels, row in list(rows.items()):
+                    own = self.of(_FIGURES[name], *labels)
+                    own[:] = map(operator.add, own, row)
 
     def add(self, figure: Figure, *labels: str, by: float = 1) -> None:
         self.of(figure, *labels)[0] += by
@@ -192,7 +205,9 @@ class RouterMetrics:
         self.figures = Figures()
         self.itl, self.ttft, self.e2e = (self.figures.of(each) for each in (ITL_S, TTFT_S, E2E_S))
         self.queued, self.running, self.in_line = (self.figures.of(each) for each in (QUEUED, RUNNING, IN_LINE))
-        for collector in (_FigureCollector(self.figures), _NodeCollector(nodes), _KeyCollector(keys)):
+        self.of_workers: list[FigureValues] = []
+        """What other processes of this router have counted beside `figures`."""
+        for collector in (_FigureCollector(self), _NodeCollector(nodes), _KeyCollector(keys)):
             self.registry.register(collector)
         Gauge("baton_build_info", "1, for the version of this router.", ("version",), registry=self.registry).labels(
             baton_version()
@@ -290,12 +305,14 @@ class _Observed(ObservedRequest):
 class _FigureCollector(Collector):
     """What the router has counted of its requests."""
 
-    def __init__(self, figures: Figures) -> None:
-        self._figures = figures
+    def __init__(self, metrics: RouterMetrics) -> None:
+        self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
+        total = Figures()
+        total.include([self._metrics.figures.values, *self._metrics.of_workers])
         for figure in _FIGURES.values():
-            yield _metric(figure, dict(self._figures.values[figure.name]))
+            yield _metric(figure, total.values[figure.name])
 
 
 def _metric(figure: Figure, rows: Mapping[_Labels, _Values]) -> Metric:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
@@ -21,7 +21,7 @@ from batonpb import common_pb2, inference_pb2, resume_pb2
 from baton.clock import Clock
 from baton.errors import BatonError, Reason
 from baton.ids import Attempt, Incarnation, RequestId, RequestKey
-from baton.lifecycle import Lifecycle, NodeLifecycle
+from baton.lifecycle import Lifecycle, Readiness
 from baton.log import get_log
 from baton.repeats import RepeatLog
 from baton.retry_time import whole_seconds_ms
@@ -89,7 +89,7 @@ class RouterNode:
         *,
         config: RouterConfig,
         incarnation: Incarnation,
-        lifecycle: NodeLifecycle,
+        lifecycle: Readiness,
         channels: Channels,
         prompts: PromptEncoder,
         clock: Clock,
@@ -570,7 +570,8 @@ class RouterNode:
         serve nothing are dropped."""
         prefill_nodes = [record for record in records if record.role.serves(Role.PREFILL)]
         self._prefill_nodes.follow(prefill_nodes)
-        self._pace.routers = max(1, sum(record.role is Role.ROUTER for record in records))
+        routers = max(1, sum(record.role is Role.ROUTER for record in records))
+        self._pace.routers = routers * self.config.workers
         for endpoint in self._prefill_calls.forget({record.endpoint for record in prefill_nodes}):
             self._tasks.spawn(self._drop_channel(endpoint))
         for stream in self.streams.follow(records):
@@ -580,6 +581,14 @@ class RouterNode:
         if records:
             self._first_news.set()
         self._line.follow(records)
+
+    def on_their_way(self) -> dict[Incarnation, int]:
+        """Tokens sent to each prefill process since its last report."""
+        return self._prefill_nodes.placement.on_their_way()
+
+    def follow_siblings(self, tokens: Mapping[Incarnation, int]) -> None:
+        """What the other workers of this router have on their way to each prefill process."""
+        self._prefill_nodes.placement.follow_siblings(tokens)
 
     async def _drop_stream(self, stream: DecodeSubscription) -> None:
         self._repeats.over(stream.name, "it is gone")

@@ -1,7 +1,8 @@
 """Which prefill node gets a request: the one with the smallest expected time to its first token. Pure, but for one log.
 
 Expected TTFT = (tokens left to compute there + tokens of this prompt that it has not cached) / its rate. What this
-router has sent since the last report counts at once, or a burst would all go to the node that was idle then.
+router has sent since the last report counts at once, or a burst would all go to the node that was idle then. What its
+sibling workers have sent counts 200 ms later at most.
 
 A resumption computes prompt and answer so far again on one prefill node, whose region must hold both. So an answer may
 grow on a decode node until it cannot be resumed.
@@ -10,7 +11,7 @@ grow on a decode node until it cannot be resumed.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baton.ids import Incarnation, RequestKey
@@ -144,6 +145,8 @@ class _Node:
     """To compute there: as last reported, and of what was sent since then."""
     sent: dict[RequestKey, int] = field(default_factory=dict)
     """Tokens to compute of requests sent since the last report, less what the node probably has cached."""
+    sent_by_siblings: int = 0
+    """Tokens that other workers of this router have sent since the last report, as they last said."""
     blocks: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     """Prompt blocks sent there, least recently used first: an approximation of its prefix cache."""
 
@@ -165,6 +168,16 @@ class Placement:
             if record.sequence != node.sequence:
                 node.sequence, node.waiting_tokens = record.sequence, record.load.waiting_tokens
                 node.sent.clear()
+                node.sent_by_siblings = 0
+
+    def on_their_way(self) -> dict[Incarnation, int]:
+        """Tokens sent to each process since its last report."""
+        return {incarnation: sum(node.sent.values()) for incarnation, node in self._nodes.items() if node.sent}
+
+    def follow_siblings(self, tokens: Mapping[Incarnation, int]) -> None:
+        """What the other workers of this router have on their way to each process."""
+        for incarnation, node in self._nodes.items():
+            node.sent_by_siblings = tokens.get(incarnation, 0)
 
     def pick(self, records: Sequence[NodeRecord], hashes: Sequence[bytes], prompt_tokens: int) -> NodeRecord:
         """The node with the smallest expected TTFT; ties go to the emptiest, then by name. `records` is not empty.
@@ -218,4 +231,4 @@ class Placement:
 
     def _waiting_tokens(self, record: NodeRecord) -> int:
         node = self._nodes.get(record.incarnation)
-        return record.load.waiting_tokens if node is None else node.waiting_tokens
+        return record.load.waiting_tokens if node is None else node.waiting_tokens + node.sent_by_siblings

@@ -42,7 +42,7 @@ class PrefillNodes:
         self._known: Sequence[NodeRecord] = ()
         self.ready: list[NodeRecord] = []
         """Those that take requests."""
-        self._placement = Placement(blocks_max=blocks_max)
+        self.placement = Placement(blocks_max=blocks_max)
         self._drained: dict[Incarnation, int] = {}
         """Processes that refused work, each with the sequence of its record at that time."""
         self._unreached: dict[Incarnation, float] = {}
@@ -79,8 +79,8 @@ class PrefillNodes:
             left = fit
         self._unreached = {i: until_s for i, until_s in self._unreached.items() if now_s < until_s}
         answering = [r for r in left if r.incarnation not in silent and r.incarnation not in self._unreached]
-        record = self._placement.pick(answering or left, hashes, len(tokens))
-        return record, self._placement.sent(record, key, hashes, len(tokens))
+        record = self.placement.pick(answering or left, hashes, len(tokens))
+        return record, self.placement.sent(record, key, hashes, len(tokens))
 
     def untried(self, job: Job) -> bool:
         """Whether there is one that has not failed this request since all had."""
@@ -149,7 +149,7 @@ class PrefillNodes:
         """What the directory says: all prefill nodes, with their latest reports."""
         self._known = records
         self.ready = [r for r in records if r.lifecycle is Lifecycle.READY and r.model is not None]
-        self._placement.update(records)
+        self.placement.update(records)
         for record in records:
             if (model := record.model) is not None:
                 tokens = record.load.blocks.total * model.block_size

@@ -11,7 +11,7 @@ from baton.lifecycle import Lifecycle
 from baton.wire import NodeRecord, Role
 from router.config import RouterConfig
 from router.job import Job
-from router.line import TOKEN_BYTES, Line, Place, Priority, Stage
+from router.line import AHEAD_MAX, TOKEN_BYTES, Line, Place, Priority, Stage
 
 
 class WaitingLine:
@@ -19,9 +19,11 @@ class WaitingLine:
 
     def __init__(self, config: RouterConfig, rng: random.Random) -> None:
         self._loop = asyncio.get_running_loop()
+        # Each worker of a router has its share, rounded up.
         self._book = Line(
-            out_max=config.requests_max,
-            requests_max=config.line_requests_max,
+            out_max=-(-config.requests_max // config.workers),
+            requests_max=-(-config.line_requests_max // config.workers),
+            ahead_max=-(-AHEAD_MAX // config.workers),
             pause_ms=config.placement_retry_ms,
             rng=rng,
         )

@@ -8,8 +8,10 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ToWorker(_message.Message):
-    __slots__ = ("answers", "start", "connection", "nodes", "lifecycle", "siblings", "key", "end_former", "metrics_wanted", "warm", "stop_within_ms", "keys_changed")
+    __slots__ = ("number", "answers", "error", "start", "connection", "nodes", "lifecycle", "siblings", "key", "end_former", "metrics_wanted", "warm", "stop_within_ms", "keys_changed")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     CONNECTION_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
@@ -21,7 +23,9 @@ class ToWorker(_message.Message):
     WARM_FIELD_NUMBER: _ClassVar[int]
     STOP_WITHIN_MS_FIELD_NUMBER: _ClassVar[int]
     KEYS_CHANGED_FIELD_NUMBER: _ClassVar[int]
+    number: int
     answers: int
+    error: PeerError
     start: WorkerStart
     connection: NewConnection
     nodes: NodesKnown
@@ -29,15 +33,17 @@ class ToWorker(_message.Message):
     siblings: Siblings
     key: KeyAnswer
     end_former: EndFormer
-    metrics_wanted: int
+    metrics_wanted: MetricsWanted
     warm: Warm
     stop_within_ms: int
     keys_changed: KeysChanged
-    def __init__(self, answers: _Optional[int] = ..., start: _Optional[_Union[WorkerStart, _Mapping]] = ..., connection: _Optional[_Union[NewConnection, _Mapping]] = ..., nodes: _Optional[_Union[NodesKnown, _Mapping]] = ..., lifecycle: _Optional[_Union[WorkerLifecycle, _Mapping]] = ..., siblings: _Optional[_Union[Siblings, _Mapping]] = ..., key: _Optional[_Union[KeyAnswer, _Mapping]] = ..., end_former: _Optional[_Union[EndFormer, _Mapping]] = ..., metrics_wanted: _Optional[int] = ..., warm: _Optional[_Union[Warm, _Mapping]] = ..., stop_within_ms: _Optional[int] = ..., keys_changed: _Optional[_Union[KeysChanged, _Mapping]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., answers: _Optional[int] = ..., error: _Optional[_Union[PeerError, _Mapping]] = ..., start: _Optional[_Union[WorkerStart, _Mapping]] = ..., connection: _Optional[_Union[NewConnection, _Mapping]] = ..., nodes: _Optional[_Union[NodesKnown, _Mapping]] = ..., lifecycle: _Optional[_Union[WorkerLifecycle, _Mapping]] = ..., siblings: _Optional[_Union[Siblings, _Mapping]] = ..., key: _Optional[_Union[KeyAnswer, _Mapping]] = ..., end_former: _Optional[_Union[EndFormer, _Mapping]] = ..., metrics_wanted: _Optional[_Union[MetricsWanted, _Mapping]] = ..., warm: _Optional[_Union[Warm, _Mapping]] = ..., stop_within_ms: _Optional[int] = ..., keys_changed: _Optional[_Union[KeysChanged, _Mapping]] = ...) -> None: ...
 
 class FromWorker(_message.Message):
-    __slots__ = ("number", "ready", "report", "taken", "closed", "key", "metrics", "warm_done", "end_former", "key_news")
+    __slots__ = ("number", "answers", "error", "ready", "report", "taken", "closed", "key", "metrics", "warm_done", "end_former", "key_news")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +54,8 @@ class FromWorker(_message.Message):
     END_FORMER_FIELD_NUMBER: _ClassVar[int]
     KEY_NEWS_FIELD_NUMBER: _ClassVar[int]
     number: int
+    answers: int
+    error: PeerError
     ready: WorkerReady
     report: WorkerReport
     taken: int
@@ -57,17 +65,17 @@ class FromWorker(_message.Message):
     warm_done: WarmDone
     end_former: EndFormer
     key_news: KeyNews
-    def __init__(self, number: _Optional[int] = ..., ready: _Optional[_Union[WorkerReady, _Mapping]] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ..., taken: _Optional[int] = ..., closed: _Optional[_Union[ClosedConnections, _Mapping]] = ..., key: _Optional[_Union[KeyQuestion, _Mapping]] = ..., metrics: _Optional[_Union[MetricSamples, _Mapping]] = ..., warm_done: _Optional[_Union[WarmDone, _Mapping]] = ..., end_former: _Optional[_Union[EndFormer, _Mapping]] = ..., key_news: _Optional[_Union[KeyNews, _Mapping]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., answers: _Optional[int] = ..., error: _Optional[_Union[PeerError, _Mapping]] = ..., ready: _Optional[_Union[WorkerReady, _Mapping]] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ..., taken: _Optional[int] = ..., closed: _Optional[_Union[ClosedConnections, _Mapping]] = ..., key: _Optional[_Union[KeyQuestion, _Mapping]] = ..., metrics: _Optional[_Union[MetricSamples, _Mapping]] = ..., warm_done: _Optional[_Union[WarmDone, _Mapping]] = ..., end_former: _Optional[_Union[EndFormer, _Mapping]] = ..., key_news: _Optional[_Union[KeyNews, _Mapping]] = ...) -> None: ...
 
 class WorkerStart(_message.Message):
-    __slots__ = ("config", "worker", "workers")
-    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("setup", "worker", "workers")
+    SETUP_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
-    config: bytes
+    setup: bytes
     worker: int
     workers: int
-    def __init__(self, config: _Optional[bytes] = ..., worker: _Optional[int] = ..., workers: _Optional[int] = ...) -> None: ...
+    def __init__(self, setup: _Optional[bytes] = ..., worker: _Optional[int] = ..., workers: _Optional[int] = ...) -> None: ...
 
 class NewConnection(_message.Message):
     __slots__ = ("number", "door", "peer", "surplus")
@@ -82,26 +90,30 @@ class NewConnection(_message.Message):
     def __init__(self, number: _Optional[int] = ..., door: _Optional[int] = ..., peer: _Optional[str] = ..., surplus: bool = ...) -> None: ...
 
 class NodesKnown(_message.Message):
-    __slots__ = ("records", "trouble", "refusal_reason", "refusal", "refusal_retry_after_ms")
-    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("changed", "names", "trouble", "refusal_reason", "refusal", "refusal_retry_after_ms")
+    CHANGED_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_REASON_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
-    records: _containers.RepeatedCompositeFieldContainer[_directory_pb2.NodeRecord]
+    changed: _containers.RepeatedCompositeFieldContainer[_directory_pb2.NodeRecord]
+    names: _containers.RepeatedScalarFieldContainer[str]
     trouble: str
     refusal_reason: str
     refusal: str
     refusal_retry_after_ms: int
-    def __init__(self, records: _Optional[_Iterable[_Union[_directory_pb2.NodeRecord, _Mapping]]] = ..., trouble: _Optional[str] = ..., refusal_reason: _Optional[str] = ..., refusal: _Optional[str] = ..., refusal_retry_after_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, changed: _Optional[_Iterable[_Union[_directory_pb2.NodeRecord, _Mapping]]] = ..., names: _Optional[_Iterable[str]] = ..., trouble: _Optional[str] = ..., refusal_reason: _Optional[str] = ..., refusal: _Optional[str] = ..., refusal_retry_after_ms: _Optional[int] = ...) -> None: ...
 
 class WorkerLifecycle(_message.Message):
-    __slots__ = ("ready", "takes_requests")
+    __slots__ = ("ready", "takes_requests", "number")
     READY_FIELD_NUMBER: _ClassVar[int]
     TAKES_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     ready: bool
     takes_requests: bool
-    def __init__(self, ready: bool = ..., takes_requests: bool = ...) -> None: ...
+    number: int
+    def __init__(self, ready: bool = ..., takes_requests: bool = ..., number: _Optional[int] = ...) -> None: ...
 
 class Siblings(_message.Message):
     __slots__ = ("shares",)
@@ -124,18 +136,22 @@ class WorkerReady(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("requests", "waiting", "calls", "shares", "loop_lag_ms_max")
+    __slots__ = ("requests", "waiting", "calls", "shares", "loop_lag_ms_max", "lifecycle", "grpc_open")
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
     SHARES_FIELD_NUMBER: _ClassVar[int]
     LOOP_LAG_MS_MAX_FIELD_NUMBER: _ClassVar[int]
+    LIFECYCLE_FIELD_NUMBER: _ClassVar[int]
+    GRPC_OPEN_FIELD_NUMBER: _ClassVar[int]
     requests: int
     waiting: int
     calls: int
     shares: _containers.RepeatedCompositeFieldContainer[PrefillShare]
     loop_lag_ms_max: int
-    def __init__(self, requests: _Optional[int] = ..., waiting: _Optional[int] = ..., calls: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[PrefillShare, _Mapping]]] = ..., loop_lag_ms_max: _Optional[int] = ...) -> None: ...
+    lifecycle: int
+    grpc_open: bool
+    def __init__(self, requests: _Optional[int] = ..., waiting: _Optional[int] = ..., calls: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[PrefillShare, _Mapping]]] = ..., loop_lag_ms_max: _Optional[int] = ..., lifecycle: _Optional[int] = ..., grpc_open: bool = ...) -> None: ...
 
 class ClosedConnections(_message.Message):
     __slots__ = ("numbers",)
@@ -143,25 +159,44 @@ class ClosedConnections(_message.Message):
     numbers: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, numbers: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class MetricsWanted(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class Warm(_message.Message):
-    __slots__ = ("number", "prompt", "salt")
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("prompt", "salt")
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
-    number: int
     prompt: _containers.RepeatedScalarFieldContainer[int]
     salt: str
-    def __init__(self, number: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ...) -> None: ...
+    def __init__(self, prompt: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ...) -> None: ...
 
 class WarmDone(_message.Message):
-    __slots__ = ("number", "reason", "text")
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PeerError(_message.Message):
+    __slots__ = ("reason", "code", "text", "field", "retry_after_ms", "metadata")
+    class MetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     REASON_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
-    number: int
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
     reason: str
+    code: int
     text: str
-    def __init__(self, number: _Optional[int] = ..., reason: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+    field: str
+    retry_after_ms: int
+    metadata: _containers.ScalarMap[str, str]
+    def __init__(self, reason: _Optional[str] = ..., code: _Optional[int] = ..., text: _Optional[str] = ..., field: _Optional[str] = ..., retry_after_ms: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class EndFormer(_message.Message):
     __slots__ = ("key_name", "resume_token")
@@ -208,14 +243,7 @@ class TakePrompt(_message.Message):
     def __init__(self, tokens: _Optional[int] = ..., before: _Optional[int] = ...) -> None: ...
 
 class KeyAnswer(_message.Message):
-    __slots__ = ("reason", "text", "retry_after_ms", "metadata", "field", "headers")
-    class MetadataEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: str
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    __slots__ = ("headers",)
     class HeadersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -223,19 +251,9 @@ class KeyAnswer(_message.Message):
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    TEXT_FIELD_NUMBER: _ClassVar[int]
-    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
-    METADATA_FIELD_NUMBER: _ClassVar[int]
-    FIELD_FIELD_NUMBER: _ClassVar[int]
     HEADERS_FIELD_NUMBER: _ClassVar[int]
-    reason: str
-    text: str
-    retry_after_ms: int
-    metadata: _containers.ScalarMap[str, str]
-    field: str
     headers: _containers.ScalarMap[str, str]
-    def __init__(self, reason: _Optional[str] = ..., text: _Optional[str] = ..., retry_after_ms: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ..., field: _Optional[str] = ..., headers: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    def __init__(self, headers: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class KeyNews(_message.Message):
     __slots__ = ("used",)
@@ -258,9 +276,7 @@ class KeyUsed(_message.Message):
     def __init__(self, key_name: _Optional[str] = ..., output_tokens: _Optional[int] = ..., ended: _Optional[_Iterable[int]] = ..., left: _Optional[_Iterable[str]] = ..., came_back: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class MetricSamples(_message.Message):
-    __slots__ = ("number", "text")
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    TEXT_FIELD_NUMBER: _ClassVar[int]
-    number: int
-    text: bytes
-    def __init__(self, number: _Optional[int] = ..., text: _Optional[bytes] = ...) -> None: ...
+    __slots__ = ("values",)
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: bytes
+    def __init__(self, values: _Optional[bytes] = ...) -> None: ...

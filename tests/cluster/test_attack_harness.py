@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cli.services import COLLECTED_AT
+from baton.event_loop import COLLECTED_AT
 from tests.support.attack import HANG_MS, Front, bystanders, front_door
 
 

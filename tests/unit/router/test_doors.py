@@ -239,3 +239,44 @@ def test_without_a_compiler_grpc_has_no_front(
         assert "gRPC faces its clients itself" in record.getMessage()
     finally:
         native_front.cache_clear()
+
+
+def test_what_a_dead_taker_never_took_goes_to_another_one() -> None:
+    """It has two connections, one of them not its own yet, and is gone. That one keeps its place, waits while nobody is
+    able, and then goes to the next taker; the other one's place is free."""
+
+    async def scene(made: Scene) -> None:
+        dead, heir = made.taker(), made.taker(able=False)
+        made.doors.add(dead)
+        port = made.doors.open(Door.HTTP, "127.0.0.1:0", setting="http_listen")
+        for _ in range(2):
+            await made.connect(port)
+        await dead.has(2)
+        made.doors.add(heir)
+        taken, untaken = made.doors.remove(dead)
+        made.doors.closed(taken)
+        made.doors.take_again(untaken, dead.taken.pop(untaken)[0])
+        assert heir.taken == {}
+        heir.able = True
+        made.doors.resume()
+        assert list(heir.taken) == [untaken]
+        made.doors.closed(untaken)
+
+    play(scene)
+
+
+def test_a_connection_that_nobody_takes_again_is_closed_with_the_doors() -> None:
+    """The router stops while a connection waits for a worker: its client is told by the end of the connection."""
+
+    async def scene(made: Scene) -> None:
+        dead = made.taker()
+        made.doors.add(dead)
+        port = made.doors.open(Door.HTTP, "127.0.0.1:0", setting="http_listen")
+        reader = await made.connect(port)
+        await dead.has(1)
+        (number,) = made.doors.remove(dead)
+        made.doors.take_again(number, dead.taken.pop(number)[0])
+        made.doors.close()
+        assert await reader.read() == b""
+
+    play(scene)

@@ -189,3 +189,19 @@ def test_a_process_that_is_gone_is_forgotten_with_all_it_had() -> None:
     left()  # the call to the dead process ends only now
     placed.update([old])
     assert placed.expected_ttft_s(old, hashes, 8, 1.0) == 8.0
+
+
+def test_what_sibling_workers_have_sent_counts_until_the_next_report() -> None:
+    """Two idle nodes. Another worker has 50 tokens on its way to the first: this one's go to the second. A report of
+    the first one says what it has itself."""
+    first, second = node(0, rate=100.0), node(1, rate=100.0)
+    placed = placement(first, second)
+    placed.follow_siblings({first.incarnation: 50})
+    assert placed.pick([first, second], [], 10) is second
+    assert placed.on_their_way() == {}
+    left = placed.sent(second, key(1), [], 20)
+    assert placed.on_their_way() == {second.incarnation: 20}
+    left()
+    first = node(0, rate=100.0, sequence=2)
+    placed.update([first, second])
+    assert placed.pick([first, second], [], 10) is first
