@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -212,4 +213,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    # A signal that ends this process must not leave vLLM behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     main()
