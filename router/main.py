@@ -89,16 +89,7 @@ async def serve(
     node = _make_node(config, runtime, metrics, await asyncio.to_thread(_folder, config.model))
     http: dict[str, HttpServer] = {}
     doors, taker = _make_doors(config, node, metrics)
-
-    def upkeep() -> None:
-        node.upkeep()
-        doors.upkeep()
-        taker.upkeep()
-
-    runtime.upkeep = upkeep
-    runtime.holds = lambda: Holdings(requests=max(node.requests, _calls(runtime, http)))
-    runtime.follow_lifecycle = lambda: _follow_lifecycle(runtime, http, doors)
-    runtime.load = lambda: NodeLoad(waiting_requests=node.waiting, running_requests=node.requests - node.waiting)
+    _set_runtime(runtime, node, doors, taker, http)
     _add_inference(config, node, runtime, keys)
     pins = await _open_pins(config, node, runtime)
     renewing = Tasks(asyncio.get_running_loop(), log, broken="pins are no longer renewed")
@@ -124,6 +115,20 @@ async def serve(
         await node.close()
         await runtime.close()
         await known.close()
+
+
+def _set_runtime(
+    runtime: NodeRuntime, node: RouterNode, doors: Doors, taker: LocalTaker, http: Mapping[str, HttpServer]
+) -> None:
+    def upkeep() -> None:
+        node.upkeep()
+        doors.upkeep()
+        taker.upkeep()
+
+    runtime.upkeep = upkeep
+    runtime.holds = lambda: Holdings(requests=max(node.requests, _calls(runtime, http)))
+    runtime.follow_lifecycle = lambda: _follow_lifecycle(runtime, http, doors)
+    runtime.load = lambda: NodeLoad(waiting_requests=node.waiting, running_requests=node.requests - node.waiting)
 
 
 def _make_node(
