@@ -17,6 +17,7 @@ import socket
 import struct
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -77,7 +78,7 @@ class Outcome:
     held: list[int] = field(default_factory=list)
 
 
-class Stream:
+class Stream(ABC):
     """One connection, with one request at a time."""
 
     def __init__(self, job: Job, number: int) -> None:
@@ -117,13 +118,14 @@ class Stream:
         return found
 
     def _opened(self) -> None:
-        """May be more than nothing."""
+        """Sends nothing of its own."""
+        return
 
-    def _request(self, prompt: Sequence[int]) -> bytes:
-        raise NotImplementedError
+    @abstractmethod
+    def _request(self, prompt: Sequence[int]) -> bytes: ...
 
-    def _take(self, data: bytes) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def _take(self, data: bytes) -> int: ...
 
 
 class HttpStream(Stream):

@@ -33,8 +33,6 @@ FILES_RAISED_TO: Final = 1 << 20
 """Open files of a process, as far as the hard limit allows: some tables of a process are as large as this number."""
 FILES_OWN: Final = 1_024
 """Open files that a process needs beside its clients' connections."""
-FILES_GRPC: Final = 3 * 1_024
-"""Of a router, for its gRPC clients: `router.doors` says how many there may be, and that each takes three."""
 
 
 class Service(Enum):
@@ -224,7 +222,11 @@ def _command(service: Service, ctx: click.Context, parameters: dict[str, object]
 
 def _files_of_clients(config: Any) -> int:
     http: int | None = getattr(config, "http_connections_max", None)
-    return 0 if http is None else http + FILES_GRPC
+    if http is None:
+        return 0
+    from router.doors import GRPC_CONNECTION_FILES, GRPC_CONNECTIONS_MAX  # only a router loads it
+
+    return http + GRPC_CONNECTION_FILES * GRPC_CONNECTIONS_MAX
 
 
 def raise_open_files(*, wanted: int) -> None:

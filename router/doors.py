@@ -22,7 +22,9 @@ from router.http_slots import Slot, Slots
 log = get_log("doors")
 
 GRPC_CONNECTIONS_MAX: Final = 1_024
-"""At the same time. Each has three descriptors: of its client, of the front, of gRPC."""
+"""At the same time."""
+GRPC_CONNECTION_FILES: Final = 3
+"""Descriptors of each: of its client, of the front, of gRPC."""
 SURPLUS_CONNECTIONS_MAX: Final = 64
 """HTTP connections beyond the limit that are answered with 429 and closed. Further ones, and those of gRPC, are closed
 without a word."""
@@ -40,8 +42,6 @@ _AT_ONCE: Final = struct.pack("ii", 1, 0)
 
 
 class Door(Enum):
-    """The numbers are those of worker.proto."""
-
     GRPC = 1
     HTTP = 2
 

@@ -157,13 +157,8 @@ class Bucket:
         return min(float(self.per_minute), self._level + filled)
 
     def take(self, amount: int, now_s: float) -> None:
-        """Called for each piece of an answer."""
-        level = self._level - amount
-        if now_s > self._at_s:
-            filled = self._level + (now_s - self._at_s) * self.per_minute / 60
-            level = (filled if filled < self.per_minute else self.per_minute) - amount
-            self._at_s = now_s
-        self._level = level
+        self._level = self.level(now_s) - amount
+        self._at_s = max(self._at_s, now_s)
 
     def resize(self, per_minute: int, now_s: float) -> None:
         """What is missing is missing afterwards too."""

@@ -237,11 +237,10 @@ class RouterMetrics:
 
 
 class _Observed(ObservedRequest):
-    __slots__ = ("_began_s", "_has_token", "_itl", "_last_s", "_metrics", "_outcome")
+    __slots__ = ("_began_s", "_has_token", "_last_s", "_metrics", "_outcome")
 
     def __init__(self, metrics: RouterMetrics, now_s: float) -> None:
         self._metrics = metrics
-        self._itl = metrics.itl
         self._began_s = self._last_s = now_s
         self._has_token = False
         self._outcome = "cancelled"
@@ -255,11 +254,8 @@ class _Observed(ObservedRequest):
             self._metrics.running[0] += 1
             observe(self._metrics.ttft, TTFT_BUCKETS_S, gap_s, 1)
             count, gap_s = count - 1, 0.0  # what came with the first token was not waited for
-            if not count:
-                return
-        itl = self._itl
-        itl[bisect_left(ITL_BUCKETS_S, gap_s / count)] += count
-        itl[-1] += gap_s
+        if count:
+            observe(self._metrics.itl, ITL_BUCKETS_S, gap_s / count, count)
 
     def finished(self, reason: common_pb2.FinishReason, stats: inference_pb2.RequestStats) -> None:
         metrics, figures = self._metrics, self._metrics.figures

@@ -25,7 +25,8 @@ LOOKS: Final = 20
 """At each process. The first quarter is for warming up."""
 RSS_GROWTH_MIB_MAX: Final = 24
 """From the second quarter's mean to the last one's."""
-FILES_GROWTH_MAX: Final = 64
+FILES_GROWTH_MAX: Final = 192
+"""A connection at a router's gRPC port has three, and how many are open at a moment is chance."""
 THREADS_GROWTH_MAX: Final = 4
 LOG_LINES_PER_S_MAX: Final = 20
 
