@@ -77,7 +77,7 @@ class TextWorkers:
         """`work(prompts, raw, *args)`. Raises what it raises; INTERNAL if a process ends, DEADLINE if it takes long."""
         assert not kwargs
         if len(raw) <= INLINE_BYTES_MAX:
-            return work(self._prompts, raw, *args)
+            return work(self._prompts, raw, *args, **kwargs)
         if len(raw) <= SHORT_BYTES_MAX:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work, self._prompts, raw, *args)
         await self._turn(owner.names[-1:])

@@ -18,8 +18,8 @@ from baton.ids import Incarnation, RequestId
 from baton.rpc import rpc_errors
 from cli.supervisor import ROUTER_NAME
 from decode_node.service import DecodeService
+from router.job import TOKENS_AT_ONCE_MAX
 from router.keys import KeyUse, new_key
-from router.node import TOKENS_AT_ONCE_MAX
 from router.resume import Place, ResumeToken, tokens_crc
 from tests.cluster.test_attach import PROMPT, TOKENS, has_all, reader, spec_of
 from tests.cluster.test_resume import ROUTER_FLAGS

@@ -205,7 +205,7 @@ def test_a_tenants_prompt_does_not_attract_anothers() -> None:
             request = make_request(prompt, max_tokens=2)
             request.cache_salt = "acme"
             await cluster.client.send(request)
-            placement, incarnation = cluster.router._prefill_nodes._placement, cluster.runtimes["prefill-0"].incarnation
+            placement, incarnation = cluster.router._prefill_nodes.placement, cluster.runtimes["prefill-0"].incarnation
             known = {
                 salt: placement.cached_blocks(incarnation, chain_digests(root_digest(b"", salt), prompt, SIZE))
                 for salt in (b"acme", b"globex", b"")

@@ -73,6 +73,7 @@ def play(scene: Callable[[Door], Awaitable[None]], *, rpcs_max: int = 64, **conf
         )
         channels = Channels(limits=ChannelLimits())
         node = lone_router([], config=settings, channels=channels, rng=rng)
+        assert isinstance(node._lifecycle, NodeLifecycle)
         door.lifecycle = node._lifecycle
         door.requests = lambda: node.requests
         server = RpcServer(limits=limits, rng=rng)
