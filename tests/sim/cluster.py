@@ -29,6 +29,7 @@ import node.pool
 import node.receiver
 import prefill_node.main
 import router.main
+import router.serving
 from baton.clock import Clock
 from baton.errors import BatonError, Reason
 from baton.ids import GrantId, Pair, RequestKey
@@ -380,9 +381,9 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         (cli.directory, "Clock", SimClock),
         (cli.directory, "random", SimpleNamespace(Random=lambda: Random(current().loop.rng.getrandbits(64)))),
         *((main, "Clock", SimClock) for main in mains),
-        *((module, "secrets", secrets) for module in (*mains, decode_node.reserving)),
+        *((module, "secrets", secrets) for module in (*mains, router.serving, decode_node.reserving)),
         *((main, "NodeRuntime", capture("runtime", one_server)) for main in mains),
-        (router.main, "RouterNode", capture("router", RouterNode)),
+        (router.serving, "RouterNode", capture("router", RouterNode)),
         *watched_routers(current),
         (prefill_node.main, "PrefillNode", capture("prefill", PrefillNode)),
         (prefill_node.main, "Peers", capture("peers", Peers)),

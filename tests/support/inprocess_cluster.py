@@ -22,6 +22,7 @@ import decode_node.main
 import node.main
 import prefill_node.main
 import router.main
+import router.serving
 from baton.config import describe
 from baton.errors import BatonError, Reason
 from baton.ids import GrantId, RequestId
@@ -340,7 +341,7 @@ def _captured(cluster: InProcessCluster) -> Iterator[None]:
         for module in (router.main, node.main):
             stack.enter_context(patch.object(module, "NodeRuntime", capture(cluster.runtimes, NodeRuntime, by_first)))
         for owner, name, books, make in (
-            (router.main, "RouterNode", cluster.routers, RouterNode),
+            (router.serving, "RouterNode", cluster.routers, RouterNode),
             (prefill_node.main, "PrefillNode", cluster.prefill, PrefillNode),
             (prefill_node.main, "Peers", cluster.peers, Peers),
             (decode_node.main, "DecodeNode", cluster.decode, DecodeNode),
