@@ -166,6 +166,31 @@ def test_a_client_that_reads_nothing_of_what_is_put() -> None:
     run(scene, app)
 
 
+def test_a_client_that_leaves_before_its_answer_begins() -> None:
+    """What is sent and put is dropped: who writes in a loop does not wait for a client that has gone."""
+
+    seen = asyncio.Queue[tuple[bool, bool]]()
+
+    async def late(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        call = scope["extensions"][http_connection.STREAM]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"one", "more_body": True})
+        before = call.is_open
+        call.put(b"two")
+        seen.put_nowait((before, call.is_open))
+
+    async def scene(door: Door) -> None:
+        one = await door()
+        one[1].write(REQUEST)
+        await one[1].drain()
+        one[1].close()
+        assert await seen.get() == (True, True)
+
+    run(scene, late)
+
+
 def test_calls_that_wait_for_the_ones_before_them() -> None:
     """Three at once on one connection, with bodies: three answers, in order."""
 
