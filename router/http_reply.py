@@ -107,8 +107,8 @@ class CallReply(Response):
 
     async def _stream(self) -> None:
         """Nothing is sent before the first token: until then an error still has a status of its own."""
-        self._sinks = [_Choice(self, index) for index in range(self._answers)]
-        await first_of(self._answer(self._sinks), self._write())
+        sinks = [_Choice(self, index) for index in range(self._answers)]  # they keep this, so this keeps none of them
+        await first_of(self._answer(sinks), self._write(sinks))
         if self._call.include_usage:
             self.put(json.dumps(self.replies.usage_chunk()))
         self.put(DONE)
@@ -130,12 +130,12 @@ class CallReply(Response):
             self._lines.append(lines)
         self._news.set()
 
-    async def _write(self) -> None:
+    async def _write(self, sinks: Sequence[_Choice]) -> None:
         while True:
             await self._flush()
             if self._begun and self._direct is not None:
                 await self._direct.opened()
-            for sink in self._sinks:
+            for sink in sinks:
                 if sink.on_open is not None:
                     sink.on_open()
             if self.is_open:
