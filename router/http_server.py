@@ -202,6 +202,7 @@ class OpenAiApp:
                 trace=trace.child(node.rng),
                 deadline_s=deadline_s,
                 choice=choice,
+                whole=not call.stream and call.n == 1,  # of several, one waits for another's second token
                 source=request.scope["state"][SOURCE],
                 resume=resume,
             )
