@@ -432,8 +432,9 @@ class HttpCall:
 
     @property
     def is_open(self) -> bool:
-        """Whether `put` may be called: the beginning of the body has gone out, and the client takes what comes."""
-        return not self._first and self.started and self._connection.is_writable
+        """Whether `put` may be called: the beginning of the body has gone out, and the client takes what comes. One
+        that has gone takes everything."""
+        return self._gone or (not self._first and self.started and self._connection.is_writable)
 
     async def opened(self) -> None:
         """Of an answer whose beginning has gone out."""

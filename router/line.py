@@ -163,7 +163,7 @@ class Line:
         if place.stage is Stage.SENT and self._pause_until_s is None and place.tries == self._tries:
             self._refused_in_a_row = 0
             if self._limit is not None:
-                self._limit += 2
+                self._limit = max(self._limit, self._out) + 2  # some out may not have waited
         self._arrives(place)
 
     def searches(self, place: Place) -> None:
@@ -171,7 +171,7 @@ class Line:
         where it was to try for more room. Idempotent."""
         tried = place.stage is Stage.SENT and self._pause_until_s is None and place.tries == self._tries
         if tried and self._limit is not None:
-            self._limit += 1
+            self._limit = max(self._limit, self._out) + 1
         self._arrives(place)
 
     def leave(self, place: Place) -> None:

@@ -15,6 +15,7 @@ from baton.errors import Reason
 from baton.http2_front import native_front
 from baton.native import NativeLibrary
 from cli.services import Service
+from router import text_workers
 from router.text import TextCodec
 from tests.support.cluster_harness import (
     assert_conserved,
@@ -49,7 +50,8 @@ def test_a_text_is_measured_first_and_encoded_off_the_loop(tmp_path: Path) -> No
             return real_encode(self, text)
 
         flags = {"model": str(tmp_path), "prompt_chars_max": CHARS_MAX}
-        with patch.object(TextCodec, "encode", encode):
+        no_text_is_short = patch.object(text_workers, "INLINE_BYTES_MAX", 0)
+        with no_text_is_short, patch.object(TextCodec, "encode", encode):
             async with inprocess(mock_spec(router_flags=flags)) as cluster:
                 error = await error_of(cluster.client.generate("a" * (CHARS_MAX + 1), max_tokens=3))
                 assert (error.reason, error.field) == (Reason.PROMPT_TOO_LONG, "text"), error

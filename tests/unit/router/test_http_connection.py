@@ -22,6 +22,8 @@ from tests.support.http_door import REQUEST, Door, Stream, answer, run
 POST = b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: "
 BIG = b"x" * (4 << 20)
 """More than the kernel keeps of an answer for both sides."""
+SLOW_S = 1.5
+"""In which a slow client reads it; more than twice as long as `quick` lets one read nothing."""
 
 
 @pytest.fixture
@@ -162,6 +164,31 @@ def test_a_client_that_reads_nothing_of_what_is_put() -> None:
         await opened.wait()
 
     run(scene, app)
+
+
+def test_a_client_that_leaves_before_its_answer_begins() -> None:
+    """What is sent and put is dropped: who writes in a loop does not wait for a client that has gone."""
+
+    seen = asyncio.Queue[tuple[bool, bool]]()
+
+    async def late(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        call = scope["extensions"][http_connection.STREAM]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"one", "more_body": True})
+        before = call.is_open
+        call.put(b"two")
+        seen.put_nowait((before, call.is_open))
+
+    async def scene(door: Door) -> None:
+        one = await door()
+        one[1].write(REQUEST)
+        await one[1].drain()
+        one[1].close()
+        assert await seen.get() == (True, True)
+
+    run(scene, late)
 
 
 def test_calls_that_wait_for_the_ones_before_them() -> None:
@@ -313,10 +340,15 @@ def test_answers_that_nobody_reads() -> None:
         reader, writer = await door()
         writer.write(REQUEST)
         await reader.readuntil(b"\r\n\r\n")
-        read = 0
+        read, now_s = 0, asyncio.get_running_loop().time
+        began_s = now_s()
         while read < len(BIG):
-            read += len(await reader.read(16_384))
-            await asyncio.sleep(0.004)
+            if read <= len(BIG) * (now_s() - began_s) / SLOW_S:  # as fast however seldom this turn comes
+                part = await reader.read(16_384)
+                assert part, f"cut off after {read} bytes"
+                read += len(part)
+            else:
+                await asyncio.sleep(0.004)
         await door.all_closed()
         assert [len(await each[0].read()) < len(BIG) for each in unread] == [True, True]
 

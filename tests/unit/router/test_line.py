@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -282,6 +282,24 @@ def test_bytes_that_wait_are_bounded() -> None:
     refusal(line)
 
 
+@pytest.mark.parametrize("outcome", [Line.placed, Line.searches])
+def test_those_that_did_not_wait_take_no_try_for_room(outcome: Callable[[Line, Place], None]) -> None:
+    """While one request tries whether there is room for more, three clients come back for answers that nodes have. The
+    one behind it goes all the same."""
+    line = line_of()
+    first, second = some(line, 2)
+    assert line.go(0.0) == [first, second]
+    line.placed(first)
+    line.refused(second, 0.0)
+    assert line.go(PAUSE_S_MAX) == [second]
+    for _ in range(3):
+        line.skip(line.enter(Priority.NORMAL, 1, PAUSE_S_MAX, comes_back=True))
+    third = come(line, now_s=PAUSE_S_MAX)
+    assert line.go(PAUSE_S_MAX) == []
+    outcome(line, second)
+    assert line.go(PAUSE_S_MAX) == [third]
+
+
 class LineMachine(RuleBasedStateMachine):
     """Whatever happens to requests and nodes: order, bounds, and nobody who could go is left waiting."""
 
@@ -324,8 +342,13 @@ class LineMachine(RuleBasedStateMachine):
     def is_checked(self, data: st.DataObject) -> None:
         place = self.drawn(self.arrived, data)
         self.arrived.remove(place)
-        self.waiting.append(place)
-        self.line.wait(place, 50)
+        if len(self.waiting) >= 8:  # those that were refused have come back since
+            with pytest.raises(BatonError):
+                self.line.wait(place, 50)
+            self.line.leave(place)
+        else:
+            self.waiting.append(place)
+            self.line.wait(place, 50)
         self.go()
 
     @precondition(lambda self: self.arrived)
@@ -412,7 +435,7 @@ class LineMachine(RuleBasedStateMachine):
                 self.placed.append(place)
                 self.line.placed(place)
                 self.go()
-            if not self.waiting or len(self.placed) + len(self.searching) == 12:
+            if not self.waiting or len(self.placed) + len(self.searching) >= 12:
                 return
             assert self.line.wake_s is not None
             self.now_s = max(self.now_s, self.line.wake_s)
