@@ -144,6 +144,12 @@ class RequestOutput:
         """Its last token has nothing but its id to say."""
         return not self.logprobs and not self.ended.is_set() and not self.forgotten.is_set()
 
+    @property
+    def waits(self) -> bool:
+        """Its client gets it in one piece, and its tokens are too few to go with a message that others wake."""
+        few = self.cursor > self.first_index and len(self.tokens) - self.cursor < WHOLE_TOKENS_MAX // 2
+        return self.whole and few and not self.ended.is_set() and not self.forgotten.is_set()
+
     def heeds(self, router: Incarnation, epoch: int) -> bool:
         """Whether the router that says so has it."""
         return not self.left and (self.router, self.epoch) == (router, epoch)
@@ -291,12 +297,15 @@ class TokenStreams:
                 subscription.news.set()
                 break
             cursor = output.cursor
-            if output.number and cursor + 1 == len(output.tokens) and output.is_plain:
+            if output.number and cursor + 1 == len(output.tokens) and output.is_plain and not output.whole:
                 numbers.append(output.number)
                 indices.append(cursor)
                 tokens.append(output.tokens[cursor])
                 output.cursor, output.fresh = cursor + 1, False
                 room -= PACKED_BYTES
+                continue
+            if output.waits:
+                subscription.fresh.append(output)
                 continue
             room -= _add_news(batch, output, subscription, room)
             output.fresh = False

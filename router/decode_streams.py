@@ -293,7 +293,7 @@ class DecodeSubscription:
                 continue
             inbox, epoch = called
             if epoch == inbox.epoch and inbox.early is None and not inbox.over:
-                inbox.put(index, [token])
+                inbox.put_next(index, token)
             else:  # its key is another inbox's, or its epoch is to be looked at
                 key = key_to_proto(inbox.key, epoch)
                 self._take_message(decode_pb2.RequestTokens(key=key, number=number, first_index=index, ids=[token]))

@@ -434,7 +434,7 @@ class HttpCall:
     def is_open(self) -> bool:
         """Whether `put` may be called: the beginning of the body has gone out, and the client takes what comes. One
         that has gone takes everything."""
-        return self._gone or (not self._first and self.started and self._connection.is_writable)
+        return self.gone or (not self._first and self.started and self._connection.is_writable)
 
     async def opened(self) -> None:
         """Of an answer whose beginning has gone out."""

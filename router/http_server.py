@@ -33,7 +33,7 @@ from router.choices import run_choices
 from router.config import RouterConfig
 from router.doors import Door, Doors
 from router.http_attach import LAST_EVENT_ID, call_of, new_token, read_token, repeated, resumes, set_seeds
-from router.http_connection import SOURCE, SURPLUS, HttpConnection, Served
+from router.http_connection import SOURCE, STREAM, SURPLUS, HttpConnection, Served
 from router.http_reply import CallReply, client_left, error_response, left
 from router.http_slots import Slot, Slots
 from router.keys import Admission
@@ -233,8 +233,19 @@ class OpenAiApp:
 
     async def _read_body(self, request: Request, hold: Callable[[int], None]) -> bytearray:
         """The whole body. Raises BatonError where it is too long, or does not come."""
+        config = self._node.config
+
+        def look(body: bytearray) -> bytearray:
+            if len(body) > config.http_body_bytes_max:
+                raise bad_field("body", f"The body is longer than {config.http_body_bytes_max} bytes, the limit.")
+            if len(body) > SHORT_BYTES_MAX:
+                hold(len(body))
+            return body
+
+        direct = request.scope.get("extensions", {}).get(STREAM)
+        if direct is not None and (whole := direct.take_body()) is not None:
+            return look(whole)
         body = bytearray()
-        config, bytes_max = self._node.config, self._node.config.http_body_bytes_max
         began_s = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(config.http_body_ms_free / 1000) as limit:
@@ -242,10 +253,7 @@ class OpenAiApp:
                     body += part
                     took_ms_max = config.http_body_ms_free + 1000 * len(body) // BODY_BYTES_PER_S
                     limit.reschedule(began_s + min(config.http_body_ms_max, took_ms_max) / 1000)
-                    if len(body) > bytes_max:
-                        raise bad_field("body", f"The body is longer than {bytes_max} bytes, the limit.")
-                    if len(body) > SHORT_BYTES_MAX:
-                        hold(len(body))
+                    look(body)
             return body
         except TimeoutError as error:
             raise BatonError(Reason.DEADLINE, "The body of the request did not come in time.") from error

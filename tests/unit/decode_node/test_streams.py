@@ -401,8 +401,9 @@ def test_answers_that_come_whole_take_several_messages(top: int | None) -> None:
 
 
 def test_an_answer_that_its_client_gets_in_one_piece_makes_few_messages() -> None:
-    """Four answers have begun, one of them for a client that reads along. Then its tokens alone wake the stream; the
-    others' go with them, or when so many wait that no more are to be lost with the node, or with an end."""
+    """Four answers have begun, one of them for a client that reads along. Then its tokens alone wake the stream. The
+    others' make a message where so many wait that no more are to be lost with the node, or with an end; half as many go
+    with others' messages."""
     streams = TokenStreams(lambda: 0.0)
     keys = [RequestKey(request=RequestId(f"r{i}"), attempt=Attempt(0)) for i in range(4)]
     read, *others = outputs = [RequestOutput(key=key, router=ROUTERS[0], whole=i > 0) for i, key in enumerate(keys)]
@@ -425,14 +426,19 @@ def test_an_answer_that_its_client_gets_in_one_piece_makes_few_messages() -> Non
     assert not mine.news.is_set()
     read.append(1, None)
     assert mine.news.is_set()
-    assert said() == [(1, 1), (2, 1)]
-    for index in range(2, 2 + WHOLE_TOKENS_MAX):
+    assert said() == [(1, 1)]
+    for index in range(2, WHOLE_TOKENS_MAX + 1):
         assert not mine.news.is_set()
         others[0].append(index, None)
-    others[1].append(1, None)
-    assert mine.news.is_set()
-    assert said() == [(2, index) for index in range(2, 2 + WHOLE_TOKENS_MAX)] + [(3, 1)]
+        if index <= WHOLE_TOKENS_MAX // 2:
+            others[1].append(index - 1, None)
     others[2].append(1, None)
+    assert mine.news.is_set()
+    assert said() == [(2, index) for index in range(1, WHOLE_TOKENS_MAX + 1)]
+    others[1].append(WHOLE_TOKENS_MAX // 2, None)
+    assert not mine.news.is_set()
+    read.append(2, None)
+    assert said() == [(1, 2), *((3, index) for index in range(1, WHOLE_TOKENS_MAX // 2 + 1))]
     assert not mine.news.is_set()
     others[2].end(finish=common_pb2.FINISH_REASON_LENGTH)
     assert mine.news.is_set()
