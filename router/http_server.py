@@ -71,11 +71,21 @@ class OpenAiApp:
         self._directory_trouble = directory_trouble
         self._began = int(time.time())
 
-    def asgi(self) -> Starlette:
+    def asgi(self) -> ASGIApp:
+        others = self._routed()
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in _ANSWERED:
+                await self._answer(scope, receive, send)
+            else:
+                await others(scope, receive, send)
+
+        return app
+
+    def _routed(self) -> Starlette:
         return Starlette(
             routes=[
-                Route("/v1/completions", self._complete, methods=["POST"]),
-                Route("/v1/chat/completions", self._complete, methods=["POST"]),
+                *(Route(path, self._complete, methods=["POST"]) for path in sorted(_ANSWERED)),
                 Route(REQUESTS_PATH + "{call}/stream", self._attach, methods=["GET"]),
                 Route(REQUESTS_PATH + "{call}", self._forget, methods=["DELETE"]),
                 Route("/v1/models", self._models),
@@ -86,6 +96,16 @@ class OpenAiApp:
             ],
             exception_handlers={BatonError: _on_baton_error, HTTPException: _on_http_error, Exception: _on_bug},
         )
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """`_complete`, without the layers that each turn of the call would go through."""
+        request = Request(scope, receive, send)
+        try:
+            response = await self._complete(request)
+        except Exception:
+            log.exception("a call failed", **_known(request))
+            response = _internal_error(request)
+        await response(scope, receive, send)
 
     async def _complete(self, request: Request) -> Response:
         """Both endpoints. What is refused here is logged with the id that the client is given: there is no request
@@ -369,6 +389,7 @@ class HttpServer:
         await error_response(error)(scope, receive, send)
 
 
+_ANSWERED: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
 _FOR_PROBES: Final = frozenset({"/live", "/health"})
 """Answered on every connection: a full router is not to be restarted."""
 
@@ -400,8 +421,16 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
+    log.error("a call failed", **_known(request), exc_info=error)
+    return _internal_error(request)
+
+
+def _known(request: Request) -> dict[str, str]:
     request_id = getattr(request.state, "request_id", None)
-    known = {"request": request_id} if request_id is not None else {}
-    log.error("a call failed", path=request.scope["path"], **known, exc_info=error)
+    return {"path": request.scope["path"], **({"request": request_id} if request_id is not None else {})}
+
+
+def _internal_error(request: Request) -> Response:
+    request_id = getattr(request.state, "request_id", None)
     internal = BatonError(Reason.INTERNAL, "This router failed to answer the call; its log says why.")
     return error_response(internal, headers={"x-request-id": request_id} if request_id is not None else None)
