@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from random import Random
-from typing import Final
+from typing import Any, Final
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -435,7 +435,7 @@ async def _on_bug(request: Request, error: Exception) -> Response:
     return _internal_error(request)
 
 
-def _known(request: Request) -> dict[str, str]:
+def _known(request: Request) -> dict[str, Any]:
     request_id = getattr(request.state, "request_id", None)
     return {"path": request.scope["path"], **({"request": request_id} if request_id is not None else {})}
 
