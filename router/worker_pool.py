@@ -158,6 +158,11 @@ class WorkerPool:
         return max(worker.report.requests, 0 if up_to_date else 1)
 
     @property
+    def ready(self) -> int:
+        """Workers that serve, or would."""
+        return sum(worker.ready for worker in self._workers.values())
+
+    @property
     def waiting(self) -> int:
         return sum(worker.report.waiting for worker in self._workers.values())
 
