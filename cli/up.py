@@ -127,13 +127,13 @@ def _command(**parameters: object) -> int:
         flags=config_flags(parameters),
         known_sections=SECTIONS,
     )
-    spec = replace(
+    said = replace(
         config,
         config=path,
         log_level=LogLevel(str(parameters[LOG_LEVEL_FLAG])),
         log_format=LogFormat(str(parameters[LOG_FORMAT_FLAG])),
     )
-    spec = with_workers(spec, own_cores().usable, env=os.environ)
+    spec = with_workers(said, own_cores().usable, env=os.environ)
     try:
         spec.check()
     except ConfigError as error:
