@@ -1,7 +1,7 @@
 """What a streamed token costs: the router and the decode node, beside vLLM's API server and servers that do nothing.
 
     python -m benchmarks.front_door --quick                       # under two minutes, without vLLM
-    python -m benchmarks.front_door --vllm-python /tmp/vllm/bin/python --json front_door.json       # under ten
+    python -m benchmarks.front_door --workers 2 --vllm-python /tmp/vllm/bin/python --json front_door.json
     python -m benchmarks.front_door --soak 600 --json soak.json
     python -m benchmarks.front_door --report front_door.json
 
@@ -9,7 +9,8 @@ Processor time of each process (of the decode node: of the threads that compute,
 work on the machine harms little; figures and what is compared: docs/bench.md. Servers alternate. The router's figures
 are with a mock engine on a real decode node, which paces tokens: `--rate` a second in all. Those of the decode node are
 with a model of one layer, which vLLM serves too, both as fast as they can. One process of clients, the same for all.
-`--trees` measures the code of other checkouts beside this one's.
+`--trees` measures the code of other checkouts beside this one's. What has been measured is printed and in the file as
+each case ends, so a run may be ended early.
 """
 
 from __future__ import annotations
@@ -22,14 +23,25 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from benchmarks.front_door_clients import Job
-from benchmarks.front_door_report import MODEL, ROUTER, WORKERS, Run, report, run_of
-from benchmarks.front_door_servers import HERE, Server, bare, cluster, vllm, write_models
+from benchmarks.front_door_clients import Job, files_problem
+from benchmarks.front_door_report import (
+    MODEL,
+    ROUTER,
+    Run,
+    Soaked,
+    has_workers,
+    read,
+    report,
+    run_of,
+    soaked_of,
+    workers_name,
+)  # fmt: skip
+from benchmarks.front_door_servers import GRPC_STREAMS_MAX, HERE, Server, bare, cluster, vllm, write_models
 
 TOKENS = 128
 FREE_TOKENS_MANY = 64
@@ -38,6 +50,9 @@ WHOLE_STREAMS, WHOLE_TOKENS, WHOLE_WAVES = 16, 16, 16
 ANSWERS = 128
 """Of a run, at least: few streams take several waves."""
 SOAK_STREAMS, SOAK_TOKENS, SOAK_RATE = 2_000, 240, 4_000.0
+SOAK_NODES: Final = 8
+"""All tokens of a node's step come at once: with one node, of all streams."""
+SOAK_BARE_S_MAX: Final = 60.0
 LINE_BYTES_MAX = 1 << 24
 
 
@@ -62,7 +77,7 @@ class ClientProcess:
             raise SystemExit("the clients have ended")
         found: dict[str, Any] = json.loads(line)
         if found["errors"]:
-            print(f"errors of {job.address}: {found['errors']}", file=sys.stderr)
+            print(f"{job.door}, {job.streams} streams: errors: {found['errors']}", file=sys.stderr, flush=True)
         return found
 
     async def close(self) -> None:
@@ -71,12 +86,26 @@ class ClientProcess:
         await self._process.wait()
 
 
+class Kept:
+    """All cases so far, in a file and for people, as each ends."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.cases: list[Run | Soaked] = []
+
+    def add(self, case: Run | Soaked) -> None:
+        self.cases.append(case)
+        print(case, file=sys.stderr, flush=True)
+        if self._path is not None:
+            self._path.write_text(json.dumps([asdict(each) for each in self.cases]) + "\n")
+
+
 class Rounds:
-    def __init__(self, args: argparse.Namespace, clients: ClientProcess, servers: Sequence[Server]) -> None:
+    def __init__(self, args: argparse.Namespace, clients: ClientProcess, servers: Sequence[Server], kept: Kept) -> None:
         self._args = args
         self._clients = clients
         self._servers = servers
-        self.runs: list[Run] = []
+        self._kept = kept
 
     async def play(self) -> None:
         for server in self._servers:
@@ -103,17 +132,14 @@ class Rounds:
         return Job(
             door=door, address=server.doors[door], pids=server.pids, streams=streams, tokens=tokens,
             model=server.model, waves=max(1, ANSWERS // streams) if streams > 4 else 1,
-            balance="front" if server.name == WORKERS else "",
+            balance="front" if has_workers(server.name) else "",
         )  # fmt: skip
 
     async def _one(self, server: Server, job: Job) -> None:
-        found = run_of(server.name, asdict(job), await self._clients.play(job))
-        self.runs.append(found)
-        text = "-" if found.token_us is None else f"{found.token_us:.1f}"
-        print(f"{job.door} {job.streams} {server.name}: {text} us a token", file=sys.stderr, flush=True)
+        self._kept.add(run_of(server.name, asdict(job), await self._clients.play(job)))
 
 
-async def measure(args: argparse.Namespace, folder: Path) -> list[Run]:
+async def measure(args: argparse.Namespace, folder: Path, kept: Kept) -> None:
     mock_folder, model_folder = write_models(folder)
     async with AsyncExitStack() as stack:
         servers: list[Server] = []
@@ -133,44 +159,40 @@ async def measure(args: argparse.Namespace, folder: Path) -> list[Run]:
         for tree in args.trees:
             await add(baton(f"{ROUTER} of {tree.name}", tree=tree.resolve()))
         if args.workers:
-            await add(baton(WORKERS, workers=2))
+            await add(baton(workers_name(args.workers), workers=args.workers))
         if args.one_layer and "http" in args.doors:
             await add(baton(MODEL, mock=False))
         if args.vllm_python is not None and "http" in args.doors:
             await add(vllm(args.vllm_python, model_folder, folder / "vllm.log"))
-        rounds = Rounds(args, clients, servers)
-        await rounds.play()
-        return rounds.runs
+        await Rounds(args, clients, servers, kept).play()
 
 
-async def soak(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Many slow streams: errors, memory, and how old tokens are when they reach their client."""
+async def soak(args: argparse.Namespace, folder: Path, kept: Kept) -> None:
+    """Many slow streams. The bare loop comes first and for a shorter time: what the clients and the load add."""
     mock_folder, _ = write_models(folder)
-    door = args.doors[0]
-    async with AsyncExitStack() as stack:
-        router = {"workers": args.workers} if args.workers else {}
-        opened = cluster(ROUTER, mock_folder, rate=SOAK_RATE, mock=True, tree=HERE.parent, router=router)
-        server = await stack.enter_async_context(opened)
-        clients = await ClientProcess.start()
-        stack.push_async_callback(clients.close)
-        job = Job(
-            door=door, address=server.doors[door], pids=server.pids, streams=args.soak_streams, tokens=SOAK_TOKENS,
-            seconds=args.soak, ages=True,
-        )  # fmt: skip
-        return await clients.play(job)
+    door, nodes = args.doors[0], args.soak_nodes
+    clients = await ClientProcess.start()
 
+    async def one(opened: AbstractAsyncContextManager[Server], seconds: float) -> None:
+        # An answer takes a third of the time at most: after the first ones there is time to compare.
+        tokens = max(1, min(SOAK_TOKENS, int(seconds / 3 * SOAK_RATE / args.soak_streams)))
+        async with opened as server:
+            job = Job(
+                door=door, address=server.doors[door], pids=server.pids, streams=args.soak_streams, tokens=tokens,
+                seconds=seconds, ages=True,
+            )  # fmt: skip
+            kept.add(soaked_of(server.name, asdict(job), await clients.play(job)))
 
-def soaked(found: dict[str, Any]) -> str:
-    samples = [(at_s, each["front"] / 2**20) for at_s, each in found["memory"]]
-    early = next((mib for at_s, mib in samples if at_s >= min(60.0, found["took_s"] / 3)), 0.0)
-    late = samples[-1][1] if samples else 0.0
-    p50_ms, p99_ms = found["ages_p50_ms"], found["ages_p99_ms"]
-    grown = 100 * (late / early - 1) if early else 0.0
-    return "\n".join([
-        f"{found['requests']} requests, {found['tokens']} tokens in {found['took_s']:.0f} s; errors: {found['errors']}",
-        f"router's memory: {early:.1f} MiB after a minute, {late:.1f} MiB at the end ({grown:+.1f}%; bar 2%)",
-        f"from the mock engine's draw to the client: p50 {p50_ms:.1f} ms, p99 {p99_ms:.1f} ms",
-    ])  # fmt: skip
+    name, router = (workers_name(args.workers), {"workers": args.workers}) if args.workers else (ROUTER, {})
+    try:
+        if door == "http":
+            await one(bare(door, SOAK_RATE, groups=nodes), min(SOAK_BARE_S_MAX, args.soak / 2))
+        running = cluster(
+            name, mock_folder, rate=SOAK_RATE, mock=True, tree=HERE.parent, router=router, decode_nodes=nodes
+        )
+        await one(running, args.soak)
+    finally:
+        await clients.close()
 
 
 def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -182,34 +204,42 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=4_000.0, help="tokens a second of the mock engine")
     parser.add_argument("--quick", action="store_true", help="16 and 200 streams, two rounds")
     parser.add_argument("--no-one-layer", dest="one_layer", action="store_false", help="not the decode node's figure")
-    parser.add_argument("--workers", type=int, default=0, help="measure a router with so many workers too")
+    parser.add_argument(
+        "--workers", type=int, default=0, help="measure a router with so many workers too (soak: only that one)"
+    )
     parser.add_argument("--trees", type=Path, nargs="+", default=[], help="checkouts to measure beside this one")
     parser.add_argument("--vllm-python", type=Path, help="the Python of an environment with vLLM")
     parser.add_argument("--soak", type=float, metavar="SECONDS", help="do this in place of all else")
     parser.add_argument("--soak-streams", type=int, default=SOAK_STREAMS)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--soak-nodes", type=int, default=SOAK_NODES, help="decode nodes that the streams are on")
+    parser.add_argument("--json", type=Path, help="written after each case; what has been there is lost")
     parser.add_argument("--report", type=Path, metavar="JSON", help="measure nothing, print what the file has")
     args = parser.parse_args(arguments)
     args.streams = args.streams or ([16, 200] if args.quick else [16, 64, 200, 1_000])
     args.rounds = args.rounds or (2 if args.quick else 3)
+    if args.workers == 1 or args.workers < 0:
+        parser.error("--workers: 2 or more; the router without workers is measured always")
+    if args.soak is not None and len(args.doors) > 1:
+        args.doors = ["http"]
+    streams = [args.soak_streams] if args.soak is not None else args.streams
+    if "grpc" in args.doors and max(streams) > GRPC_STREAMS_MAX:
+        parser.error(f"over gRPC at most {GRPC_STREAMS_MAX} streams: a router has no places for more connections")
+    if problem := files_problem(max(streams)):
+        parser.error(problem)
     return args
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_args(arguments)
     if args.report is not None:
-        print(report([Run(**run) for run in json.loads(args.report.read_text())]))
+        print(report(read(args.report.read_text())))
         return
+    kept = Kept(args.json)
     with tempfile.TemporaryDirectory(prefix="baton-front-door-") as folder:
-        if args.soak is not None:
-            found = asyncio.run(soak(args, Path(folder)))
-            text, kept = soaked(found), [found]
-        else:
-            runs = asyncio.run(measure(args, Path(folder)))
-            text, kept = report(runs), [asdict(run) for run in runs]
-    print(text)
-    if args.json is not None:
-        args.json.write_text(json.dumps(kept) + "\n")
+        try:
+            asyncio.run((measure if args.soak is None else soak)(args, Path(folder), kept))
+        finally:
+            print(report(kept.cases), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The least that a front door can be: one asyncio loop, or one grpc.aio server, that writes at a pace what a router
-writes. `python -m benchmarks.front_door_bare http|grpc RATE` says its port and serves until it is ended.
+writes. `python -m benchmarks.front_door_bare http|grpc RATE GROUPS` says its port and serves until it is ended.
 
-All streams get their tokens in the same turn, as they do from a decode node's step. Nothing is detokenised, counted or
-limited. The pace is that of benchmarks/front_door_node.py.
+All streams of a group get their tokens in the same turn, as they do from a decode node's step. Nothing is
+detokenised, counted or limited. The pace is that of benchmarks/front_door_node.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Iterator
+from itertools import cycle
 from typing import Any
 
 import grpc.aio
@@ -55,11 +57,12 @@ class Pace:
 
 
 class HttpStream(asyncio.Protocol):
-    pace: Pace
+    paces: Iterator[Pace]
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)
         self._transport = transport
+        self._pace = next(self.paces)
         self._read = b""
         self._head = (CHUNK % id(self)).encode()
 
@@ -72,10 +75,10 @@ class HttpStream(asyncio.Protocol):
         asked = json.loads(body)
         self._left = asked["max_tokens"]
         self._transport.write(HEAD)
-        self.pace.add(self, asked["prompt"][0])
+        self._pace.add(self, asked["prompt"][0])
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.pace.streams.pop(self, None)
+        self._pace.streams.pop(self, None)
 
     def step(self, drawn: int) -> bool:
         self._left -= 1
@@ -129,16 +132,16 @@ async def serve_grpc(pace: Pace) -> int:
     return port
 
 
-async def serve_http(pace: Pace) -> int:
-    HttpStream.pace = pace
+async def serve_http(*paces: Pace) -> int:
+    HttpStream.paces = cycle(paces)
     server = await asyncio.get_running_loop().create_server(HttpStream, "127.0.0.1", 0, backlog=4_096)
     port: int = server.sockets[0].getsockname()[1]
     return port
 
 
 async def main() -> None:
-    door, rate = sys.argv[1], float(sys.argv[2])
-    port = await (serve_http if door == "http" else serve_grpc)(Pace(rate))
+    door, rate, groups = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+    port = await (serve_http(*(Pace(rate) for _ in range(groups))) if door == "http" else serve_grpc(Pace(rate)))
     print(port, flush=True)
     # Until whoever started it closes this pipe, or ends.
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)

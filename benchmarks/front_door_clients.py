@@ -36,6 +36,13 @@ STARTING_MAX: Final = 32
 SILENCE_S_MAX: Final = 45.0
 SAMPLE_S: Final = 5.0
 AGES_MS_MAX: Final = 4_000
+AGED_OF: Final = 4
+"""One stream of so many is read, where ages are asked for: reading costs the clients more than all else."""
+FILES_OF_STREAM: Final = 3
+"""A router has three for a connection of gRPC."""
+FILES_SPARE: Final = 256
+ADDRESSES_MAX: Final = 2_000
+_ERROR: Final = re.compile(rb'"message": ?"([^"]*)')
 _TEXT: Final = re.compile(rb'"text": ?"([ 0-9]*)"')
 
 
@@ -53,8 +60,10 @@ class Job:
     """Answers of each stream; the next ones begin when all have ended."""
     streaming: bool = True
     seconds: float = 0.0
-    """Streams ask again and again for so long, in place of waves."""
+    """Streams ask again and again for so long, in place of waves. Their first answers have all lengths, so that they
+    do not end together."""
     ages: bool = False
+    """How old tokens are, and whether each has come once: from when all answers may have had their full length."""
     balance: str = ""
     """The process whose children's connections are counted."""
 
@@ -71,10 +80,13 @@ class Outcome:
     window_events: int = 0
     window_s: float = 0.0
     took_s: float = 0.0
-    client_s: float = 0.0
+    window_client_s: float = 0.0
+    """What the clients have used in it."""
     memory: list[tuple[float, dict[str, int]]] = field(default_factory=list)
-    ages_p50_ms: float = 0.0
-    ages_p99_ms: float = 0.0
+    settled_s: float = 0.0
+    """When the first answers of all streams had ended, of those with `seconds`."""
+    ages: list[float] = field(default_factory=list)
+    """p50, p99 and the maximum, ms."""
     held: list[int] = field(default_factory=list)
 
 
@@ -86,20 +98,24 @@ class Stream(ABC):
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock.bind((f"127.0.{1 + number // 250 % 8}.{1 + number % 250}", 0))
         self.job = job
+        self.tokens = job.tokens
         self.is_open = False
+        self.aged = job.ages and number % AGED_OF == 0
         self.events = 0
         self.starting = False
         self.ended = False
         self.error = ""
         self.texts: list[int] = []
+        self.read_tokens = 0
 
-    def ask(self, prompt: Sequence[int]) -> None:
+    def ask(self, prompt: Sequence[int], tokens: int) -> None:
         if not self.is_open:  # only now: servers do not wait long for the first request
             host, _, port = self.job.address.rpartition(":")
             self.sock.connect((host, int(port)))
             self.sock.setblocking(False)
             self.is_open = True
             self._opened()
+        self.tokens, self.read_tokens = tokens, 0
         self.events, self.ended, self.error = 0, False, ""
         self.sock.send(self._request(prompt))
 
@@ -115,6 +131,9 @@ class Stream(ABC):
             return 0
         found = self._take(data)
         self.events += found
+        self.read_tokens += len(self.texts)
+        if self.ended and self.aged and self.read_tokens != self.tokens and not self.error:
+            self.error = "an answer with tokens too few or too many"
         return found
 
     def _opened(self) -> None:
@@ -133,7 +152,7 @@ class HttpStream(Stream):
 
     def _request(self, prompt: Sequence[int]) -> bytes:
         asked = {
-            "model": self.job.model, "prompt": prompt, "max_tokens": self.job.tokens, "ignore_eos": True,
+            "model": self.job.model, "prompt": prompt, "max_tokens": self.tokens, "ignore_eos": True,
             "temperature": 0, "stream": self.job.streaming,
         }  # fmt: skip
         body = json.dumps(asked).encode()
@@ -142,7 +161,7 @@ class HttpStream(Stream):
 
     def _take(self, data: bytes) -> int:
         if data.startswith(b"HTTP/1.1") and not data.startswith(b"HTTP/1.1 200"):
-            self.error, self.ended = data.split(b"\r\n")[0].decode() + data[-300:].decode(errors="replace"), True
+            self.error, self.ended = f"{data[9:60].splitlines()[0].decode()} {_message(data)}", True
         data = self._tail + data
         if not self.job.streaming:
             self._tail = data
@@ -154,15 +173,21 @@ class HttpStream(Stream):
         if data.endswith(b"0\r\n\r\n"):
             self.ended, self._tail = True, b""
             if b"data: [DONE]" not in data[-64:]:
-                self.error = self.error or "an answer without its end"
+                self.error = self.error or f"an answer without its end {_message(data)}"
         else:
             cut = data.rfind(b"\n") + 1
             # All of an end stays together.
             cut = data.rfind(b"data: [DONE]") if b"data: [DONE]" in data[-64:] else cut
             self._tail, data = data[cut:], data[:cut]
-        if self.job.ages:
+        if self.aged:
             self.texts += [int(each) for text in _TEXT.findall(data) for each in text.split()]
         return data.count(b'data: {"')
+
+
+def _message(data: bytes) -> str:
+    """Of an error, short, and without the ids that make each of its kind another text."""
+    found = _ERROR.search(data)
+    return "" if found is None else re.sub(r"[0-9a-f]{16,}", "ID", found[1].decode(errors="replace"))[:200]
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -193,7 +218,7 @@ class GrpcStream(Stream):
 
     def _request(self, prompt: Sequence[int]) -> bytes:
         self._number += 2
-        sampling = inference_pb2.Sampling(temperature=0, max_tokens=self.job.tokens, ignore_eos=True)
+        sampling = inference_pb2.Sampling(temperature=0, max_tokens=self.tokens, ignore_eos=True)
         asked = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=prompt), sampling=sampling)
         body = asked.SerializeToString()
         message = b"\0" + struct.pack(">I", len(body)) + body
@@ -230,7 +255,7 @@ class GrpcStream(Stream):
             tag = data[at + 5] if end > at + 5 else 0
             if tag == 0x12:
                 found += 1
-                if self.job.ages:
+                if self.aged:
                     self.texts += inference_pb2.GenerateEvent.FromString(data[at + 5 : end]).tokens.ids
             elif tag == 0x1A:
                 self._finished = True
@@ -251,6 +276,8 @@ class Clients:
     """Plays one job."""
 
     def __init__(self, job: Job) -> None:
+        problem = files_problem(job.streams)
+        assert problem is None, problem
         self._job = job
         self._rng = random.Random(job.streams)
         self._poll = select.epoll()
@@ -261,7 +288,8 @@ class Clients:
             self._streams[stream.sock.fileno()] = stream
         self._out = Outcome()
         self._ages: Counter[int] = Counter()
-        self._mark: tuple[Spent, int, float] | None = None
+        self._first = set(self._streams) if job.seconds else set()
+        self._mark: tuple[Spent, int, float, float] | None = None
 
     def play(self) -> Outcome:
         job, out = self._job, self._out
@@ -270,18 +298,17 @@ class Clients:
         self._begin_s = begin_s
         for _ in range(job.waves):
             self._wave()
+        self._close_window()
         out.all = difference(spent_by_all(job.pids), before)
         out.took_s = time.monotonic() - begin_s
         if job.balance:
             port = int(job.address.rpartition(":")[2])
             out.held = [connections(child, port) for child in tree(job.pids[job.balance])]
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        out.client_s = used.ru_utime + used.ru_stime
-        ages = sorted(self._ages.elements()) if job.ages else []
-        if ages:
-            out.ages_p50_ms, out.ages_p99_ms = ages[len(ages) // 2] / 10, ages[int(len(ages) * 0.99)] / 10
+        if self._ages:
+            out.ages = [_percentile(self._ages, share) / 10 for share in (0.5, 0.99, 1.0)]
         for stream in self._streams.values():
             stream.sock.close()
+        self._poll.close()
         return out
 
     def _wave(self) -> None:
@@ -295,33 +322,42 @@ class Clients:
                 return
             for handle, _ in ready:
                 self._turn(self._streams[handle], waiting)
-            if self._job.seconds and time.monotonic() > self._sampled_s + SAMPLE_S:
-                self._sampled_s = time.monotonic()
-                memory = {name: memory_bytes(pid) for name, pid in self._job.pids.items()}
-                self._out.memory.append((self._sampled_s - self._begin_s, memory))
+            now_s = time.monotonic()
+            if self._job.seconds and now_s > self._sampled_s + SAMPLE_S:
+                self._sample(now_s)
+            if self._job.seconds and now_s > self._until_s:
+                return  # whatever still runs: all have ended often enough
+
+    def _sample(self, now_s: float) -> None:
+        self._sampled_s = now_s
+        memory = {name: memory_bytes(pid) for name, pid in self._job.pids.items()}
+        self._out.memory.append((now_s - self._begin_s, memory))
 
     def _start(self, waiting: deque[Stream]) -> None:
-        while waiting and self._starting < STARTING_MAX:
+        at_once = max(STARTING_MAX, self._job.streams // 16 if self._job.seconds else 0)
+        while waiting and self._starting < at_once:
             stream = waiting.popleft()
             stream.starting = True
-            self._ask(stream)
+            is_first = stream.sock.fileno() in self._first
+            self._ask(stream, self._rng.randint(1, self._job.tokens) if is_first else self._job.tokens)
             self._starting += 1
 
-    def _ask(self, stream: Stream) -> None:
-        is_new = not stream.is_open
-        stream.ask([self._job.streams, *(self._rng.randrange(3, 500) for _ in range(PROMPT_TOKENS - 1))])
-        if is_new:
-            self._poll.register(stream.sock, select.EPOLLIN)
+    def _ask(self, stream: Stream, tokens: int) -> None:
+        prompt = [self._job.streams, *(self._rng.randrange(3, 500) for _ in range(PROMPT_TOKENS - 1))]
+        stream.ask(prompt, tokens)
+        # Not while it is idle: a server may close it then.
+        self._poll.register(stream.sock, select.EPOLLIN)
         self._out.requests += 1
 
     def _turn(self, stream: Stream, waiting: deque[Stream]) -> None:
         before = stream.events
         found = stream.read()
         self._out.events += found
-        if self._job.ages and stream.texts:
-            now_s = time.monotonic()
-            for each in stream.texts:
-                self._ages[min(int(10 * age_ms(each, now_s)), 10 * AGES_MS_MAX)] += 1
+        if stream.texts:
+            if self._out.settled_s:
+                now_s = time.monotonic()
+                for each in stream.texts:
+                    self._ages[min(int(10 * age_ms(each, now_s)), 10 * AGES_MS_MAX)] += 1
             stream.texts.clear()
         if stream.starting and (found or stream.ended):
             stream.starting = False
@@ -330,29 +366,74 @@ class Clients:
         if before < WARM_EVENTS <= stream.events:
             self._cold -= 1
             if self._cold == 0 and not self._job.seconds and self._running == len(self._streams):
-                self._mark = spent_by_all(self._job.pids), self._out.events, time.monotonic()
+                self._open_window()
         if stream.ended:
             self._ended(stream)
 
+    def _open_window(self) -> None:
+        self._mark = spent_by_all(self._job.pids), self._out.events, time.monotonic(), time.process_time()
+
+    def _close_window(self) -> None:
+        if self._mark is None:
+            return
+        spent_before, events, begin_s, used_s = self._mark
+        self._mark = None
+        out = self._out
+        out.window_client_s += time.process_time() - used_s
+        out.window_s += time.monotonic() - begin_s
+        add(out.window, difference(spent_by_all(self._job.pids), spent_before))
+        out.window_events += out.events - events
+
     def _ended(self, stream: Stream) -> None:
-        if self._mark is not None:
-            spent_before, events, begin_s = self._mark
-            self._mark = None
-            add(self._out.window, difference(spent_by_all(self._job.pids), spent_before))
-            self._out.window_events += self._out.events - events
-            self._out.window_s += time.monotonic() - begin_s
-        self._out.tokens += self._job.tokens
+        self._poll.unregister(stream.sock)
         if stream.error:
             self._error(stream.error)
-        if time.monotonic() < self._until_s and not stream.error:
-            self._ask(stream)
+        else:
+            self._out.tokens += stream.tokens
+        if not self._job.seconds:
+            self._close_window()
+        elif not stream.error:
+            self._settle(stream)
+            self._ask(stream, self._job.tokens)
             return
         self._running -= 1
-        if stream.error:
-            self._poll.unregister(stream.sock)
+
+    def _settle(self, stream: Stream) -> None:
+        """Once all first answers have ended the streams are at all places of their answers."""
+        self._first.discard(stream.sock.fileno())
+        if not self._first and not self._out.settled_s:
+            now_s = time.monotonic()
+            self._out.settled_s = now_s - self._begin_s
+            self._sample(now_s)
+            self._open_window()
 
     def _error(self, what: str) -> None:
         self._out.errors[what] = self._out.errors.get(what, 0) + 1
+
+
+def _percentile(counts: Counter[int], share: float) -> int:
+    left = share * counts.total()
+    for value in sorted(counts):
+        left -= counts[value]
+        if left <= 0:
+            break
+    return value
+
+
+def files_problem(streams: int) -> str | None:
+    """Why this machine cannot have so many connections, or None; then this process may."""
+    needed = streams + FILES_SPARE
+    if streams > ADDRESSES_MAX:
+        return f"{streams} streams are more than the {ADDRESSES_MAX} addresses that the clients have"
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < FILES_OF_STREAM * streams + FILES_SPARE:
+        return (
+            f"{streams} streams need {FILES_OF_STREAM * streams + FILES_SPARE} open files in a process, and {hard} are "
+            "allowed: raise the limit (ulimit -Hn), or ask for fewer streams"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    return None
 
 
 def main() -> None:

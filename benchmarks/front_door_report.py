@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 ROUTER, VLLM, BARE_HTTP, BARE_GRPC = "router", "vLLM", "bare asyncio loop", "bare grpc.aio server"
 MODEL: Final = "router, one-layer model"
-WORKERS: Final = "router, 2 workers"
 VLLM_MAX, BARE_HTTP_MAX, BARE_GRPC_MAX, NODE_MAX, REQUEST_MS_MAX = 0.3, 3.5, 1.6, 2.5, 1.5
 WORKERS_MAX, BALANCE_MAX = 1.1, 1.5
+GROWTH_MAX: Final = 0.02
+COMPARED_SHARE: Final = 0.25
+"""Of the time behind the first answers: the mean of its beginning and of its end, each so long."""
+CLIENT_SHARE_MAX: Final = 0.8
+NO_BALANCE: Final = 99.0
+"""One process has all connections."""
+
+
+def workers_name(workers: int) -> str:
+    return f"{ROUTER}, {workers} workers"
+
+
+def has_workers(name: str) -> bool:
+    return name.endswith(" workers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +52,89 @@ class Run:
     tokens_of_event: float
     held: list[int]
     """Connections of each process of the front."""
+    client_us: float = 0.0
+    """What a token costs the clients."""
+    client_share: float = 0.0
+    """Of a core, while all streams ran. Near 1 the clients are the limit."""
+
+    def __str__(self) -> str:
+        kind = "" if self.streaming else ", whole"
+        token = "no window" if self.token_us is None else f"{self.token_us:.1f} us a token"
+        request = "" if self.request_us is None else f", {self.request_us / 1e3:.2f} ms a request"
+        node = f", node {self.node_token_us:.1f}" if self.node_token_us else ""
+        client = f"; clients {self.client_us:.1f}, {self.client_share:.2f} of a core" if self.client_us else ""
+        errors = f"; {self.errors} ERRORS" if self.errors else ""
+        return f"{self.door} {self.streams} {self.server}{kind}: {token}{request}{node}{client}{errors}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Soaked:
+    """Of many slow streams that go on and on."""
+
+    server: str
+    door: str
+    streams: int
+    tokens_of_answer: int
+    requests: int
+    tokens: int
+    took_s: float
+    settled_s: float
+    """When the first answers had ended, which have all lengths; what is below is of the time behind it."""
+    errors: dict[str, int]
+    token_us: float
+    """Of the front: requests are in it."""
+    client_us: float
+    client_share: float
+    ages_ms: list[float]
+    """p50, p99 and the maximum, from when the engine drew a token to when a client had it."""
+    memory: list[tuple[float, dict[str, int]]]
+    """At each time in seconds: bytes, by process."""
+
+    def growth(self, name: str) -> tuple[float, float] | None:
+        """MiB at first and at last, of the front or of a node. None: the time was too short."""
+        length_s = COMPARED_SHARE * (self.took_s - self.settled_s)
+        samples = [(at_s, each[name] / 2**20) for at_s, each in self.memory if self.settled_s and name in each]
+        early = [mib for at_s, mib in samples if 0 <= at_s - self.settled_s <= length_s]
+        late = [mib for at_s, mib in samples if at_s >= self.took_s - length_s]
+        return (statistics.mean(early), statistics.mean(late)) if early and late else None
+
+    def __str__(self) -> str:
+        lines = [
+            f"soak: {self.door}, {self.server}, {self.streams} streams, answers of {self.tokens_of_answer} tokens: "
+            f"{self.requests} requests, {self.tokens} tokens in {self.took_s:.0f} s, "
+            f"{self.token_us:.1f} us a token with requests; clients {self.client_us:.1f}, "
+            f"{self.client_share:.2f} of a core",
+            f"  errors: {self.errors or 'none'}",
+        ]
+        if self.ages_ms:
+            p50, p99, most = self.ages_ms
+            lines.append(f"  from the draw to the client: p50 {p50:.1f} ms, p99 {p99:.1f} ms, at most {most:.1f} ms")
+        for name in self.memory[-1][1] if self.memory else ():
+            if (found := self.growth(name)) is not None:
+                early, late = found
+                verdict = f"; bar {GROWTH_MAX:.0%} {'pass' if late / early - 1 <= GROWTH_MAX else 'MISS'}"
+                lines.append(
+                    f"  memory of the {name}: {early:.1f} MiB after the first answers, {late:.1f} at the end "
+                    f"({late / early - 1:+.1%}{verdict if name == 'front' else ''})"
+                )
+        return "\n".join(lines)
+
+
+def soaked_of(server: str, job: dict[str, Any], out: dict[str, Any]) -> Soaked:
+    in_window = out["window_events"] * out["tokens"] / max(out["events"], 1)
+    us = sum(_us(out["window"], "front", first, None) for first in (True, False))
+    return Soaked(
+        server=server, door=job["door"], streams=job["streams"], tokens_of_answer=job["tokens"],
+        requests=out["requests"], tokens=out["tokens"], took_s=out["took_s"], settled_s=out["settled_s"],
+        errors=out["errors"], token_us=us / max(in_window, 1),
+        client_us=1e6 * out["window_client_s"] / max(in_window, 1),
+        client_share=out["window_client_s"] / max(out["window_s"], 1e-6), ages_ms=out["ages"], memory=out["memory"],
+    )  # fmt: skip
+
+
+def read(text: str) -> list[Run | Soaked]:
+    """Of a file with cases of both kinds."""
+    return [Soaked(**each) if "ages_ms" in each else Run(**each) for each in json.loads(text)]
 
 
 def run_of(server: str, job: dict[str, Any], out: dict[str, Any]) -> Run:
@@ -59,6 +156,8 @@ def run_of(server: str, job: dict[str, Any], out: dict[str, Any]) -> Run:
         requests=out["requests"], errors=sum(out["errors"].values()), token_us=token_us,
         whole_us=front / max(out["tokens"], 1), request_us=request_us, node_token_us=per(w_node),
         engine_token_us=per(w_engine), tokens_of_event=of_event, held=out["held"],
+        client_us=1e6 * out["window_client_s"] / max(in_window, 1),
+        client_share=out["window_client_s"] / max(out["window_s"], 1e-6),
     )  # fmt: skip
 
 
@@ -118,13 +217,7 @@ class Figures:
                 node = self.of(door, streams, server, "node_token_us")
                 text = f"{door}, {streams} streams, {node_of} of the bare loop's"
                 ratio(text, node, self.of("http", streams, BARE_HTTP, "token_us"), NODE_MAX)
-            two, one = (self.of(door, streams, each, "token_us") for each in (WORKERS, ROUTER))
-            ratio(f"{door}, {streams} streams, two workers, a token: of one's", two, one, WORKERS_MAX)
-            held = [n for run in self._groups.get((door, streams, WORKERS, True), ()) for n in [run.held] if any(n)]
-            for each in held[-1:]:
-                busy = [n for n in each if n] or [1]
-                text = f"{door}, {streams} streams, two workers, connections {each}: most to fewest"
-                found.append(Bar(what=text, value=max(busy) / min(busy) if len(busy) > 1 else 99, limit=BALANCE_MAX))
+            found += self._workers(door, streams)
         for door, streams in sorted({(run.door, run.streams) for run in self._runs if not run.streaming}):
             us = self.of(door, streams, ROUTER, "request_us", streaming=False)
             if us is not None:
@@ -132,10 +225,28 @@ class Figures:
                 found.append(Bar(what=text, value=us / 1e3, limit=REQUEST_MS_MAX))
         return found
 
+    def _workers(self, door: str, streams: int) -> Iterator[Bar]:
+        one = self.of(door, streams, ROUTER, "token_us")
+        for server in sorted({run.server for run in self._runs if has_workers(run.server)}):
+            label = f"{door}, {streams} streams, {server}"
+            several = self.of(door, streams, server, "token_us")
+            if several is not None and one:
+                yield Bar(what=f"{label}, a token: of one's", value=several / one, limit=WORKERS_MAX)
+            rounds = [run.held for run in self._groups.get((door, streams, server, True), ()) if any(run.held)]
+            ratios = [
+                max(busy) / min(busy) if len(busy) > 1 else NO_BALANCE
+                for busy in ([n for n in held if n] for held in rounds)
+            ]
+            if ratios:
+                worst = max(ratios)
+                held = [n for n in rounds[ratios.index(worst)] if n]
+                text = f"{label}, connections {held} (the worst round): most to fewest"
+                yield Bar(what=text, value=worst, limit=BALANCE_MAX)
+
     def table(self) -> list[str]:
         lines = [
             f"{'door':<5}{'streams':>8}  {'server':<24}{'us a token':>22}{'whole':>8}{'ms a request':>14}"
-            f"{'node':>7}{'engine':>8}{'joined':>8}{'errors':>7}"
+            f"{'node':>7}{'engine':>8}{'joined':>8}{'clients':>9}{'errors':>7}"
         ]
         for (door, streams, server, streaming), runs in sorted(
             self._groups.items(), key=lambda item: (not item[0][3], item[0][0] != "http", item[0][1])
@@ -143,16 +254,16 @@ class Figures:
             tokens = self._values(runs, "token_us")
             text = "-" if not tokens else f"{statistics.median(tokens):.1f} ({min(tokens):.1f}..{max(tokens):.1f})"
             cells = [self.of(door, streams, server, what, streaming=streaming) for what in _COLUMNS]
-            whole, request, node, engine, joined = cells
+            whole, request, node, engine, joined, clients = cells
             request = None if request is None else request / 1e3
             words = [
                 "-" if value is None or (value == 0 and digits < 2) else f"{value:.{digits}f}"
-                for value, digits in ((whole, 1), (request, 2), (node, 1), (engine, 1), (joined, 2))
+                for value, digits in ((whole, 1), (request, 2), (node, 1), (engine, 1), (joined, 2), (clients, 1))
             ]
             name = server if streaming else f"{server}, whole"
             lines.append(
                 f"{door:<5}{streams:>8}  {name:<24}{text:>22}{words[0]:>8}{words[1]:>14}{words[2]:>7}"
-                f"{words[3]:>8}{words[4]:>8}{sum(run.errors for run in runs):>7}"
+                f"{words[3]:>8}{words[4]:>8}{words[5]:>9}{sum(run.errors for run in runs):>7}"
             )
         return lines
 
@@ -161,9 +272,24 @@ class Figures:
         return [value for run in runs if (value := getattr(run, what)) is not None]
 
 
-_COLUMNS: Final = ("whole_us", "request_us", "node_token_us", "engine_token_us", "tokens_of_event")
+_COLUMNS: Final = ("whole_us", "request_us", "node_token_us", "engine_token_us", "tokens_of_event", "client_us")
 
 
-def report(runs: Sequence[Run]) -> str:
-    figures = Figures(runs)
-    return "\n".join([*figures.table(), "", *map(str, figures.bars())])
+def report(cases: Sequence[Run | Soaked]) -> str:
+    runs = [case for case in cases if isinstance(case, Run)]
+    lines = [str(case) for case in cases if isinstance(case, Soaked)]
+    if runs:
+        figures = Figures(runs)
+        lines += [*figures.table(), "", *map(str, figures.bars()), "", *_clients(runs)]
+    return "\n".join(lines)
+
+
+def _clients(runs: Sequence[Run]) -> Iterator[str]:
+    for door in sorted({run.door for run in runs if run.client_us}, reverse=True):
+        costs = [run for run in runs if run.door == door and run.client_us]
+        share = max(run.client_share for run in costs)
+        token_us = statistics.median(run.client_us for run in costs)
+        yield (
+            f"clients, {door}: {token_us:.1f} us a token, at most {share:.2f} of a core"
+            f"{': THEY MAY BE THE LIMIT' if share > CLIENT_SHARE_MAX else ''}"
+        )

@@ -25,6 +25,8 @@ from engine.demo_model import DemoModelParams, write_demo_model
 HERE: Final = Path(__file__).resolve().parent
 START_S_MAX: Final = 300.0
 STREAMS_MAX: Final = 2_048
+GRPC_STREAMS_MAX: Final = 1_000
+"""A router has places for 1,024 gRPC connections, and those of the run before take a moment to go."""
 ONE_LAYER: Final = DemoModelParams(num_layers=1, hidden_size=64, num_heads=2, head_dim=32, vocab_size=2_048)
 VLLM_ENV: Final = {
     "OMP_NUM_THREADS": "2", "VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
@@ -66,9 +68,9 @@ class TimedCluster(Cluster):
 
 @asynccontextmanager
 async def cluster(
-    name: str, folder: Path, *, rate: float, mock: bool, tree: Path, router: Mapping[str, object]
+    name: str, folder: Path, *, rate: float, mock: bool, tree: Path, router: Mapping[str, object], decode_nodes: int = 1
 ) -> AsyncIterator[Server]:
-    """A router, a prefill and a decode node; of the mock engine, or of the one-layer model in `folder`."""
+    """A router, a prefill node and decode nodes; of the mock engine, or of the one-layer model in `folder`."""
     engine: dict[str, object] = {"engine.sequences_max": STREAMS_MAX, "engine.tokens_per_step_max": 4_096}
     sizes: dict[str, object] = {
         "http_listen": "127.0.0.1:0",
@@ -79,8 +81,8 @@ async def cluster(
     }
     decode = {**engine, "requests_max": STREAMS_MAX}
     spec = ClusterSpec(
-        model=None if mock else str(folder), engine_kind=EngineKind.MOCK if mock else None, threads=1,
-        blocks=STREAMS_MAX * 24 if mock else 12_000,
+        decode=decode_nodes, model=None if mock else str(folder), threads=1,
+        engine_kind=EngineKind.MOCK if mock else None, blocks=STREAMS_MAX * 24 if mock else 12_000,
         flags={Service.ROUTER: {**sizes, **router}, Service.PREFILL: engine, Service.DECODE: decode},
         env={RATE_ENV: str(rate), "PYTHONPATH": f"{tree}:{tree / 'proto'}"},
     )  # fmt: skip
@@ -98,9 +100,9 @@ async def cluster(
 
 
 @asynccontextmanager
-async def bare(door: str, rate: float) -> AsyncIterator[Server]:
+async def bare(door: str, rate: float, *, groups: int = 1) -> AsyncIterator[Server]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benchmarks.front_door_bare", door, str(rate),
+        sys.executable, "-m", "benchmarks.front_door_bare", door, str(rate), str(groups),
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=HERE.parent,
     )  # fmt: skip
     assert process.stdout is not None and process.stdin is not None

@@ -210,8 +210,6 @@ class RouterConfig(ProcessConfig):
         self.trusted_networks()
         if self.workers > WORKERS_MAX:
             raise InvalidField("workers", f"must be {WORKERS_MAX} at most, not {self.workers}")
-        if self.workers > 1 and self.api_keys_file is not None:
-            raise InvalidField("workers", "must be 1 where there is an api_keys_file")
         numbers = [name for name, kind in RouterConfig.__annotations__.items() if kind == "int"]
         check_positive(self, *(name for name in numbers if name != "lame_duck_ms" or self.lame_duck_ms))
 

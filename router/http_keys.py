@@ -3,10 +3,9 @@ limits."""
 
 from __future__ import annotations
 
-import asyncio
 import random
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -16,10 +15,10 @@ from baton.errors import BatonError
 from baton.tracing import new_request_id, read_metadata
 from router.http_attach import LAST_EVENT_ID, read_token
 from router.http_reply import error_response
-from router.http_server import ADMISSION, KEY_USE, REQUESTS_PATH
-from router.keys import Admission, KeyBook, KeyUse, authorization_of
+from router.http_server import KEY, KEYED_CALL, REQUESTS_PATH
+from router.key_desk import KeyDesk, KeyedCall
+from router.keys import ApiKey, authorization_of
 from router.request_log import RequestLog
-from router.resume import ResumeToken
 
 WITHOUT_KEY: Final = frozenset({"/health", "/live", "/version"})
 
@@ -28,57 +27,45 @@ class KeyedApp:
     """Lets those calls to `app` through that have a good key, and room under its limits. All but those of WITHOUT_KEY
     need one; only POST counts, and to attach, which takes what a POST took before."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        book: KeyBook,
-        *,
-        rng: random.Random,
-        request_log: RequestLog,
-        end_former: Callable[[ResumeToken, KeyUse], Awaitable[None]],
-    ) -> None:
-        """`end_former` ends what this router still serves of a client that comes back."""
+    def __init__(self, app: ASGIApp, desk: KeyDesk, *, rng: random.Random, request_log: RequestLog) -> None:
         self._app = app
-        self._book = book
+        self._desk = desk
         self._rng = rng
         self._log = request_log
-        self._end_former = end_former
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in WITHOUT_KEY:
             await self._app(scope, receive, send)
             return
-        headers, use, now_s = Headers(scope=scope), None, asyncio.get_running_loop().time
-        admission: Admission | None = None
+        headers, key = Headers(scope=scope), None
+        call: KeyedCall | None = None
         try:
-            use = self._book.find(authorization_of(headers.items()))
+            key = self._desk.find(authorization_of(headers.items()))
             if scope["method"] == "POST" or (scope["method"] == "GET" and scope["path"].startswith(REQUESTS_PATH)):
-                if use.full and LAST_EVENT_ID in headers:
-                    await self._end_former(read_token(headers.getlist(LAST_EVENT_ID)), use)
-                admission = use.admit(now_s(), spread=self._rng.random(), attaches=LAST_EVENT_ID in headers)
+                former = partial(read_token, headers.getlist(LAST_EVENT_ID)) if LAST_EVENT_ID in headers else None
+                call = await self._desk.admit(key, former=former)
         except BatonError as error:
-            await self._refuse(error, use, headers)(scope, receive, send)
+            await (await self._refuse(error, key, headers))(scope, receive, send)
             return
-        scope.setdefault("state", {}).update({ADMISSION: admission, KEY_USE: use})
         try:
-            await self._app(scope, receive, _with_limits(use, now_s, send))
+            scope.setdefault("state", {}).update({KEYED_CALL: call, KEY: key})
+            await self._app(scope, receive, self._with_limits(key, send))
         finally:
-            if admission is not None:
-                admission.end()
+            if call is not None:
+                call.end()
 
-    def _refuse(self, error: BatonError, use: KeyUse | None, headers: Headers) -> ASGIApp:
+    async def _refuse(self, error: BatonError, key: ApiKey | None, headers: Headers) -> ASGIApp:
         request_id = new_request_id(self._rng)
         with suppress(BatonError):
             request_id = read_metadata(headers.items()).request_id or request_id
         self._log.refused(error, door="http", request_id=request_id)
-        left = {} if use is None else use.headers(asyncio.get_running_loop().time())
+        left = {} if key is None else await self._desk.headers(key)
         return error_response(error, headers={"x-request-id": request_id, **left})
 
+    def _with_limits(self, key: ApiKey, send: Send) -> Send:
+        async def send_with(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(await self._desk.headers(key))
+            await send(message)
 
-def _with_limits(use: KeyUse, now_s: Callable[[], float], send: Send) -> Send:
-    async def send_with(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            MutableHeaders(scope=message).update(use.headers(now_s()))
-        await send(message)
-
-    return send_with
+        return send_with

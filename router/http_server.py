@@ -36,7 +36,8 @@ from router.http_attach import LAST_EVENT_ID, call_of, new_token, read_token, re
 from router.http_connection import SOURCE, SURPLUS, HttpConnection, Served
 from router.http_reply import CallReply, client_left, error_response, left
 from router.http_slots import Slot, Slots
-from router.keys import Admission
+from router.key_desk import KeyDesk, KeyedCall
+from router.keys import ApiKey
 from router.local_taker import LocalTaker
 from router.node import RouterNode
 from router.openai import Json, OpenAiCall
@@ -49,9 +50,9 @@ from router.turns import Turns
 
 log = get_log("http")
 
-ADMISSION: Final = "admission"
+KEYED_CALL: Final = "keyed call"
 """In the state of a call that came with an API key, where it counts for it."""
-KEY_USE: Final = "key use"
+KEY: Final = "key"
 """In the state of every call that came with an API key."""
 REQUESTS_PATH: Final = "/v1/requests/"
 """Of resumable requests."""
@@ -65,9 +66,13 @@ UPKEEP_MS = 500
 class OpenAiApp:
     """The endpoints of one router. Lives on its loop."""
 
-    def __init__(self, node: RouterNode, directory_trouble: Callable[[], str] = str) -> None:
-        """`directory_trouble` says what is the matter with the directory; empty for nothing."""
+    def __init__(
+        self, node: RouterNode, directory_trouble: Callable[[], str] = str, desk: KeyDesk | None = None
+    ) -> None:
+        """`directory_trouble` says what is the matter with the directory; empty for nothing. `desk` is None where
+        everybody may ask."""
         self._node = node
+        self._desk = desk
         self._directory_trouble = directory_trouble
         self._began = int(time.time())
 
@@ -90,17 +95,18 @@ class OpenAiApp:
     async def _complete(self, request: Request) -> Response:
         """Both endpoints. What is refused here is logged with the id that the client is given: there is no request
         yet."""
-        chat, admission = _is_chat(request), getattr(request.state, ADMISSION, None)
+        chat = _is_chat(request)
+        keyed: KeyedCall | None = getattr(request.state, KEYED_CALL, None)
         request_id = request.state.request_id = new_request_id(self._node.rng)
         try:
             called = read_metadata([(name.lower(), value) for name, value in request.headers.items()])
             request_id = request.state.request_id = called.request_id or request_id
             self._node.check_open()
             source = request.scope["state"][SOURCE]
-            owner = TextOwner(address=source, key=admission.key.name if admission is not None else None)
+            owner = TextOwner(address=source, key=keyed.key.name if keyed is not None else None)
             with self._node.texts.holding(owner) as hold:
                 raw = await self._read_body(request, hold)
-                special_tokens = admission is not None and admission.key.special_tokens
+                special_tokens = keyed is not None and keyed.key.special_tokens
                 context_len_max = self._node.context_len_max()
                 parsed = self._node.texts.run_held(owner, parse_call, raw, chat, special_tokens, context_len_max)
                 at_once = len(raw) <= INLINE_BYTES_MAX
@@ -111,7 +117,7 @@ class OpenAiApp:
                 token = repeated(call, read_token(sent), request_id, int(time.time()))
             elif call.said:
                 raise bad_field("resume_token_ids", f"resume_token_ids goes with the header {LAST_EVENT_ID}.")
-            return self._reply(request, call, called.traceparent, token)
+            return await self._reply(request, call, called.traceparent, token)
         except BatonError as error:
             return self._refused(request, error, chat=chat)
 
@@ -124,7 +130,7 @@ class OpenAiApp:
             self._node.check_open()
             called = read_metadata([(name.lower(), value) for name, value in request.headers.items()])
             token, call = _shown(request)
-            return self._reply(request, call, called.traceparent, token)
+            return await self._reply(request, call, called.traceparent, token)
         except BatonError as error:
             return self._refused(request, error)
 
@@ -133,7 +139,11 @@ class OpenAiApp:
         request.state.request_id = new_request_id(self._node.rng)
         try:
             token, _ = _shown(request)
-            await self._node.forget(token, getattr(request.state, KEY_USE, None))
+            key: ApiKey | None = getattr(request.state, KEY, None)
+            if key is None or self._desk is None:
+                await self._node.forget(token, None)
+            else:
+                await self._node.forget(token, key.name, partial(self._desk.came_back, key))
         except BatonError as error:
             return self._refused(request, error)
         return Response(status_code=204, headers={"x-request-id": request.state.request_id})
@@ -174,15 +184,15 @@ class OpenAiApp:
     async def _version(self, _request: Request) -> Response:
         return JSONResponse({"version": baton_version()})
 
-    def _reply(
+    async def _reply(
         self, request: Request, call: OpenAiCall, parent: Traceparent | None, token: ResumeToken | None
     ) -> CallReply:
         """`token` is that of a client that attaches. Raises BatonError."""
         node, now_s, attaches = self._node, asyncio.get_running_loop().time, token is not None
         answers = len(token.places) if token is not None else len(call.requests) * call.n
-        admission: Admission | None = getattr(request.state, ADMISSION, None)
-        if admission is not None:
-            admission.widen(answers)
+        keyed: KeyedCall | None = getattr(request.state, KEYED_CALL, None)
+        if keyed is not None:
+            await keyed.widen(answers)
         request_id, created = request.state.request_id, int(time.time())
         set_seeds(call.requests, node.rng.getrandbits(64) if token is None else token.seed, attaches=attaches)
         if call.resumable and token is None:
@@ -205,8 +215,8 @@ class OpenAiApp:
                 source=request.scope["state"][SOURCE],
                 resume=resume,
             )
-            if admission is not None:
-                client = admission.sign(client, now_s, prompt=prompt)
+            if keyed is not None:
+                client = keyed.sign(client, prompt=prompt)
             if resume is None or resume.place is None or not resume.place.finished:
                 await node.run(call.requests[prompt] if call.requests else None, client, sink)
 

@@ -7,6 +7,7 @@ import errno
 import os
 import secrets
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +19,7 @@ log = get_log("keys")
 
 LOOK_S: Final = 2.0
 """Pause between two looks whether the file has changed."""
-_BLIND_BYTES: Final = 32
+BLIND_BYTES: Final = 32
 _Version = tuple[int, int, int]
 """Of a file: another one in its place, or another content."""
 
@@ -30,8 +31,10 @@ class KeyFile:
         """Made by `open`."""
         self._path = path
         self._seen = version
+        self.changed: Callable[[], None] = lambda: None
+        """Called when the book has other keys."""
         now_s = asyncio.get_running_loop().time()
-        self.book = KeyBook(keys, blind=secrets.token_bytes(_BLIND_BYTES), now_s=now_s)
+        self.book = KeyBook(keys, blind=secrets.token_bytes(BLIND_BYTES), now_s=now_s)
 
     @classmethod
     async def open(cls, path: Path) -> KeyFile:
@@ -58,6 +61,7 @@ class KeyFile:
             log.error("the keys stay as they were", file=self._path, why=error.message)
             return
         self.book.replace(keys, asyncio.get_running_loop().time())
+        self.changed()
         log.info("API keys are read anew", file=self._path, keys=len(keys))
 
 

@@ -17,8 +17,8 @@ import hmac
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Literal
 
@@ -28,7 +28,7 @@ from baton.errors import BatonError, InvalidField, Reason, check_positive
 from baton.ids import RequestId
 from baton.retry_time import retry_after_ms
 from baton.wire import NAME
-from router.request import CACHE_SALT_BYTES_MAX, ClientCall, Priority
+from router.request import CACHE_SALT_BYTES_MAX, Priority
 
 PREFIX: Final = "baton-"
 RANDOM_BYTES: Final = 32
@@ -45,6 +45,7 @@ HOW_TO_SEND: Final = (
     "Send one as 'Authorization: Bearer KEY' (over gRPC: metadata 'authorization'; Baton's commands: --api-key-file "
     "FILE)."
 )
+_GONE: Final = "The API key is not a key of this cluster, or no longer one."
 _FORM: Final = re.compile(PREFIX + "[A-Za-z0-9_-]{43}")
 _HASH: Final = re.compile(r"[0-9a-f]{64}")
 _PROBLEMS_SHOWN: Final = 5
@@ -322,22 +323,8 @@ class Admission:
             self.use.running += more
             self._answers = answers
 
-    def sign(self, call: ClientCall, now_s: Callable[[], float], *, prompt: int = 0) -> ClientCall:
-        """The call of this key's, with what it may and what it has to report. `prompt` numbers those of one call: each
-        counts with the first answer to it that is computed."""
-        return replace(
-            call,
-            key_name=self.key.name,
-            key_salt=self.key.cache_salt or "",
-            priority=self.key.priority_class,
-            special_tokens=self.key.special_tokens,
-            take_prompt=lambda n: self._take_prompt(prompt, n, now_s()),
-            take_output=lambda n: self.use.take_output(n, now_s()),
-            left=lambda request: self.use.leave(request, now_s()),
-            came_back=self.use.come_back,
-        )
-
-    def _take_prompt(self, prompt: int, tokens: int, now_s: float) -> None:
+    def take_prompt(self, prompt: int, tokens: int, now_s: float) -> None:
+        """`prompt` numbers those of the call. Each counts once. Raises BatonError as `KeyUse.take_prompt`."""
         if self._attaches:
             self.use.check_running(0, self._spread, now_s=now_s)
         if prompt not in self._prompts:
@@ -373,6 +360,12 @@ class KeyBook:
     def uses(self) -> list[KeyUse]:
         return list(self._by_name.values())
 
+    def use_of(self, name: str) -> KeyUse:
+        """Raises BatonError INVALID_API_KEY where there is no key of this name, or no longer one."""
+        if (use := self._by_name.get(name)) is None:
+            raise _refused(_GONE)
+        return use
+
     def find(self, authorization: str | bytes | None) -> KeyUse:
         """Whose call it is, by the header that it came with. Raises BatonError INVALID_API_KEY."""
         if not authorization:
@@ -384,7 +377,7 @@ class KeyBook:
             raise _refused("The header 'authorization' does not say 'Bearer KEY'.")
         use = self._by_mark.get(self._mark(digest_of(key))) if _FORM.fullmatch(key) else None
         if use is None:
-            raise _refused("The API key is not a key of this cluster, or no longer one.")
+            raise _refused(_GONE)
         return use
 
     def _mark(self, digest: str) -> bytes:

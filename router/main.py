@@ -26,13 +26,16 @@ from baton.tasks import Tasks
 from baton.wire import NodeLoad, Role
 from router.config import RouterConfig
 from router.doors import Door, Doors
+from router.key_desk import KeyDesk, LocalDesk
 from router.key_file import KeyFile
+from router.node import RouterNode
 from router.pins import PinKeeper, PinsService
 from router.prompts import PromptEncoder
 from router.request import INT_DIGITS_MAX
 from router.request_log import RequestLog
 from router.service import INFERENCE_SERVICE
 from router.serving import Serving, model_folder
+from router.worker_keys import KeyCounter
 from router.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
@@ -136,6 +139,11 @@ class _OneProcess:
         self._config = config
         self._runtime = runtime
         self._doors = doors
+
+        def make_desk(node: RouterNode) -> KeyDesk:
+            assert keys is not None
+            return LocalDesk(keys.book, rng=node.rng, cut_former=node.cut_former)
+
         self._serving = Serving(
             config,
             incarnation=runtime.incarnation,
@@ -146,7 +154,7 @@ class _OneProcess:
             rng=runtime.rng,
             folder=folder,
             metrics=metrics,
-            keys=keys,
+            make_desk=make_desk if keys is not None else None,
             check_known=runtime.membership.check_known,
             directory_trouble=runtime.membership.trouble,
             closed=doors.closed,
@@ -197,7 +205,9 @@ class _Workers:
         keys: KeyFile | None,
     ) -> None:
         """Raises BatonError where the model's folder is broken."""
-        del keys
+        counter = KeyCounter(keys.book) if keys is not None else None
+        if keys is not None and counter is not None:
+            keys.changed = counter.follow
         self._config = config
         self._runtime = runtime
         self._doors = doors
@@ -207,6 +217,7 @@ class _Workers:
             doors=doors,
             lifecycle=runtime.lifecycle,
             clock=runtime.clock,
+            keys=counter,
             check_known=runtime.membership.check_known,
             directory_trouble=runtime.membership.trouble,
         )

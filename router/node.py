@@ -35,7 +35,6 @@ from router.byte_shares import TextOwner
 from router.config import RouterConfig
 from router.decode_streams import DecodeStreams, DecodeSubscription
 from router.job import TOKENS_AT_ONCE_MAX, Inbox, Job, Parting, foreign_error, taken_over_error
-from router.keys import KeyUse
 from router.line import Place
 from router.placement import RegionWatch, answer_tokens, tokens_max
 from router.prefill_nodes import NOT_READY_RETRY_MS, PrefillCalls, PrefillNodes
@@ -72,8 +71,6 @@ CUT_OFF: Final = frozenset({Reason.SLOW_CLIENT, Reason.TAKEN_OVER, Reason.CANCEL
 """Reasons of errors for clients that may not read: such an error does not wait behind what they have not read."""
 HANDED_OFF_MS_MAX: Final = 1_000
 """How long a finished answer waits for the prefill node to confirm its handoff."""
-FORMER_LOOKS_MAX: Final = 50
-FORMER_LOOK_MS: Final = 10
 """Between two looks whether the former connection of a client that comes back has ended."""
 FIRST_NEWS_MS_MAX: Final = 1_000
 """How long a client that attaches waits for the first word of the directory: this router has just started."""
@@ -163,7 +160,7 @@ class RouterNode:
             try:
                 async with job.scope:
                     if not job.taken_over:
-                        call.take_prompt(len(job.checked.prompt))
+                        await call.take_prompt(len(job.checked.prompt))
                     job.start()
                     await self._attempts(job)
                     job.end()
@@ -285,34 +282,34 @@ class RouterNode:
                     await self._first_news.wait()
         return key, self.streams.find(place.decode)
 
-    async def end_former(self, token: ResumeToken, use: KeyUse) -> None:
-        """A client comes back to this router, which still serves its former connection: that is to leave the client's
-        key room for the new call."""
-        own_tag = tag(token.secret, use.key.name)
+    def cut_former(self, token: ResumeToken, key_name: str) -> bool:
+        """A client comes back while this router still serves its former connection: end that. Whether there was one."""
+        own_tag = tag(token.secret, key_name)
         jobs = [job for place in token.places if (job := self._resumable.get(place.request)) is not None]
-        for job in jobs:
-            if job.is_tagged(own_tag):
-                job.cut_off(taken_over_error())
-        for _ in range(FORMER_LOOKS_MAX if jobs else 0):
-            if not use.full:
-                return
-            await asyncio.sleep(FORMER_LOOK_MS / 1000)
+        found = [job for job in jobs if job.is_tagged(own_tag)]
+        for job in found:
+            job.cut_off(taken_over_error())
+        return bool(found)
 
-    async def forget(self, token: ResumeToken, use: KeyUse | None) -> None:
-        """The client has the whole answers, or wants no more of them. Idempotent. Raises BatonError PERMISSION_DENIED,
-        or PEER_UNREACHABLE where a node did not hear of it."""
-        own_tag = tag(token.secret, use.key.name if use is not None else None)
-        await asyncio.gather(*(self._forget(place, own_tag, use) for place in token.places if place.request))
+    async def forget(
+        self,
+        token: ResumeToken,
+        key_name: str | None,
+        came_back: Callable[[RequestId], None] = lambda _request: None,
+    ) -> None:
+        """The client has the whole answers, or wants no more of them. Idempotent. `came_back` as that of a call. Raises
+        BatonError PERMISSION_DENIED, or PEER_UNREACHABLE where a node did not hear of it."""
+        own_tag = tag(token.secret, key_name)
+        await asyncio.gather(*(self._forget(place, own_tag, came_back) for place in token.places if place.request))
 
-    async def _forget(self, place: ResumePlace, own_tag: bytes, use: KeyUse | None) -> None:
+    async def _forget(self, place: ResumePlace, own_tag: bytes, came_back: Callable[[RequestId], None]) -> None:
         error = BatonError(Reason.CANCELLED, "The client has ended this request by another call.")
         # Not beside a call that takes it over: that would wait for tokens which nobody sends.
         async with self._attaches.setdefault(place.request, asyncio.Lock()):
             key, stream = await self._find(place, own_tag, error)
             if stream is not None:
                 await stream.forget(key, own_tag)
-                if use is not None:
-                    use.come_back(place.request)
+                came_back(place.request)
 
     async def _check(self, request: inference_pb2.GenerateRequest | None, call: ClientCall) -> CheckedRequest:
         """Check the request, against the model of a cluster that may still be coming up. Raises BatonError."""
@@ -435,7 +432,7 @@ class RouterNode:
     async def _run_anew(self, job: Job) -> None:
         """The attempt that was taken over is lost: what follows is this router's own. Raises BatonError."""
         job.checked = await self._check(job.request, job.call)
-        job.call.take_prompt(len(job.checked.prompt))
+        await job.call.take_prompt(len(job.checked.prompt))
         self._forget_id(job)
         job.id = self._new_id()  # the old one has tombstones
         self._resumable[job.id] = job

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -107,6 +107,10 @@ class ObservedRequest:
         """Nothing of it is left in this router."""
 
 
+async def _free(_tokens: int) -> None:
+    """Without a key."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientCall:
     """Whose request it is. Times are those of the loop."""
@@ -126,7 +130,7 @@ class ClientCall:
     """Of the API key that it came with."""
     key_salt: str | None = None
     """That key's salt, "" where it has none; None without a key."""
-    take_prompt: Callable[[int], None] = lambda _tokens: None
+    take_prompt: Callable[[int], Awaitable[None]] = _free
     """Called with the length of its prompt. Raises BatonError where the key may not have so many tokens now."""
     take_output: Callable[[int], None] = lambda _tokens: None
     """Called with the number of tokens that the client gets."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import grpc
@@ -20,7 +21,8 @@ from baton.rpc import client_source, time_left_s
 from baton.tracing import Traceparent, new_request_id, read_metadata
 from router.answers import AnswerPart, Collected
 from router.byte_shares import TextOwner
-from router.keys import Admission, KeyBook, authorization_of
+from router.key_desk import KeyDesk, KeyedCall
+from router.keys import authorization_of
 from router.node import CUT_OFF, RouterNode
 from router.prompts import PromptEncoder
 from router.request import ClientCall, read_attach, read_message
@@ -36,10 +38,10 @@ FIRST_WRITE_MS_MAX: Final = 1_000
 class InferenceService:
     """baton.v1.Inference, for clients. It takes messages as bytes: a long one with many parts would hold the loop."""
 
-    def __init__(self, node: RouterNode, keys: KeyBook | None = None) -> None:
+    def __init__(self, node: RouterNode, desk: KeyDesk | None = None) -> None:
         """None: everybody may ask."""
         self._node = node
-        self._keys = keys
+        self._desk = desk
         self._proxies = node.config.trusted_networks()
 
     def add_to_server(self, server: Any) -> None:
@@ -62,15 +64,14 @@ class InferenceService:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(INFERENCE_SERVICE, handlers),))
 
     async def _generate(self, raw: bytes, context: Any) -> None:
-        with self._admitted(context) as admission:
-            request = await self._read(read_message, raw, context, admission)
+        with await self._admitted(context) as keyed:
+            request = await self._read(read_message, raw, context, keyed)
             resume = self._node.resumable(request_digest([request], 1)) if request.resumable else None
-            await self._send(request, resume, context, admission)
+            await self._send(request, resume, context, keyed)
 
     async def _attach(self, raw: bytes, context: Any) -> None:
-        await self._end_former(raw, context)
-        with self._admitted(context, attaches=True) as admission:
-            message = await self._read(read_attach, raw, context, admission)
+        with await self._admitted(context, former=partial(_shown, raw)) as keyed:
+            message = await self._read(read_attach, raw, context, keyed)
             with self._refusals():
                 token = ResumeToken.decode(message.resume_token)
                 if len(token.places) != 1:
@@ -79,23 +80,18 @@ class InferenceService:
                 if request is not None:
                     check_same(token, [request], field="resume_token")
                 resume = Resume.attach(token, said=message.output.ids)
-            await self._send(request, resume, context, admission)
-
-    async def _end_former(self, raw: bytes, context: Any) -> None:
-        if self._keys is None:
-            return
-        with suppress(BatonError, DecodeError):  # `_admitted` or `_read` says so
-            use = self._keys.find(authorization_of(context.invocation_metadata()))
-            if use.full:
-                # It has the token alone, under the same number: the rest is not parsed, however long it is.
-                message = inference_pb2.ForgetRequest.FromString(raw)
-                await self._node.end_former(ResumeToken.decode(message.resume_token), use)
+            await self._send(request, resume, context, keyed)
 
     async def _forget(self, request: inference_pb2.ForgetRequest, context: Any) -> inference_pb2.ForgetReply:
         with self._refusals():
-            use = self._keys.find(authorization_of(context.invocation_metadata())) if self._keys else None
+            desk, key = self._desk, None
+            if desk is not None:
+                key = desk.find(authorization_of(context.invocation_metadata()))
             token = ResumeToken.decode(request.resume_token)
-            await self._node.forget(token, use)
+            if desk is None or key is None:
+                await self._node.forget(token, None)
+            else:
+                await self._node.forget(token, key.name, partial(desk.came_back, key))
         return inference_pb2.ForgetReply()
 
     async def _send(
@@ -103,10 +99,10 @@ class InferenceService:
         request: inference_pb2.GenerateRequest | None,
         resume: Resume | None,
         context: Any,
-        admission: Admission | None,
+        keyed: KeyedCall | None,
     ) -> None:
         sink = _Stream(resume)
-        answer = asyncio.create_task(self._node.run(request, self._call(request, context, admission, resume), sink))
+        answer = asyncio.create_task(self._node.run(request, self._call(request, context, keyed, resume), sink))
         answer.add_done_callback(sink.ended)
         try:
             with suppress(TimeoutError):
@@ -122,37 +118,33 @@ class InferenceService:
         self,
         request: inference_pb2.GenerateRequest | None,
         context: Any,
-        admission: Admission | None,
+        keyed: KeyedCall | None,
         resume: Resume | None = None,
     ) -> ClientCall:
         rng = self._node.rng
         with self._refusals():
             called = read_metadata(context.invocation_metadata())
-        parent, now_s = called.traceparent, asyncio.get_running_loop().time
+        parent, now_s = called.traceparent, asyncio.get_running_loop().time()
         call = ClientCall(
             id=called.request_id or new_request_id(rng),
             trace=parent.child(rng) if parent is not None else Traceparent.new(rng, sampled=False),
-            deadline_s=now_s() + time_left_s(context, self._node.config.rpc),
+            deadline_s=now_s + time_left_s(context, self._node.config.rpc),
             choice=request.sampling.choice if request is not None else 0,
             source=self._source(context),
             resume=resume,
         )
-        return call if admission is None else admission.sign(call, now_s)
+        return call if keyed is None else keyed.sign(call)
 
-    @contextmanager
-    def _admitted(self, context: Any, *, attaches: bool = False) -> Iterator[Admission | None]:
-        """Raises BatonError INVALID_API_KEY or RATE_LIMIT_EXCEEDED, which the log has too."""
-        if self._keys is None:
-            yield None
-            return
+    async def _admitted(
+        self, context: Any, *, former: Callable[[], ResumeToken] | None = None
+    ) -> AbstractContextManager[KeyedCall | None]:
+        """The call of the client's key, which ends with the context. `former` as for `KeyDesk.admit`. Raises BatonError
+        INVALID_API_KEY or RATE_LIMIT_EXCEEDED, which the log has too."""
+        if self._desk is None:
+            return nullcontext()
         with self._refusals():
-            use = self._keys.find(authorization_of(context.invocation_metadata()))
-            now_s = asyncio.get_running_loop().time()
-            admission = use.admit(now_s, spread=self._node.rng.random(), attaches=attaches)
-        try:
-            yield admission
-        finally:
-            admission.end()
+            key = self._desk.find(authorization_of(context.invocation_metadata()))
+            return _ending(await self._desk.admit(key, former=former))
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
@@ -171,26 +163,26 @@ class InferenceService:
         work: Callable[[PromptEncoder, bytes | bytearray, int], _T],
         raw: bytes,
         context: Any,
-        admission: Admission | None,
+        keyed: KeyedCall | None,
     ) -> _T:
         """Raises BatonError, which the log has too."""
         node, context_len_max = self._node, self._node.context_len_max()
         with self._refusals():
             if len(raw) <= SHORT_BYTES_MAX:
                 return work(node.prompts, raw, context_len_max)
-            key = admission.key.name if admission is not None else None
+            key = keyed.key.name if keyed is not None else None
             owner = TextOwner(address=self._source(context), key=key)
             return await node.texts.run(owner, work, raw, context_len_max)
 
     async def _generate_unary(self, raw: bytes, context: Any) -> inference_pb2.GenerateResponse:
         response = inference_pb2.GenerateResponse()
-        with self._admitted(context) as admission:
-            request = await self._read(read_message, raw, context, admission)
+        with await self._admitted(context) as keyed:
+            request = await self._read(read_message, raw, context, keyed)
             with self._refusals():
                 if request.resumable:
                     raise bad_field("resumable", "Only a stream is resumable: call Generate, or leave resumable out.")
             answer = Collected()
-            await self._node.run(request, self._call(request, context, admission), answer)
+            await self._node.run(request, self._call(request, context, keyed), answer)
         response = inference_pb2.GenerateResponse(request_id=answer.start.request_id)
         response.text = "".join(part.text for part in answer.parts)
         for part in answer.parts:
@@ -199,6 +191,24 @@ class InferenceService:
         response.reason = answer.end.reason
         response.stats.CopyFrom(answer.end.stats)
         return response
+
+
+@contextmanager
+def _ending(keyed: KeyedCall) -> Iterator[KeyedCall]:
+    try:
+        yield keyed
+    finally:
+        keyed.end()
+
+
+def _shown(raw: bytes) -> ResumeToken:
+    """By a call that attaches. Raises BatonError."""
+    try:
+        # It has the token alone, under the same number: the rest is not parsed, however long it is.
+        message = inference_pb2.ForgetRequest.FromString(raw)
+    except DecodeError as error:
+        raise bad_field("resume_token", "The message of the call is no AttachRequest.") from error
+    return ResumeToken.decode(message.resume_token)
 
 
 class _Stream:

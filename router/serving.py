@@ -23,7 +23,7 @@ from baton.log import get_log
 from baton.rpc import Channels, RpcServer
 from engine.model_config import ModelError, SamplingDefaults, load_sampling_defaults, resolve_model
 from router.config import RouterConfig
-from router.key_file import KeyFile
+from router.key_desk import KeyDesk
 from router.keys import authorization_of
 from router.local_taker import LocalTaker
 from router.node import RouterNode
@@ -55,13 +55,13 @@ class Serving:
         rng: Random,
         folder: Path | None,
         metrics: RouterMetrics | None,
-        keys: KeyFile | None,
+        make_desk: Callable[[RouterNode], KeyDesk] | None,
         check_known: Callable[[], None],
         directory_trouble: Callable[[], str],
         closed: Callable[[int], None],
     ) -> None:
-        """`folder` is the model's. `closed` is called with the number of each connection that is over. Raises
-        BatonError where the model's folder is broken."""
+        """`folder` is the model's. `make_desk` is None where no API keys are needed. `closed` is called with the number
+        of each connection that is over. Raises BatonError where the model's folder is broken."""
         self._config = config
         self._clock = clock
         self._rng = rng
@@ -82,9 +82,10 @@ class Serving:
         )
         self.taker = LocalTaker(closed, proxies=config.trusted_networks(), ended=self._connection_ended)
         self._http: HttpServer | None = None
-        self._add_inference(keys)
+        desk = make_desk(self.node) if make_desk is not None else None
+        self._add_inference(desk)
         if config.http_listen is not None:
-            self._http = self._make_http(keys, directory_trouble)
+            self._http = self._make_http(desk, directory_trouble)
             self.taker.http = self._http.take
 
     def stand_behind_front(self, native: NativeFront, port: int) -> None:
@@ -118,24 +119,24 @@ class Serving:
         await self.taker.close()
         await self.node.close()
 
-    def _add_inference(self, keys: KeyFile | None) -> None:
+    def _add_inference(self, desk: KeyDesk | None) -> None:
         server = self._server
         server.trust_proxies(self._config.trusted_networks())
         server.on_refused(partial(self.node.request_log.refused, door="grpc"))
-        if keys is not None:
-            server.check_callers_by(lambda metadata: keys.book.find(authorization_of(metadata)))
-        inference = InferenceService(self.node, keys.book if keys is not None else None)
+        if desk is not None:
+            server.check_callers_by(lambda metadata: desk.find(authorization_of(metadata)))
+        inference = InferenceService(self.node, desk)
         server.add(INFERENCE_SERVICE, InferenceService.add_to_server, inference)
 
-    def _make_http(self, keys: KeyFile | None, directory_trouble: Callable[[], str]) -> HttpServer:
+    def _make_http(self, desk: KeyDesk | None, directory_trouble: Callable[[], str]) -> HttpServer:
         # A router without HTTP does not load its libraries.
         from router.http_keys import KeyedApp
         from router.http_server import HttpServer, OpenAiApp
 
         node = self.node
-        app: ASGIApp = OpenAiApp(node, directory_trouble).asgi()
-        if keys is not None:
-            app = KeyedApp(app, keys.book, rng=node.rng, request_log=node.request_log, end_former=node.end_former)
+        app: ASGIApp = OpenAiApp(node, directory_trouble, desk).asgi()
+        if desk is not None:
+            app = KeyedApp(app, desk, rng=node.rng, request_log=node.request_log)
         return HttpServer(app, self._config, rng=node.rng, refused=partial(node.request_log.refused, door="http"))
 
     def _connection_ended(self, why: Ended) -> None:

@@ -34,9 +34,12 @@ from baton.wire import NodeRecord, record_from_proto
 from router.config import RouterConfig
 from router.doors import Door
 from router.http_slots import Slot
+from router.node import RouterNode
 from router.request import INT_DIGITS_MAX
+from router.resume import ResumeToken
 from router.serving import Serving
 from router.worker_channel import WorkerChannel
+from router.worker_keys import RemoteDesk
 
 if TYPE_CHECKING:
     from router.metrics import RouterMetrics
@@ -108,6 +111,7 @@ class Worker:
         self._metrics = self._make_metrics()
         self._channels = Channels(limits=ChannelLimits(liveness=config.liveness), rng=rng, tls=open_tls(config))
         self._server = RpcServer(limits=config.rpc, rng=rng)
+        self._desk = RemoteDesk(channel, rng=rng) if config.api_keys_file is not None else None
         self._serving = Serving(
             config,
             incarnation=self._incarnation,
@@ -118,7 +122,7 @@ class Worker:
             rng=rng,
             folder=setup.folder,
             metrics=self._metrics,
-            keys=None,
+            make_desk=self._make_desk if self._desk is not None else None,
             check_known=self._view.check_known,
             directory_trouble=lambda: self._view.trouble,
             closed=self._closed,
@@ -143,10 +147,16 @@ class Worker:
         grace_s = await self._stop
         await asyncio.gather(self._server.stop(grace_s), self._serving.stop())
         await self._serving.close()
+        if self._desk is not None:
+            self._desk.tell()
         await self._tasks.cancel()
         await self._loop_lag.close()
         await self._channels.close()
         await self._channel.close()
+
+    def _make_desk(self, _node: RouterNode) -> RemoteDesk:
+        assert self._desk is not None
+        return self._desk
 
     def _make_metrics(self) -> RouterMetrics | None:
         if self._config.metrics_listen is None:
@@ -165,6 +175,7 @@ class Worker:
         channel.on("siblings", self._follow_siblings)
         channel.on("stop_within_ms", self._begin_to_stop)
         channel.on_question("metrics_wanted", self._tell_metrics)
+        channel.on_question("end_former", self._end_former)
         channel.on_long_question("warm", self._warm)
 
     def _begin_to_stop(self, grace_ms: int) -> None:
@@ -203,6 +214,10 @@ class Worker:
     def _tell_metrics(self, _wanted: worker_pb2.MetricsWanted) -> worker_pb2.FromWorker:
         values: dict[str, Any] = dict(self._metrics.figures.values) if self._metrics is not None else {}
         return worker_pb2.FromWorker(metrics=worker_pb2.MetricSamples(values=pickle.dumps(values)))
+
+    def _end_former(self, asked: worker_pb2.EndFormer) -> worker_pb2.FromWorker:
+        found = self._serving.node.cut_former(ResumeToken.decode(asked.resume_token), asked.key_name)
+        return worker_pb2.FromWorker(former_ended=worker_pb2.FormerEnded(found=found))
 
     async def _warm(self, wanted: worker_pb2.Warm) -> worker_pb2.FromWorker:
         await self._serving.node.warm(tuple(wanted.prompt), wanted.salt if wanted.HasField("salt") else None)

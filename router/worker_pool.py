@@ -36,6 +36,7 @@ from router.prefill_nodes import PrefillNodes
 from router.supervision import Kill, Supervision
 from router.worker import WorkerSetup
 from router.worker_channel import WorkerChannel
+from router.worker_keys import KeyCounter, WorkerKeys
 
 if TYPE_CHECKING:
     from router.metrics import Figures
@@ -66,6 +67,7 @@ class WorkerProcess:
     able: Callable[[], bool]
     lost: asyncio.Event
     """Nothing more comes from it."""
+    keys: WorkerKeys | None
     ready: bool = False
     stopping: bool = False
     report: worker_pb2.WorkerReport = field(default_factory=worker_pb2.WorkerReport)
@@ -99,15 +101,18 @@ class WorkerPool:
         doors: Doors,
         lifecycle: Readiness,
         clock: Clock,
+        keys: KeyCounter | None,
         check_known: Callable[[], None],
         directory_trouble: Callable[[], str],
     ) -> None:
-        """`folder` is the model's. `check_known` and `directory_trouble` as for `Serving`."""
+        """`folder` is the model's. `keys` is None where none are needed. `check_known` and `directory_trouble` as
+        for `Serving`."""
         self._config = config
         self._doors = doors
         self._lifecycle = lifecycle
         self._lifecycle_number = 0
         self._clock = clock
+        self._keys = keys
         self._check_known = check_known
         self._directory_trouble = directory_trouble
         level, log_format = logging_set_up()
@@ -324,6 +329,7 @@ class WorkerPool:
             channel=channel,
             able=lambda: channel.open and self._supervision.able(number, self._clock.monotonic_s()),
             lost=lost,
+            keys=self._keys.add(channel) if self._keys is not None else None,
         )
         channel.on("ready", lambda _ready: self._is_ready(worker))
         channel.on("report", lambda report: self._take_report(worker, report))
@@ -336,6 +342,8 @@ class WorkerPool:
     def _is_ready(self, worker: WorkerProcess) -> None:
         worker.ready = True
         self._supervision.heard(worker.number, self._clock.monotonic_s())
+        if worker.keys is not None:
+            worker.keys.begin()
         self._tell_nodes(worker)
         self._tell_lifecycle(worker)
         self._doors.add(worker)
@@ -356,6 +364,8 @@ class WorkerPool:
     def _bury(self, worker: WorkerProcess) -> None:
         """Its connections are over, but for those that it had not taken."""
         del self._workers[worker.number]
+        if worker.keys is not None:
+            worker.keys.end()
         self._supervision.died(worker.number, self._clock.monotonic_s())
         if not worker.stopping:
             self.ended += 1

@@ -40,7 +40,7 @@ class ToWorker(_message.Message):
     def __init__(self, number: _Optional[int] = ..., answers: _Optional[int] = ..., error: _Optional[_Union[PeerError, _Mapping]] = ..., start: _Optional[_Union[WorkerStart, _Mapping]] = ..., connection: _Optional[_Union[NewConnection, _Mapping]] = ..., nodes: _Optional[_Union[NodesKnown, _Mapping]] = ..., lifecycle: _Optional[_Union[WorkerLifecycle, _Mapping]] = ..., siblings: _Optional[_Union[Siblings, _Mapping]] = ..., key: _Optional[_Union[KeyAnswer, _Mapping]] = ..., end_former: _Optional[_Union[EndFormer, _Mapping]] = ..., metrics_wanted: _Optional[_Union[MetricsWanted, _Mapping]] = ..., warm: _Optional[_Union[Warm, _Mapping]] = ..., stop_within_ms: _Optional[int] = ..., keys_changed: _Optional[_Union[KeysChanged, _Mapping]] = ...) -> None: ...
 
 class FromWorker(_message.Message):
-    __slots__ = ("number", "answers", "error", "ready", "report", "taken", "closed", "key", "metrics", "warm_done", "end_former", "key_news")
+    __slots__ = ("number", "answers", "error", "ready", "report", "taken", "closed", "metrics", "warm_done", "key_news", "former_ended", "key_admit", "key_widen", "key_prompt", "key_headers")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
@@ -48,11 +48,14 @@ class FromWorker(_message.Message):
     REPORT_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
-    KEY_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     WARM_DONE_FIELD_NUMBER: _ClassVar[int]
-    END_FORMER_FIELD_NUMBER: _ClassVar[int]
     KEY_NEWS_FIELD_NUMBER: _ClassVar[int]
+    FORMER_ENDED_FIELD_NUMBER: _ClassVar[int]
+    KEY_ADMIT_FIELD_NUMBER: _ClassVar[int]
+    KEY_WIDEN_FIELD_NUMBER: _ClassVar[int]
+    KEY_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    KEY_HEADERS_FIELD_NUMBER: _ClassVar[int]
     number: int
     answers: int
     error: PeerError
@@ -60,12 +63,15 @@ class FromWorker(_message.Message):
     report: WorkerReport
     taken: int
     closed: ClosedConnections
-    key: KeyQuestion
     metrics: MetricSamples
     warm_done: WarmDone
-    end_former: EndFormer
     key_news: KeyNews
-    def __init__(self, number: _Optional[int] = ..., answers: _Optional[int] = ..., error: _Optional[_Union[PeerError, _Mapping]] = ..., ready: _Optional[_Union[WorkerReady, _Mapping]] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ..., taken: _Optional[int] = ..., closed: _Optional[_Union[ClosedConnections, _Mapping]] = ..., key: _Optional[_Union[KeyQuestion, _Mapping]] = ..., metrics: _Optional[_Union[MetricSamples, _Mapping]] = ..., warm_done: _Optional[_Union[WarmDone, _Mapping]] = ..., end_former: _Optional[_Union[EndFormer, _Mapping]] = ..., key_news: _Optional[_Union[KeyNews, _Mapping]] = ...) -> None: ...
+    former_ended: FormerEnded
+    key_admit: KeyAdmit
+    key_widen: KeyWiden
+    key_prompt: KeyPrompt
+    key_headers: str
+    def __init__(self, number: _Optional[int] = ..., answers: _Optional[int] = ..., error: _Optional[_Union[PeerError, _Mapping]] = ..., ready: _Optional[_Union[WorkerReady, _Mapping]] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ..., taken: _Optional[int] = ..., closed: _Optional[_Union[ClosedConnections, _Mapping]] = ..., metrics: _Optional[_Union[MetricSamples, _Mapping]] = ..., warm_done: _Optional[_Union[WarmDone, _Mapping]] = ..., key_news: _Optional[_Union[KeyNews, _Mapping]] = ..., former_ended: _Optional[_Union[FormerEnded, _Mapping]] = ..., key_admit: _Optional[_Union[KeyAdmit, _Mapping]] = ..., key_widen: _Optional[_Union[KeyWiden, _Mapping]] = ..., key_prompt: _Optional[_Union[KeyPrompt, _Mapping]] = ..., key_headers: _Optional[str] = ...) -> None: ...
 
 class WorkerStart(_message.Message):
     __slots__ = ("setup", "worker", "workers")
@@ -203,8 +209,14 @@ class EndFormer(_message.Message):
     KEY_NAME_FIELD_NUMBER: _ClassVar[int]
     RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
     key_name: str
-    resume_token: bytes
-    def __init__(self, key_name: _Optional[str] = ..., resume_token: _Optional[bytes] = ...) -> None: ...
+    resume_token: str
+    def __init__(self, key_name: _Optional[str] = ..., resume_token: _Optional[str] = ...) -> None: ...
+
+class FormerEnded(_message.Message):
+    __slots__ = ("found",)
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    found: bool
+    def __init__(self, found: bool = ...) -> None: ...
 
 class KeysChanged(_message.Message):
     __slots__ = ("keys",)
@@ -212,35 +224,37 @@ class KeysChanged(_message.Message):
     keys: bytes
     def __init__(self, keys: _Optional[bytes] = ...) -> None: ...
 
-class KeyQuestion(_message.Message):
-    __slots__ = ("key_name", "admission", "admit", "widen", "take_prompt")
-    KEY_NAME_FIELD_NUMBER: _ClassVar[int]
+class KeyAdmit(_message.Message):
+    __slots__ = ("admission", "key_name", "spread", "attaches", "resume_token")
     ADMISSION_FIELD_NUMBER: _ClassVar[int]
-    ADMIT_FIELD_NUMBER: _ClassVar[int]
-    WIDEN_FIELD_NUMBER: _ClassVar[int]
-    TAKE_PROMPT_FIELD_NUMBER: _ClassVar[int]
-    key_name: str
-    admission: int
-    admit: Admit
-    widen: int
-    take_prompt: TakePrompt
-    def __init__(self, key_name: _Optional[str] = ..., admission: _Optional[int] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., widen: _Optional[int] = ..., take_prompt: _Optional[_Union[TakePrompt, _Mapping]] = ...) -> None: ...
-
-class Admit(_message.Message):
-    __slots__ = ("spread", "attaches")
+    KEY_NAME_FIELD_NUMBER: _ClassVar[int]
     SPREAD_FIELD_NUMBER: _ClassVar[int]
     ATTACHES_FIELD_NUMBER: _ClassVar[int]
+    RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    admission: int
+    key_name: str
     spread: float
     attaches: bool
-    def __init__(self, spread: _Optional[float] = ..., attaches: bool = ...) -> None: ...
+    resume_token: str
+    def __init__(self, admission: _Optional[int] = ..., key_name: _Optional[str] = ..., spread: _Optional[float] = ..., attaches: bool = ..., resume_token: _Optional[str] = ...) -> None: ...
 
-class TakePrompt(_message.Message):
-    __slots__ = ("tokens", "before")
+class KeyWiden(_message.Message):
+    __slots__ = ("admission", "answers")
+    ADMISSION_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    admission: int
+    answers: int
+    def __init__(self, admission: _Optional[int] = ..., answers: _Optional[int] = ...) -> None: ...
+
+class KeyPrompt(_message.Message):
+    __slots__ = ("admission", "prompt", "tokens")
+    ADMISSION_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
-    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    admission: int
+    prompt: int
     tokens: int
-    before: int
-    def __init__(self, tokens: _Optional[int] = ..., before: _Optional[int] = ...) -> None: ...
+    def __init__(self, admission: _Optional[int] = ..., prompt: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class KeyAnswer(_message.Message):
     __slots__ = ("headers",)
@@ -256,24 +270,24 @@ class KeyAnswer(_message.Message):
     def __init__(self, headers: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class KeyNews(_message.Message):
-    __slots__ = ("used",)
+    __slots__ = ("used", "ended")
     USED_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
     used: _containers.RepeatedCompositeFieldContainer[KeyUsed]
-    def __init__(self, used: _Optional[_Iterable[_Union[KeyUsed, _Mapping]]] = ...) -> None: ...
+    ended: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, used: _Optional[_Iterable[_Union[KeyUsed, _Mapping]]] = ..., ended: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class KeyUsed(_message.Message):
-    __slots__ = ("key_name", "output_tokens", "ended", "left", "came_back")
+    __slots__ = ("key_name", "output_tokens", "left", "came_back")
     KEY_NAME_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    ENDED_FIELD_NUMBER: _ClassVar[int]
     LEFT_FIELD_NUMBER: _ClassVar[int]
     CAME_BACK_FIELD_NUMBER: _ClassVar[int]
     key_name: str
     output_tokens: int
-    ended: _containers.RepeatedScalarFieldContainer[int]
-    left: _containers.RepeatedScalarFieldContainer[str]
-    came_back: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, key_name: _Optional[str] = ..., output_tokens: _Optional[int] = ..., ended: _Optional[_Iterable[int]] = ..., left: _Optional[_Iterable[str]] = ..., came_back: _Optional[_Iterable[str]] = ...) -> None: ...
+    left: str
+    came_back: str
+    def __init__(self, key_name: _Optional[str] = ..., output_tokens: _Optional[int] = ..., left: _Optional[str] = ..., came_back: _Optional[str] = ...) -> None: ...
 
 class MetricSamples(_message.Message):
     __slots__ = ("values",)

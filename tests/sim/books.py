@@ -55,7 +55,7 @@ class LedgerWatch:
         process = self._process
         if not process.alive:
             return
-        for block in changed:
+        for block in dict.fromkeys(changed):
             problem = self._judge(block)
             if problem is not None:
                 process.cluster.violation(f"{process.name}: block {block}: {problem}")

@@ -359,6 +359,7 @@ class ServedCall:
             return  # the status is on its way
         finally:
             self._over = True
+            self._call = self._task = None  # they refer to this one too: circles
             self._server.calls.pop(self, None)
             if self._timer is not None:
                 self._timer.cancel()
@@ -397,9 +398,7 @@ class ServedCall:
 
     def peer(self) -> str:
         """Each process is a machine of its own to the limits of addresses, all clients are one."""
-        hosts = list(self.process.cluster.kinds)
-        name = self.client.name if self.client is not None else ""
-        return f"ipv4:10.0.0.{hosts.index(name) + 1 if name in hosts else 0}:1"
+        return self.process.cluster.peer(self.client.name if self.client is not None else "")
 
     async def read(self) -> Any:
         while not self._requests:

@@ -8,7 +8,7 @@ from decode_node.job import GONE_MAX
 from kvtransfer.protocol.receiver import GrantState
 from tests.sim.books import OVER
 from tests.sim.cluster import Kind, Process, SimCluster
-from tests.support.node_states import decode_state, prefill_state
+from tests.support.node_states import decode_state
 
 
 def check_now(cluster: SimCluster) -> None:
@@ -72,10 +72,10 @@ def _grants_and_blocks(process: Process) -> str | None:
             if block in owned:
                 return f"block {block} is in two grants"
             owned[block] = grant.id
-    for number, writer in enumerate(process.ledger._writer):
-        block = BlockId(number)
-        if writer != owned.get(block):
-            return f"block {block} has writer {writer!r} in the ledger, {owned.get(block)!r} among the grants"
+    writers = {BlockId(block): writer for block, writer in enumerate(process.ledger._writer) if writer is not None}
+    for block in () if writers == owned else writers.keys() | owned.keys():
+        if writers.get(block) != owned.get(block):
+            return f"block {block} has writer {writers.get(block)!r} in the ledger, {owned.get(block)!r} in a grant"
     return None
 
 
@@ -92,8 +92,8 @@ def _bounds(process: Process) -> str | None:
         )
     if process.prefill is not None:
         config = process.prefill.config
-        found.append(("queue", len(prefill_state(process.prefill).queue), config.queue_max))
-        found.append(("admitted", len(prefill_state(process.prefill).admitted), config.engine.sequences_max))
+        found.append(("queue", len(process.prefill._queue), config.queue_max))
+        found.append(("admitted", len(process.prefill._admitted), config.engine.sequences_max))
     if process.decode is not None and hasattr(process.decode, "receiver"):
         decode, limits = process.decode, process.decode.receiver.grants.limits
         found.append(("requests", decode.requests, decode.config.requests_max))
@@ -116,6 +116,15 @@ def what_is_left(cluster: SimCluster) -> dict[str, str]:
         if reported:
             left[name] = reported
     return left
+
+
+def is_quiet(cluster: SimCluster) -> bool:
+    """Nothing is left. Looks no further than the first node that has something."""
+    return not any(
+        _left(process) if process.alive and process.ready else "not ready"
+        for process in cluster.processes.values()
+        if process.kind is not Kind.CLIENT
+    )
 
 
 def _left(process: Process) -> str:

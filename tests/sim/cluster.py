@@ -159,9 +159,14 @@ class SimCluster:
                 self.kinds[f"{kind.value}-{index}"] = kind
         self.hosts = {name: f"host-{rng.randrange(profile.hosts)}" for name in self.kinds}
         self._endpoints = dict.fromkeys(self.kinds, 7000)
+        self._peers = {name: f"ipv4:10.0.0.{number}:1" for number, name in enumerate(self.kinds, 1)}
 
     def names(self, *kinds: Kind) -> list[str]:
         return [name for name, kind in self.kinds.items() if not kinds or kind in kinds]
+
+    def peer(self, name: str) -> str:
+        """The address from which it calls. All clients have one."""
+        return self._peers.get(name, "ipv4:10.0.0.0:1")
 
     def violation(self, text: str) -> None:
         self.violations.append(f"{self.world.now_s:.6f} {text}")
@@ -398,6 +403,7 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         (decode_node.main, "DecodeService", capture("decode_service", DecodeService, watch_decode_service)),
         (decode_node.service, "host_parts", lambda: [current().host] * 4),
         (node.engine_loop, "ThreadPoolExecutor", _NoThread),
+        (asyncio.tasks._all_tasks, "add", id),  # type: ignore[attr-defined]  # a list that nobody asks for
     ]
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Generator, Sequence
+from copy import copy
+from functools import lru_cache
 from random import Random
 from typing import Any, cast
 from zlib import crc32
@@ -38,12 +40,9 @@ SEED_PLAIN = 2
 """From this sampling seed on a token does not tell its attempt: every attempt draws the same, as real engines do."""
 POISON = b"\xff"
 _ROOTS = (0x1234_5678, 0x9ABC_DEF0)
-_SLOT = struct.Struct("<I")
+PROMPTS_KEPT = 1_024
 _pack_token = struct.Struct("<I").pack
-
-
-def _next_slot(before: int, token: int) -> int:
-    return crc32(_pack_token(token), before)
+"""Packs a slot too."""
 
 
 def _draw(context: int, seed: int, index: int, attempt: int) -> int:
@@ -103,8 +102,7 @@ class SimRunner:
         part_s = (self._step_s + self._token_s * batch.num_tokens) * (0.75 + 0.5 * self._rng.random()) / 2
         yield part_s
         for layer in range(LAYERS):
-            for piece in slices:
-                self._write(piece, layer)
+            self._write(slices, layer)
             sink.layer_done(layer)
             if layer == 0:
                 yield part_s
@@ -116,61 +114,79 @@ class SimRunner:
                     result.logprobs[piece.key] = TokenLogprobs(logprob=-1.0 - piece.key.attempt)
         return result
 
-    def _write(self, piece: SequenceSlice, layer: int) -> None:
-        slots, size, table, tokens = self._slots, self._size, piece.block_table, piece.tokens
-        base, position, stop = layer * self._num_blocks, piece.start, piece.stop
-        if position == 0:
-            at, slot = -1, _ROOTS[layer]
-        else:
-            at = (base + table[(position - 1) // size]) * 2 * size + (position - 1) % size
-            slot = slots[at]
-        while position < stop:
-            offset = position % size
-            at = at + 1 if offset else (base + table[position // size]) * 2 * size
-            slots[at] = slot = crc32(_pack_token(tokens[position]), slot)
-            slots[at + size] = slot ^ 0xFFFF_FFFF
-            position += 1
+    def _write(self, slices: Sequence[SequenceSlice], layer: int) -> None:
+        slots, size, base, root = self._slots, self._size, layer * self._num_blocks, _ROOTS[layer]
+        record, crc, pack = 2 * size, crc32, _pack_token
+        for piece in slices:
+            table, tokens, start = piece.block_table, piece.tokens, piece.start
+            if start == 0:
+                at, slot = -1, root
+            else:
+                at = (base + table[(start - 1) // size]) * record + (start - 1) % size
+                slot = slots[at]
+            for position in range(start, piece.stop):
+                at = at + 1 if position % size else (base + table[position // size]) * record
+                slots[at] = slot = crc(pack(tokens[position]), slot)
+                slots[at + size] = slot ^ 0xFFFF_FFFF
 
     def _sample(self, piece: SequenceSlice) -> int:
         full, rest = divmod(piece.stop, self._size)
         table = piece.block_table
-        whole, rest = table[:full], rest * SLOT_BYTES
-        keys, values = self._parts[rest]
+        whole = table[:full]
+        keys, values = self._parts[rest * SLOT_BYTES]
         crc = 0
         for records in self.layers:
-            for block in whole:
-                crc = crc32(records[block], crc)
+            parts = [records[block] for block in whole]
             if rest:
                 record = records[table[full]]
-                crc = crc32(record[values], crc32(record[keys], crc))
+                parts += (record[keys], record[values])
+            crc = crc32(b"".join(parts), crc)
         return _draw(crc, piece.params.seed, piece.output_index, piece.key.attempt)
 
 
-def reference(prompt: Sequence[int], seed: int, attempts: Sequence[int], block_size: int) -> list[int]:
-    """The answer by definition alone, token i drawn by `attempts[i]`: no region, blocks or batches."""
-    records = [b""] * LAYERS
-    keys, values = [b""] * LAYERS, [b""] * LAYERS
-    slots = list(_ROOTS)
-    half = block_size * SLOT_BYTES
+class _Records:
+    """What one layer has of some tokens, by definition: the last slot, whole records, and the keys and values of the
+    record that is not full yet."""
 
-    def append(token: int) -> None:
-        for layer in range(LAYERS):
-            slots[layer] = slot = _next_slot(slots[layer], token)
-            keys[layer] += _SLOT.pack(slot)
-            values[layer] += _SLOT.pack(slot ^ 0xFFFF_FFFF)
-            if len(keys[layer]) == half:
-                records[layer] += keys[layer] + values[layer]
-                keys[layer] = values[layer] = b""
+    __slots__ = ("half", "keys", "slot", "values", "whole")
 
+    def __init__(self, root: int, block_size: int) -> None:
+        self.slot = root
+        self.half = block_size * SLOT_BYTES
+        self.whole = self.keys = self.values = b""
+
+    def append(self, packed_token: bytes) -> None:
+        self.slot = slot = crc32(packed_token, self.slot)
+        self.keys += _pack_token(slot)
+        self.values += _pack_token(slot ^ 0xFFFF_FFFF)
+        if len(self.keys) == self.half:
+            self.whole += self.keys + self.values
+            self.keys = self.values = b""
+
+
+@lru_cache(maxsize=PROMPTS_KEPT)
+def _of_prompt(prompt: tuple[int, ...], block_size: int) -> tuple[_Records, ...]:
+    layers = tuple(_Records(root, block_size) for root in _ROOTS)
     for token in prompt:
-        append(token)
+        packed = _pack_token(token)
+        for layer in layers:
+            layer.append(packed)
+    return layers
+
+
+def reference(prompt: tuple[int, ...], seed: int, attempts: Sequence[int], block_size: int) -> list[int]:
+    """The answer by definition alone, token i drawn by `attempts[i]`: no region, blocks or batches."""
+    layers = [copy(layer) for layer in _of_prompt(prompt, block_size)]
     answer = []
     for index, attempt in enumerate(attempts):
         crc = 0
-        for layer in range(LAYERS):
-            crc = crc32(values[layer], crc32(keys[layer], crc32(records[layer], crc)))
-        answer.append(_draw(crc, seed, index, attempt))
-        append(answer[-1])
+        for layer in layers:
+            crc = crc32(layer.values, crc32(layer.keys, crc32(layer.whole, crc)))
+        token = _draw(crc, seed, index, attempt)
+        answer.append(token)
+        packed = _pack_token(token)
+        for layer in layers:
+            layer.append(packed)
     return answer
 
 

@@ -48,13 +48,17 @@ class Handle:
 
     def cancel(self) -> None:
         self.off = True
-        self.args = ()
+        self.callback, self.args = _nothing, ()  # whoever keeps this handle may be what it would call
 
     def cancelled(self) -> bool:
         return self.off
 
     def when(self) -> float:
         return self.loop.local_s(self.at_s)
+
+
+def _nothing() -> None:
+    """Of a cancelled handle."""
 
 
 class Watched(Protocol):
@@ -283,7 +287,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         if self.state is ProcessState.DEAD:
             handle.off = True
             return handle
-        return world.schedule(world.now_s + (delay / self._rate if delay > 0 else 0.0), handle)
+        return world.schedule(world.now_s + delay / self._rate if delay > 0 else world.now_s, handle)
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: object = None
@@ -335,8 +339,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         if self.state is not ProcessState.DEAD:
             self.world.failures.append(f"{self.name}: {context.get('message')}: {context.get('exception')!r}")
 
-    def get_debug(self) -> bool:
-        return False
+    get_debug = bool  # asked for each future: False, without a call of Python
 
     def is_running(self) -> bool:
         return True

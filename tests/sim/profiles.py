@@ -161,7 +161,16 @@ STALLED = replace(
 )
 """Writers that stand still in the middle of a copy, all of them on the receiver's machine: leases run out, Revokes go
 unanswered, and the copy goes on long afterwards."""
-PROFILES = {profile.name: profile for profile in (SMALL, PAIR, ROUTERS, WIDE, TANGLED, OVERTAKEN, STALLED)}
+RESETS = replace(
+    SMALL,
+    name="resets",
+    fault_gap_s=0.02,
+    faults_at_once_max=8,
+    fault_weights=(("delay", 8), ("reset_links", 8), ("busy", 2)),
+)
+"""Data links that break while messages are late: what was written under a grant arrives when its blocks are
+another's."""
+PROFILES = {p.name: p for p in (SMALL, PAIR, ROUTERS, WIDE, TANGLED, OVERTAKEN, STALLED, RESETS)}
 
 
 def router_config(name: str, endpoint: str, profile: Profile) -> RouterConfig:

@@ -52,6 +52,14 @@ def test_without_faults_nothing_is_lost() -> None:
     assert figures.complete + figures.left == figures.asked
 
 
+@pytest.mark.parametrize("resumable", [None, 0.0])
+def test_data_links_that_break_while_messages_are_late(resumable: float | None) -> None:
+    """What the suite's seeds hardly ever bring together: data arrives when its blocks are another's, and is refused."""
+    for seed in range(1, 6):
+        outcome = simulate_or_fail(suite_config(seed, resumable, "resets"))
+        assert outcome.faults["reset_links"] and outcome.faults["delay"]
+
+
 @pytest.mark.slow
 def test_a_wide_cluster_under_faults() -> None:
     """16 prefill nodes, 2 decode nodes, 2 routers."""
@@ -79,7 +87,7 @@ def test_a_mutant_is_caught(name: str) -> None:
     mutant = MUTANTS[name]
     for seed in (mutant.seed, *range(1, SUITE_SEEDS + 1)):
         with mutated(name):
-            outcome = simulate(suite_config(seed, mutant.resumable))
+            outcome = simulate(suite_config(seed, mutant.resumable, mutant.profile))
         if outcome.violations:
             # A replacement that no longer fits what it replaces would be found out by any seed, and show nothing.
             assert not re.search(r"\b(TypeError|AttributeError|NameError)\b", outcome.violations[0]), outcome.violations

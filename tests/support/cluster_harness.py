@@ -84,10 +84,12 @@ def make_request(
 class Client:
     """Calls one router. Lives on the loop that it was made on."""
 
-    def __init__(self, endpoint: str, *, api_key: str | None = None) -> None:
+    def __init__(self, endpoint: str, *, api_key: str | None = None, own_connection: bool = False) -> None:
+        """Clients of one process share a connection, unless they want their own."""
         self.endpoint = endpoint
         self.metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
-        self._channel = grpc.aio.insecure_channel(endpoint)
+        options = [("grpc.use_local_subchannel_pool", 1)] if own_connection else None
+        self._channel = grpc.aio.insecure_channel(endpoint, options=options)
         self.stub = inference_pb2_grpc.InferenceStub(self._channel)
 
     async def connect(self) -> None:

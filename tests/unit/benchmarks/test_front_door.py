@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-import json
+import resource
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from tokenizers import Tokenizer
 
 from benchmarks import front_door
 from benchmarks.front_door_cpu import add, difference
-from benchmarks.front_door_report import BARE_HTTP, ROUTER, VLLM, WORKERS, Figures, Run, report, run_of
+from benchmarks.front_door_report import (
+    BARE_HTTP,
+    ROUTER,
+    VLLM,
+    Figures,
+    Run,
+    Soaked,
+    read,
+    report,
+    run_of,
+    workers_name,
+)  # fmt: skip
 from benchmarks.front_door_tokens import TICK_S, VOCABULARY, age_ms, stamp, text_of, write_tokenizer
 
 RUN = Run(
@@ -38,12 +50,63 @@ def test_ratios_are_of_medians_and_stand_beside_their_bars() -> None:
 
 def test_workers_are_judged_by_cost_and_by_balance() -> None:
     """The parent holds no connection and does not count; a worker without any is as bad as it can be."""
-    two = replace(RUN, server=WORKERS, token_us=54.0, held=[0, 40, 24])
+    two = replace(RUN, server=workers_name(2), token_us=54.0, held=[0, 40, 24])
     found = bars(RUN, two)
-    assert found["http, 64 streams, two workers, a token: of one's"] == (54 / 50, True)
-    assert found["http, 64 streams, two workers, connections [0, 40, 24]: most to fewest"] == (40 / 24, False)
+    assert found["http, 64 streams, router, 2 workers, a token: of one's"] == (54 / 50, True)
+    label = "http, 64 streams, router, 2 workers, connections"
+    assert found[f"{label} [40, 24] (the worst round): most to fewest"] == (40 / 24, False)
     idle = bars(RUN, replace(two, held=[0, 64, 0]))
-    assert not idle["http, 64 streams, two workers, connections [0, 64, 0]: most to fewest"][1]
+    assert not idle[f"{label} [64] (the worst round): most to fewest"][1]
+
+
+def test_a_soak_is_judged_by_what_grows_behind_its_first_answers() -> None:
+    """Memory grows while streams begin, which is no leak; then it stays, and then it grows by 3%."""
+    memory = [(at_s, {"front": mib * 2**20}) for at_s, mib in ((5.0, 50), (20.0, 100), (60.0, 101), (99.0, 100))]
+    steady = Soaked(
+        server=ROUTER, door="http", streams=2_000, tokens_of_answer=40, requests=9, tokens=360, took_s=100.0,
+        settled_s=20.0, errors={}, token_us=90.0, client_us=20.0, client_share=0.1, ages_ms=[5.0, 20.0, 21.0],
+        memory=memory,
+    )  # fmt: skip
+    assert "100.0 at the end (+0.0%; bar 2% pass)" in report([steady])
+    assert "p50 5.0 ms, p99 20.0 ms, at most 21.0 ms" in report([steady])
+    leaks = replace(steady, memory=[*memory[:-1], (99.0, {"front": 103 * 2**20})], errors={"closed": 2})
+    assert "(+3.0%; bar 2% MISS)" in report([leaks])
+    assert "errors: {'closed': 2}" in report([leaks])
+
+
+def test_what_was_measured_is_kept_as_each_case_ends(tmp_path: Path) -> None:
+    """A run that is ended early leaves a file with all cases until then."""
+    path = tmp_path / "run.json"
+    kept = front_door.Kept(path)
+    kept.add(RUN)
+    assert read(path.read_text()) == [RUN]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--doors", "grpc", "--streams", "2000"], "over gRPC at most 1000 streams"),
+        (["--streams", "2001", "--doors", "http"], "more than the 2000 addresses"),
+        (["--workers", "1"], "--workers: 2 or more"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_starts(
+    arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """More streams than there are places or addresses for, and workers that are none."""
+    with pytest.raises(SystemExit):
+        front_door.parse_args(arguments)
+    assert problem in capsys.readouterr().err
+
+
+def test_streams_that_need_more_files_than_allowed_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """A hard limit of 1,024 files, and 1,000 streams."""
+    with (
+        patch.object(resource, "getrlimit", return_value=(1_024, 1_024)),
+        pytest.raises(SystemExit),
+    ):
+        front_door.parse_args(["--streams", "1000"])
+    assert "1000 streams need 3256 open files in a process, and 1024 are allowed" in capsys.readouterr().err
 
 
 def test_a_request_without_streaming_has_its_own_bar() -> None:
@@ -57,7 +120,7 @@ def test_what_a_run_used_is_told_apart() -> None:
     window = {"front": {"1": {"others": 200_000}}, "node": {"2": {"engine": 50_000, "others": 100_000}}}
     out = {
         "all": {"front": {"1": {"others": 600_000}, "3": {"others": 100_000}}}, "window": window, "window_events": 5,
-        "events": 10, "tokens": 20, "requests": 2, "errors": {}, "held": [],
+        "events": 10, "tokens": 20, "requests": 2, "errors": {}, "held": [], "window_client_s": 0.0, "window_s": 1.0,
     }  # fmt: skip
     found = run_of(ROUTER, {"door": "http", "streams": 2, "streaming": True}, out)
     assert (found.token_us, found.whole_us, found.request_us) == (20.0, 35.0, 150.0)
@@ -87,7 +150,7 @@ def test_a_tiny_run_measures_every_server(tmp_path: Path) -> None:
     """Eight streams over both doors of a real cluster, one round: no error, every figure is there."""
     path = tmp_path / "run.json"
     front_door.main(["--streams", "8", "--rounds", "1", "--no-one-layer", "--json", str(path)])
-    runs = [Run(**each) for each in json.loads(path.read_text())]
+    runs = [case for case in read(path.read_text()) if isinstance(case, Run)]
     found = {(run.door, run.server, run.streaming) for run in runs}
     assert found == {
         ("http", BARE_HTTP, True), ("grpc", "bare grpc.aio server", True), ("http", ROUTER, True),

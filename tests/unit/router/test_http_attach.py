@@ -21,7 +21,8 @@ from router.http_connection import SOURCE
 from router.http_keys import KeyedApp
 from router.http_reply import RECONNECT_MS
 from router.http_server import OpenAiApp
-from router.keys import ApiKey, KeyBook, KeyUse
+from router.key_desk import LocalDesk
+from router.keys import ApiKey, KeyBook
 from router.node import RouterNode
 from router.request import ClientCall
 from router.resume import RESUMABLE_ANSWERS_MAX, Place, Resume, ResumeToken, Unseen
@@ -77,13 +78,14 @@ class Written:
             self.attached.set()
         await self._answer(call, had or Place(), sink)
 
-    async def forget(self, token: ResumeToken, use: KeyUse | None) -> None:
-        self.forgotten.append((token, use.key.name if use is not None else None))
+    async def forget(self, token: ResumeToken, key_name: str | None, _came_back: object = None) -> None:
+        self.forgotten.append((token, key_name))
         if self.error is not None:
             raise self.error
 
-    async def end_former(self, token: ResumeToken, use: KeyUse) -> None:
-        self.came_back.append((use.key.name, len(token.places)))
+    def cut_former(self, token: ResumeToken, key_name: str) -> bool:
+        self.came_back.append((key_name, len(token.places)))
+        return False
 
     async def _answer(self, call: ClientCall, had: Place, sink: AnswerSink) -> None:
         unseen = Unseen(had)
@@ -149,10 +151,12 @@ def play(scene: Callable[[Client, Written], Awaitable[None]], *, keys: Sequence[
         rng, channels = random.Random(5), Channels(limits=ChannelLimits())
         node = lone_router([RECORD], config=RouterConfig(), channels=channels, rng=rng)
         written = Written(node)
-        app: Any = OpenAiApp(cast(RouterNode, written)).asgi()
+        desk = None
         if keys:
-            book = KeyBook(keys, blind=b"blind", now_s=0.0)
-            app = KeyedApp(app, book, rng=rng, request_log=node.request_log, end_former=written.end_former)
+            desk = LocalDesk(KeyBook(keys, blind=b"blind", now_s=0.0), rng=rng, cut_former=written.cut_former)
+        app: Any = OpenAiApp(cast(RouterNode, written), desk=desk).asgi()
+        if desk is not None:
+            app = KeyedApp(app, desk, rng=rng, request_log=node.request_log)
         try:
             async with asyncio.timeout(30):
                 await scene(Client(app), written)

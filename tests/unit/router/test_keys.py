@@ -28,7 +28,6 @@ from router.keys import (
     parse_keys,
 )
 from router.request import Priority, own_cache_salt
-from tests.support.router_records import client_call
 
 BLIND = b"blind"
 HASH = "0" * 64
@@ -172,18 +171,16 @@ def test_an_answer_that_its_client_has_left_counts_while_it_goes_on() -> None:
     """One answer at a time. Its client leaves it and asks for another: refused, until the node has ended the one that
     was left, or the client has come back for it. Coming back itself is free, unless the answer is computed anew."""
     use = used(concurrency=1)
-    call = client_call(1.0)
     first = use.admit(0.0, spread=0.0)
-    first.sign(call, lambda: 0.0).left(RequestId("one"))
+    use.leave(RequestId("one"), 0.0)
     first.end()
     assert refusal(use, LEFT_MS / 1000 - 0.001).metadata == {"limit": "concurrency"}
     again = use.admit(1.0, spread=0.0, attaches=True)
-    signed = again.sign(call, lambda: 1.0)
     with pytest.raises(BatonError) as anew:
-        signed.take_prompt(5)
+        again.take_prompt(0, 5, 1.0)
     assert anew.value.reason is Reason.RATE_LIMIT_EXCEEDED
-    signed.came_back(RequestId("one"))
-    signed.take_prompt(5)
+    use.come_back(RequestId("one"))
+    again.take_prompt(0, 5, 1.0)
     again.end()
     use.admit(1.0, spread=0.0).end()
     use.leave(RequestId("two"), 2.0)
@@ -239,18 +236,17 @@ def test_prompts_of_one_call_are_waited_for_together() -> None:
     use, now_s = used(tokens_per_minute=100), 0.0
     use.take_output(40, now_s)
     calls = [use.admit(0.0, spread=0.0) for _ in range(3)]
-    takes = [[call.sign(client_call(9.0), lambda: now_s, prompt=i).take_prompt for i in range(2)] for call in calls]
-    takes[0][0](40)
+    calls[0].take_prompt(0, 40, now_s)
     with pytest.raises(BatonError) as caught:
-        takes[0][1](40)
+        calls[0].take_prompt(1, 40, now_s)
     now_s = (caught.value.retry_after_ms or 0) / 1000
     assert now_s == pytest.approx(36.0, abs=0.01)
-    for take in takes[1]:
-        take(40)
+    for prompt in range(2):
+        calls[1].take_prompt(prompt, 40, now_s)
     now_s += 60.0
-    takes[2][0](60)
+    calls[2].take_prompt(0, 60, now_s)
     with pytest.raises(BatonError, match="can never be taken"):
-        takes[2][1](60)
+        calls[2].take_prompt(1, 60, now_s)
 
 
 @given(
@@ -346,19 +342,13 @@ def test_a_reload_changes_limits_and_hashes_and_keeps_counters() -> None:
     assert use.running == 0
 
 
-def test_a_call_carries_what_its_key_may() -> None:
-    """Name, priority, salt and special tokens; each prompt counts once, by whichever answer to it comes first, and
-    answers each."""
-    use = KeyUse(made("a", priority="high", cache_salt="s", special_tokens=True)[1], 0.0)
-    admission = use.admit(0.0, spread=0.0)
-    for call in (admission.sign(client_call(9.0), lambda: 0.0, prompt=prompt) for prompt in (1, 0, 1)):
-        assert (call.id, call.key_name, call.priority) == ("r", "a", Priority.HIGH)
-        assert (call.key_salt, call.special_tokens) == ("s", True)
-        call.take_prompt(5)
-        call.take_output(2)
-    assert (use.prompt_tokens, use.output_tokens) == (10, 6)
-    plain = KeyUse(made("b")[1], 0.0).admit(0.0, spread=0.0).sign(client_call(9.0), lambda: 0.0)
-    assert (plain.key_salt, plain.special_tokens, plain.priority) == ("", False, Priority.NORMAL)
+def test_a_key_is_found_by_name_as_long_as_it_is_there() -> None:
+    """One that is gone is refused as one that never was."""
+    book = KeyBook([made("a")[1]], blind=BLIND, now_s=0.0)
+    assert book.use_of("a") is book.uses()[0]
+    book.replace([made("b")[1]], 0.0)
+    with pytest.raises(BatonError, match="no longer one"):
+        book.use_of("a")
 
 
 # Whose cache.

@@ -91,16 +91,14 @@ def test_each_socket_comes_with_its_own_message_behind_a_full_buffer() -> None:
 def test_both_sides_ask_at_once_and_each_gets_its_own_answer() -> None:
     async def situation() -> None:
         async with ends() as both:
-            both.parent.on_question(
-                "key", lambda asked: ToWorker(key=worker_pb2.KeyAnswer(headers={"k": asked.key_name}))
-            )
+            both.parent.on_question("key_headers", lambda name: ToWorker(key=worker_pb2.KeyAnswer(headers={"k": name})))
 
             async def samples(_asked: worker_pb2.MetricsWanted) -> FromWorker:
                 await asyncio.sleep(0)
                 return FromWorker(metrics=worker_pb2.MetricSamples(values=b"a 1\n"))
 
             both.worker.on_long_question("metrics_wanted", samples)
-            questions = [FromWorker(key=worker_pb2.KeyQuestion(key_name=name)) for name in "abc"]
+            questions = [FromWorker(key_headers=name) for name in "abc"]
             *keys, metrics = await asyncio.gather(
                 *map(both.worker.ask, questions),
                 both.parent.ask(ToWorker(metrics_wanted=worker_pb2.MetricsWanted())),
@@ -122,13 +120,13 @@ def test_a_refusal_is_raised_where_it_was_asked_with_all_its_parts() -> None:
             metadata={"limit": "3"},
         )
 
-        def refuse(_asked: worker_pb2.KeyQuestion) -> ToWorker:
+        def refuse(_name: str) -> ToWorker:
             raise refusal
 
         async with ends() as both:
-            both.parent.on_question("key", refuse)
+            both.parent.on_question("key_headers", refuse)
             with pytest.raises(BatonError) as raised:
-                await both.worker.ask(FromWorker(key=worker_pb2.KeyQuestion()))
+                await both.worker.ask(FromWorker(key_headers="a"))
         found = raised.value
         assert (found.reason, found.message, found.code) == (refusal.reason, refusal.message, refusal.code)
         assert (found.field, found.retry_after_ms, found.metadata) == ("n", 7, {"limit": "3"})
@@ -138,16 +136,16 @@ def test_a_refusal_is_raised_where_it_was_asked_with_all_its_parts() -> None:
 
 def test_a_bug_of_one_handler_fails_that_question_only() -> None:
     async def situation() -> None:
-        def fail(asked: worker_pb2.KeyQuestion) -> ToWorker:
-            if asked.key_name == "bad":
+        def fail(name: str) -> ToWorker:
+            if name == "bad":
                 raise ValueError
             return ToWorker(key=worker_pb2.KeyAnswer())
 
         async with ends() as both:
-            both.parent.on_question("key", fail)
+            both.parent.on_question("key_headers", fail)
             with pytest.raises(BatonError, match="its log says why"):
-                await both.worker.ask(FromWorker(key=worker_pb2.KeyQuestion(key_name="bad")))
-            await both.worker.ask(FromWorker(key=worker_pb2.KeyQuestion(key_name="good")))
+                await both.worker.ask(FromWorker(key_headers="bad"))
+            await both.worker.ask(FromWorker(key_headers="good"))
 
     asyncio.run(situation())
 
@@ -167,9 +165,9 @@ def test_an_end_that_is_gone_is_told_once_and_fails_what_was_asked(gone: str) ->
                 raise AssertionError
 
             both.worker.on_long_question("warm", never_answer)
-            both.parent.on_long_question("key", never_answer_either)
+            both.parent.on_long_question("key_headers", never_answer_either)
             asking = (
-                asyncio.create_task(both.worker.ask(FromWorker(key=worker_pb2.KeyQuestion())))
+                asyncio.create_task(both.worker.ask(FromWorker(key_headers="a")))
                 if gone == "parent"
                 else asyncio.create_task(both.parent.ask(ToWorker(warm=worker_pb2.Warm())))
             )
@@ -181,7 +179,7 @@ def test_an_end_that_is_gone_is_told_once_and_fails_what_was_asked(gone: str) ->
             assert raised.value.reason is Reason.PEER_UNREACHABLE
             assert [side for side, _ in both.lost] == [stays]
             with pytest.raises(BatonError):
-                await both.worker.ask(FromWorker(key=worker_pb2.KeyQuestion()))
+                await both.worker.ask(FromWorker(key_headers="a"))
 
     asyncio.run(situation())
 

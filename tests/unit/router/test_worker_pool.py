@@ -32,6 +32,7 @@ class Scene:
             doors=self.doors,
             lifecycle=self.lifecycle,
             clock=clock,
+            keys=None,
             check_known=lambda: None,
             directory_trouble=str,
         )
