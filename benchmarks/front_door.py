@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import asdict, replace
@@ -91,11 +92,12 @@ class Kept:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
+        self._began_s = time.monotonic()
         self.cases: list[Run | Soaked] = []
 
     def add(self, case: Run | Soaked) -> None:
         self.cases.append(case)
-        print(case, file=sys.stderr, flush=True)
+        print(f"{time.monotonic() - self._began_s:.0f} s: {case}", file=sys.stderr, flush=True)
         if self._path is not None:
             self._path.write_text(json.dumps([asdict(each) for each in self.cases]) + "\n")
 
