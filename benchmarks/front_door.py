@@ -53,7 +53,7 @@ ANSWERS = 128
 SOAK_STREAMS, SOAK_TOKENS, SOAK_RATE = 2_000, 240, 4_000.0
 SOAK_NODES: Final = 8
 """All tokens of a node's step come at once: with one node, of all streams."""
-SOAK_BARE_S_MAX: Final = 60.0
+SOAK_BARE_S_MAX: Final = 30.0
 LINE_BYTES_MAX = 1 << 24
 
 
