@@ -88,6 +88,7 @@ def output_of(request: transfer_pb2.ReserveRequest | prefill_pb2.PrefillRequest,
         key=seq.key,
         router=Incarnation(request.router),
         resumable=resumable,
+        whole=request.whole,
         tokens=list(request.output),
         first_index=len(request.output),
     )

@@ -30,6 +30,8 @@ PACKED_BYTES: Final = 13
 """That a token takes there at most as a number, an index and an id in arrays."""
 LOGPROB_BYTES: Final = 11
 """That one log-probability takes, with the id that it is of."""
+WHOLE_TOKENS_MAX: Final = 32
+"""Of an answer that its client gets in one piece: so many wait for a message. With this node they are lost."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -45,6 +47,8 @@ class RequestOutput:
     """That has it, or had it last."""
     resumable: common_pb2.Resumable | None = None
     """None: it ends with its router."""
+    whole: bool = False
+    """Its client gets it in one piece: it makes no message for each token."""
     epoch: int = 0
     """How often it was taken over."""
     left: bool = False
@@ -86,7 +90,9 @@ class RequestOutput:
             self.logprobs.append(logprobs)
             assert len(self.logprobs) == len(self.tokens) - self.first_index, self.key
         if not self.fresh:
-            self.has_news()
+            self.has_news(wakes=not self.whole)
+        elif self.whole and len(self.tokens) - self.cursor >= WHOLE_TOKENS_MAX and self.reader is not None:
+            self.reader.news.set()
 
     def end(
         self,
@@ -103,11 +109,15 @@ class RequestOutput:
                 self.forgotten.set()
             self.has_news()
 
-    def has_news(self) -> None:
-        """Its stream, if it has one, looks at it for the next message. The first one of a step wakes the stream."""
-        if self.reader is not None and not self.fresh:
+    def has_news(self, *, wakes: bool = True) -> None:
+        """Its stream, if it has one, looks at it for the next message. The first one of a step that `wakes` it makes
+        that message."""
+        if self.reader is None:
+            return
+        if not self.fresh:
             self.fresh = True
             self.reader.fresh.append(self)
+        if wakes:
             self.reader.news.set()
 
     def read_by(self, reader: Subscription | None, cursor: int | None) -> None:
@@ -133,6 +143,12 @@ class RequestOutput:
     def is_plain(self) -> bool:
         """Its last token has nothing but its id to say."""
         return not self.logprobs and not self.ended.is_set() and not self.forgotten.is_set()
+
+    @property
+    def waits(self) -> bool:
+        """Its client gets it in one piece, and its tokens are too few to go with a message that others wake."""
+        few = self.cursor > self.first_index and len(self.tokens) - self.cursor < WHOLE_TOKENS_MAX // 2
+        return self.whole and few and not self.ended.is_set() and not self.forgotten.is_set()
 
     def heeds(self, router: Incarnation, epoch: int) -> bool:
         """Whether the router that says so has it."""
@@ -281,12 +297,15 @@ class TokenStreams:
                 subscription.news.set()
                 break
             cursor = output.cursor
-            if output.number and cursor + 1 == len(output.tokens) and output.is_plain:
+            if output.number and cursor + 1 == len(output.tokens) and output.is_plain and not output.whole:
                 numbers.append(output.number)
                 indices.append(cursor)
                 tokens.append(output.tokens[cursor])
                 output.cursor, output.fresh = cursor + 1, False
                 room -= PACKED_BYTES
+                continue
+            if output.waits:
+                subscription.fresh.append(output)
                 continue
             room -= _add_news(batch, output, subscription, room)
             output.fresh = False

@@ -162,6 +162,7 @@ class DecodeNodes:
             cache_salt=job.request.cache_salt,
             deadline_left_ms=max(0, int((job.deadline_s - self._loop.time()) * 1000)),
             resumable=job.request.resumable if job.request.HasField("resumable") else None,
+            whole=job.request.whole,
         )
 
     def _may_place(self, record: NodeRecord, behind: list[NodeRecord]) -> bool:

@@ -31,6 +31,8 @@ _T = TypeVar("_T")
 RESTARTED: Final = "it has restarted"
 """Another process has its address, by the directory's word or by its own."""
 FORGET_RETRY_MS: Final = 1_000
+DONE_MS: Final = 20
+"""How long the word that a finished answer has come waits for others."""
 LAST_WORDS_MS_MAX: Final = 500
 """How long a stream that closes takes to tell its node what this router no longer serves."""
 
@@ -53,6 +55,7 @@ class DecodeSubscription:
         self._wake = asyncio.Event()
         self._all_said = asyncio.Event()
         self._all_said.set()
+        self._saying: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self.out_of_reach = False
         """Lost, and not connected since. The log says so once; streams to a dead process are tried until the directory
@@ -86,7 +89,7 @@ class DecodeSubscription:
             self._leave(key_to_proto(inbox.key, inbox.epoch), ended=parting is Parting.LEAVE_ENDED)
         elif parting is Parting.DROP and known:
             self._dones.append(key_to_proto(inbox.key, inbox.epoch))
-            self._say()
+            self._say(soon=inbox.finish is not None)
         if parting is Parting.DROP and inbox.finish is None:
             self._streams.tasks.spawn(self._cancel(inbox))
         else:
@@ -210,6 +213,9 @@ class DecodeSubscription:
             self.users -= 1
 
     async def close(self) -> None:
+        if self._saying is not None:
+            self._saying.cancel()
+            self._say_now()
         if self._task is not None:
             if not self._task.done() and not self.out_of_reach:
                 with suppress(TimeoutError):
@@ -293,7 +299,7 @@ class DecodeSubscription:
                 continue
             inbox, epoch = called
             if epoch == inbox.epoch and inbox.early is None and not inbox.over:
-                inbox.put(index, [token])
+                inbox.put_next(index, token)
             else:  # its key is another inbox's, or its epoch is to be looked at
                 key = key_to_proto(inbox.key, epoch)
                 self._take_message(decode_pb2.RequestTokens(key=key, number=number, first_index=index, ids=[token]))
@@ -342,9 +348,16 @@ class DecodeSubscription:
         self._leaves.append(decode_pb2.LeftRequest(key=key, ended=ended))
         self._say()
 
-    def _say(self) -> None:
-        """The stream tells the node what has been added to be told."""
+    def _say(self, *, soon: bool = False) -> None:
+        """The stream tells the node what has been added to be told: at once, or `soon`."""
         self._all_said.clear()
+        if not soon:
+            self._wake.set()
+        elif self._saying is None:
+            self._saying = asyncio.get_running_loop().call_later(DONE_MS / 1000, self._say_now)
+
+    def _say_now(self) -> None:
+        self._saying = None
         self._wake.set()
 
     async def _requests(self, wake: asyncio.Event) -> AsyncIterator[decode_pb2.SubscribeRequest]:

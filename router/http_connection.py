@@ -127,6 +127,8 @@ class HttpConnection(asyncio.Protocol):
         self._written = 0
         self._unread: tuple[float, int] | None = None
         """While bytes wait for the client to read: when it is too late, and how many it has read."""
+        self.is_writable = True
+        """Whether the client has taken enough of what was written."""
         self._writable = asyncio.Event()
         self._writable.set()
         self._discarded: int | None = None
@@ -152,7 +154,7 @@ class HttpConnection(asyncio.Protocol):
             self._call.leave()
         self._call = None
         self._events.clear()
-        self._writable.set()
+        self.resume_writing()
         self._parser.close()
         vars(self.transport).pop(
             "_read_ready_cb", None
@@ -168,9 +170,11 @@ class HttpConnection(asyncio.Protocol):
             self._pause()
 
     def pause_writing(self) -> None:
+        self.is_writable = False
         self._writable.clear()
 
     def resume_writing(self) -> None:
+        self.is_writable = True
         self._writable.set()
 
     def is_late(self, now_s: float) -> bool:
@@ -195,11 +199,6 @@ class HttpConnection(asyncio.Protocol):
         """Take no further call."""
         if self._call is None and self._discarded is None:
             self._close()
-
-    @property
-    def is_writable(self) -> bool:
-        """Whether the client has taken enough of what was written."""
-        return self._writable.is_set()
 
     async def writable(self) -> None:
         await self._writable.wait()
@@ -328,9 +327,12 @@ class HttpCall:
         self._head = head
         self._peer = peer
         self._surplus = surplus
+        self.on_leave: Callable[[], None] | None = None
+        """Called when the client has gone before its answer."""
+        self.gone = False
+        """The client has."""
         self._news = asyncio.Event()
         self._told_end = False
-        self._gone = False
         self._done = False
         self._keep_alive = head.keep_alive and not surplus
         self._expects_continue = head.expects_continue
@@ -347,8 +349,10 @@ class HttpCall:
 
     def leave(self) -> None:
         """The client has gone."""
-        self._gone = True
+        self.gone = True
         self._news.set()
+        if self.on_leave is not None:
+            self.on_leave()
 
     async def run(self) -> None:
         caller = self._served.caller(self._peer, self._head)
@@ -362,7 +366,7 @@ class HttpCall:
         finally:
             if slot is not None:
                 self._served.proxied.leave(slot, caller)
-            if not self._done and not self._gone:
+            if not self._done and not self.gone:
                 self._connection.transport.abort()
 
     def _scope(self, caller: Address | None, *, surplus: bool) -> Scope:
@@ -388,7 +392,7 @@ class HttpCall:
         if self._expects_continue and not self.read and not self.started:
             self._expects_continue = False
             await self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        while not self._gone and not self._done:
+        while not self.gone and not self._done:
             if self.body or (self.read and not self._told_end):
                 part, self.body = bytes(self.body), bytearray()
                 self._told_end = self.read
@@ -398,9 +402,17 @@ class HttpCall:
             await self._news.wait()
         return {"type": "http.disconnect"}
 
+    def take_body(self) -> bytearray | None:
+        """The whole body, if it has come, in place of what ASGI would give; else None."""
+        if not self.read or self._told_end:
+            return None
+        body, self.body, self._told_end = self.body, bytearray(), True
+        self._connection.resume()
+        return body
+
     async def _send(self, message: Message) -> None:
         assert not self._done
-        if self._gone:
+        if self.gone:
             return
         if message["type"] == "http.response.start":
             self._first = self._start(message["status"], message["headers"])
@@ -422,17 +434,19 @@ class HttpCall:
     def is_open(self) -> bool:
         """Whether `put` may be called: the beginning of the body has gone out, and the client takes what comes. One
         that has gone takes everything."""
-        return self._gone or (not self._first and self.started and self._connection.is_writable)
+        return self.gone or (not self._first and self.started and self._connection.is_writable)
 
     async def opened(self) -> None:
         """Of an answer whose beginning has gone out."""
         await self._connection.writable()
 
-    def put(self, body: bytes) -> None:
-        """More of the body, without waiting."""
+    def put(self, body: bytes) -> bool:
+        """More of the body, without waiting. Whether it may be called again."""
         assert not self._done
-        if not self._gone:
-            self._connection.write_now(self._framed(body))
+        connection = self._connection
+        if not self.gone:
+            connection.write_now(self._framed(body))
+        return connection.is_writable
 
     def _framed(self, body: bytes) -> bytes:
         if self._head.method == "HEAD":

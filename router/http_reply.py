@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, NoReturn
 
 from batonpb import inference_pb2
@@ -62,22 +63,35 @@ class CallReply(Response):
         self._begun = False
         self._direct: HttpCall | None = None
         """Where the stream is written without a task: with other servers, all of it is sent by one."""
+        self._sinks: list[_Choice] = []
         self._lines: list[str] = []
         """To be sent."""
+        self._is_open = True
+        """The client takes what comes, and nothing waits for it."""
         self._news = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._asgi, self._send = (scope, receive, send), send
-        self._direct = scope.get("extensions", {}).get(STREAM)
-        await first_of(self._run(), disconnected(receive))
+        self._direct = direct = scope.get("extensions", {}).get(STREAM)
+        if direct is None:
+            await first_of(self._run(), disconnected(receive))
+        elif not direct.gone:
+            try:
+                await self._run()
+            finally:
+                direct.on_leave = None
 
     async def _run(self) -> None:
-        answer = self._stream if self._call.stream else self._whole
+        answer, direct = self._stream if self._call.stream else self._whole, self._direct
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s) as scope:
+                if direct is not None:
+                    direct.on_leave = partial(_end_now, scope)
                 await answer()
             return
         except TimeoutError:
+            if direct is not None and direct.gone:
+                return
             error = BatonError(Reason.DEADLINE, f"The answer took longer than {self._timeout_s:g} s, the limit.")
         except BatonError as raised:
             error = raised
@@ -107,38 +121,45 @@ class CallReply(Response):
 
     async def _stream(self) -> None:
         """Nothing is sent before the first token: until then an error still has a status of its own."""
-        self._sinks = [_Choice(self, index) for index in range(self._answers)]
-        await first_of(self._answer(self._sinks), self._write())
+        self._sinks += [_Choice(self, index) for index in range(self._answers)]
+        try:
+            await first_of(self._answer(self._sinks), self._write())
+        finally:
+            self._sinks.clear()  # they refer to this
         if self._call.include_usage:
             self.put(json.dumps(self.replies.usage_chunk()))
         self.put(DONE)
         await self._flush(more=False)
 
-    @property
-    def is_open(self) -> bool:
-        return not self._lines and (self._direct is None or not self._begun or self._direct.is_open)
-
     def put(self, data: str) -> None:
         lines = f"data: {data}\n\n"
         if self.places is not None:
             lines = f"id: {self.places.token()}\n{lines}"
-        if self._begun and not self._lines and self._direct is not None and self._direct.is_open:
-            self._direct.put(lines.encode())
-            if self._direct.is_open:
+        if self._begun and self._is_open and self._direct is not None:
+            if self._direct.put(lines.encode()):
                 return
         else:
             self._lines.append(lines)
+        self._set_open(False)
         self._news.set()
+
+    def _set_open(self, is_open: bool) -> None:
+        self._is_open = is_open
+        for sink in self._sinks:
+            sink.is_open = is_open
 
     async def _write(self) -> None:
         while True:
             await self._flush()
             if self._begun and self._direct is not None:
                 await self._direct.opened()
+            if self._lines:  # the end of an answer does not wait until it may come
+                continue
+            self._set_open(True)
             for sink in self._sinks:
                 if sink.on_open is not None:
                     sink.on_open()
-            if self.is_open:
+            if self._is_open:
                 self._news.clear()
                 await self._news.wait()
 
@@ -160,12 +181,9 @@ class _Choice:
 
     def __init__(self, reply: CallReply, index: int) -> None:
         self.on_open: Callable[[], None] | None = None
+        self.is_open = True
         self._reply = reply
         self._index = index
-
-    @property
-    def is_open(self) -> bool:
-        return self._reply.is_open
 
     def started(self, started: inference_pb2.Started, place: Place | None) -> None:
         self._reply.replies.started(self._index, started)
@@ -189,6 +207,11 @@ class _Choice:
         if places is not None and place is not None:
             offset, prompt_tokens = replies.offset(self._index), replies.prompt_of(self._index)
             places.follow(self._index, place, text_offset=offset, prompt_tokens=prompt_tokens)
+
+
+def _end_now(scope: asyncio.Timeout) -> None:
+    if not scope.expired():
+        scope.reschedule(asyncio.get_running_loop().time())
 
 
 async def disconnected(receive: Callable[[], Awaitable[Any]]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from random import Random
-from typing import Final
+from typing import Any, Final
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -33,7 +33,7 @@ from router.choices import run_choices
 from router.config import RouterConfig
 from router.doors import Door, Doors
 from router.http_attach import LAST_EVENT_ID, call_of, new_token, read_token, repeated, resumes, set_seeds
-from router.http_connection import SOURCE, SURPLUS, HttpConnection, Served
+from router.http_connection import SOURCE, STREAM, SURPLUS, HttpConnection, Served
 from router.http_reply import CallReply, client_left, error_response, left
 from router.http_slots import Slot, Slots
 from router.key_desk import KeyDesk, KeyedCall
@@ -76,11 +76,21 @@ class OpenAiApp:
         self._directory_trouble = directory_trouble
         self._began = int(time.time())
 
-    def asgi(self) -> Starlette:
+    def asgi(self) -> ASGIApp:
+        others = self._routed()
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in _ANSWERED:
+                await self._answer(scope, receive, send)
+            else:
+                await others(scope, receive, send)
+
+        return app
+
+    def _routed(self) -> Starlette:
         return Starlette(
             routes=[
-                Route("/v1/completions", self._complete, methods=["POST"]),
-                Route("/v1/chat/completions", self._complete, methods=["POST"]),
+                *(Route(path, self._complete, methods=["POST"]) for path in sorted(_ANSWERED)),
                 Route(REQUESTS_PATH + "{call}/stream", self._attach, methods=["GET"]),
                 Route(REQUESTS_PATH + "{call}", self._forget, methods=["DELETE"]),
                 Route("/v1/models", self._models),
@@ -91,6 +101,16 @@ class OpenAiApp:
             ],
             exception_handlers={BatonError: _on_baton_error, HTTPException: _on_http_error, Exception: _on_bug},
         )
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """`_complete`, without the layers that each turn of the call would go through."""
+        request = Request(scope, receive, send)
+        try:
+            response = await self._complete(request)
+        except Exception:
+            log.exception("a call failed", **_known(request))
+            response = _internal_error(request)
+        await response(scope, receive, send)
 
     async def _complete(self, request: Request) -> Response:
         """Both endpoints. What is refused here is logged with the id that the client is given: there is no request
@@ -212,6 +232,7 @@ class OpenAiApp:
                 trace=trace.child(node.rng),
                 deadline_s=deadline_s,
                 choice=choice,
+                whole=not call.stream and call.n == 1,  # of several, one waits for another's second token
                 source=request.scope["state"][SOURCE],
                 resume=resume,
             )
@@ -242,8 +263,19 @@ class OpenAiApp:
 
     async def _read_body(self, request: Request, hold: Callable[[int], None]) -> bytearray:
         """The whole body. Raises BatonError where it is too long, or does not come."""
+        config = self._node.config
+
+        def look(body: bytearray) -> bytearray:
+            if len(body) > config.http_body_bytes_max:
+                raise bad_field("body", f"The body is longer than {config.http_body_bytes_max} bytes, the limit.")
+            if len(body) > SHORT_BYTES_MAX:
+                hold(len(body))
+            return body
+
+        direct = request.scope.get("extensions", {}).get(STREAM)
+        if direct is not None and (whole := direct.take_body()) is not None:
+            return look(whole)
         body = bytearray()
-        config, bytes_max = self._node.config, self._node.config.http_body_bytes_max
         began_s = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(config.http_body_ms_free / 1000) as limit:
@@ -251,10 +283,7 @@ class OpenAiApp:
                     body += part
                     took_ms_max = config.http_body_ms_free + 1000 * len(body) // BODY_BYTES_PER_S
                     limit.reschedule(began_s + min(config.http_body_ms_max, took_ms_max) / 1000)
-                    if len(body) > bytes_max:
-                        raise bad_field("body", f"The body is longer than {bytes_max} bytes, the limit.")
-                    if len(body) > SHORT_BYTES_MAX:
-                        hold(len(body))
+                    look(body)
             return body
         except TimeoutError as error:
             raise BatonError(Reason.DEADLINE, "The body of the request did not come in time.") from error
@@ -370,6 +399,7 @@ class HttpServer:
         await error_response(error)(scope, receive, send)
 
 
+_ANSWERED: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
 _FOR_PROBES: Final = frozenset({"/live", "/health"})
 """Answered on every connection: a full router is not to be restarted."""
 
@@ -401,8 +431,16 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
+    log.error("a call failed", **_known(request), exc_info=error)
+    return _internal_error(request)
+
+
+def _known(request: Request) -> dict[str, Any]:
     request_id = getattr(request.state, "request_id", None)
-    known = {"request": request_id} if request_id is not None else {}
-    log.error("a call failed", path=request.scope["path"], **known, exc_info=error)
+    return {"path": request.scope["path"], **({"request": request_id} if request_id is not None else {})}
+
+
+def _internal_error(request: Request) -> Response:
+    request_id = getattr(request.state, "request_id", None)
     internal = BatonError(Reason.INTERNAL, "This router failed to answer the call; its log says why.")
     return error_response(internal, headers={"x-request-id": request_id} if request_id is not None else None)

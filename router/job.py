@@ -137,6 +137,15 @@ class Inbox:
         if self.on_put is not None:
             self.on_put()
 
+    def put_next(self, index: int, token: int) -> None:
+        """The same of one token that has no log-probabilities."""
+        if index != self.first_index + len(self.tokens) or self.begun_logprobs is not None:
+            self.put(index, [token])
+            return
+        self.tokens.append(token)
+        if self.on_put is not None:
+            self.on_put()
+
     def all_given(self, *, ended: bool) -> None:
         """Its tokens are given. `ended`: a stop string has ended the answer with them."""
         if ended or self.finish is not None or self.error is not None:
@@ -208,7 +217,10 @@ class Job:
     attempts: int = 0
     nodes: dict[str, None] = field(default_factory=dict)
     """Names of those that it was placed on, in order."""
-    token_times_s: list[float] = field(default_factory=list)
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
+    tokens_received: int = 0
+    """Those whose times these are."""
     block_size: int = 0
     observed: ObservedRequest = field(default_factory=ObservedRequest)
     logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)
@@ -267,12 +279,13 @@ class Job:
 
     def came(self) -> None:
         """Something has come into the inbox. A client that reads may get many tokens at once, so time counts too."""
-        inbox = self.inbox
-        assert inbox is not None
         if self.sink.is_open:
             if not self._deferred:
                 self._deferred = not self.turns.do(self._give)
-        elif self._closed_s is None:
+            return
+        inbox = self.inbox
+        assert inbox is not None
+        if self._closed_s is None:
             self._closed_s = self.now_s()
         elif (
             inbox.unread > self.config.client_tokens_unread_max
@@ -297,7 +310,8 @@ class Job:
         inbox = self.inbox
         if inbox is None or inbox.over or inbox.empty or self.text_ended or self.cut_off_with or not self.sink.is_open:
             return
-        begin, end = inbox.given, min(len(inbox.tokens), inbox.given + TOKENS_AT_ONCE_MAX)
+        begin, count = inbox.given, len(inbox.tokens)
+        end = min(count, begin + TOKENS_AT_ONCE_MAX)
         try:
             self._take(inbox.first_index + begin, inbox.tokens[begin:end], inbox.logprobs[begin:end])
         except BatonError as error:
@@ -308,7 +322,7 @@ class Job:
         inbox.given = end
         if self.sink.is_open:
             inbox.read = end
-        if self.text_ended or end == len(inbox.tokens):
+        if self.text_ended or end == count:
             inbox.all_given(ended=self.text_ended)
         elif self.sink.is_open:
             self._deferred = True
@@ -316,7 +330,10 @@ class Job:
 
     def _take(self, first_index: int, ids: list[int], logprobs: list[common_pb2.TokenLogprobs]) -> None:
         """New tokens of the answer."""
-        self.token_times_s += [self.now_s()] * len(ids)
+        self.last_token_s = self.now_s()
+        if not self.tokens_received:
+            self.first_token_s = self.last_token_s
+        self.tokens_received += len(ids)
         self.output += ids
         if self.unseen is not None:
             self.logprobs += logprobs
@@ -338,9 +355,9 @@ class Job:
         if text.found:
             self.finish = common_pb2.FINISH_REASON_STOP
         stats.output_tokens = text.tokens
-        times = self.token_times_s[: text.tokens]
-        stats.ttft_ms = (times[0] - self.began_s) * 1000 if times else 0.0
-        stats.itl_mean_ms = (times[-1] - times[0]) / (len(times) - 1) * 1000 if len(times) > 1 else 0.0
+        count = min(self.tokens_received, text.tokens)  # behind a stop string there may be more
+        stats.ttft_ms = (self.first_token_s - self.began_s) * 1000 if count else 0.0
+        stats.itl_mean_ms = (self.last_token_s - self.first_token_s) / (count - 1) * 1000 if count > 1 else 0.0
         self.observed.finished(self.finish, stats)
         if self.unseen is None or self.unseen.end():
             self.sink.finished(inference_pb2.Finished(reason=self.finish, stats=stats), self._place())

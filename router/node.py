@@ -466,7 +466,7 @@ class RouterNode:
             if not job.text_ended:
                 assert inbox.finish is not None
                 job.finish = inbox.finish
-                if prefilling is not None:
+                if prefilling is not None and not prefilling.done():
                     await asyncio.wait([prefilling], timeout=HANDED_OFF_MS_MAX / 1000)
         finally:
             if prefilling is not None:

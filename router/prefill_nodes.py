@@ -237,6 +237,7 @@ class PrefillCalls:
             cache_salt=job.checked.cache_salt,
             avoid_decode=job.avoid_decode | self._streams.out_of_reach(),
             resumable=job.for_another_router(),
+            whole=job.call.whole and not job.checked.stop,  # a stop string ends it here, and there too late
         )
         with rpc_errors(record.name):
             events = stub.Prefill(

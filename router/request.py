@@ -124,6 +124,8 @@ class ClientCall:
     priority: Priority = Priority.NORMAL
     special_tokens: bool = False
     """Whether messages of its chat may spell special tokens out; else these are text."""
+    whole: bool = False
+    """Its client gets the answer in one piece, at its end."""
     source: str | None = None
     """The address that it counts for; None for a proxy of ours."""
     key_name: str | None = None

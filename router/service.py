@@ -121,6 +121,8 @@ class InferenceService:
         context: Any,
         keyed: KeyedCall | None,
         resume: Resume | None = None,
+        *,
+        whole: bool = False,
     ) -> ClientCall:
         rng = self._node.rng
         with self._refusals():
@@ -131,6 +133,7 @@ class InferenceService:
             trace=parent.child(rng) if parent is not None else Traceparent.new(rng, sampled=False),
             deadline_s=now_s + time_left_s(context, self._node.config.rpc),
             choice=request.sampling.choice if request is not None else 0,
+            whole=whole,
             source=self._source(context),
             resume=resume,
         )
@@ -183,7 +186,7 @@ class InferenceService:
                 if request.resumable:
                     raise bad_field("resumable", "Only a stream is resumable: call Generate, or leave resumable out.")
             answer = Collected()
-            await self._node.run(request, self._call(request, context, keyed), answer)
+            await self._node.run(request, self._call(request, context, keyed, whole=True), answer)
         response = inference_pb2.GenerateResponse(request_id=answer.start.request_id)
         response.text = "".join(part.text for part in answer.parts)
         for part in answer.parts:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from batonpb import common_pb2 as batonpb_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61tonpb/transfer.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61tonpb/common.proto\"\xc5\x01\n\x0e\x43onnectRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12\x13\n\x0bwriter_name\x18\x02 \x01(\t\x12\x17\n\x0fwriter_endpoint\x18\x03 \x01(\t\x12\"\n\x05model\x18\x04 \x01(\x0b\x32\x13.baton.v1.ModelInfo\x12\x12\n\ntransports\x18\x05 \x03(\t\x12\x11\n\thost_name\x18\x07 \x01(\t\x12\x12\n\nhost_parts\x18\x08 \x03(\tJ\x04\x08\x06\x10\x07\"\xb1\x01\n\x0c\x43onnectReply\x12\x10\n\x08receiver\x18\x01 \x01(\x06\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0e\n\x06secret\x18\x04 \x01(\x0c\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x38\n\x13rejected_transports\x18\x07 \x03(\x0b\x32\x1b.baton.v1.RejectedTransport\"3\n\x0fLivenessRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\"\x0f\n\rLivenessReply\"\xaa\x02\n\x0eReserveRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x13\n\x0blowest_live\x18\x03 \x01(\x04\x12!\n\x03key\x18\x04 \x01(\x0b\x32\x14.baton.v1.RequestKey\x12\x0e\n\x06prompt\x18\x05 \x03(\r\x12(\n\x08sampling\x18\x06 \x01(\x0b\x32\x16.baton.v1.SamplingSpec\x12\x0e\n\x06router\x18\x07 \x01(\x06\x12\x12\n\ncache_salt\x18\x08 \x01(\x0c\x12\x18\n\x10\x64\x65\x61\x64line_left_ms\x18\t \x01(\x04\x12\x0e\n\x06output\x18\n \x03(\r\x12&\n\tresumable\x18\x0b \x01(\x0b\x32\x13.baton.v1.Resumable\"\x80\x01\n\x0cReserveReply\x12\"\n\x07granted\x18\x01 \x01(\x0b\x32\x0f.baton.v1.GrantH\x00\x12\x1e\n\x04\x62usy\x18\x02 \x01(\x0b\x32\x0e.baton.v1.BusyH\x00\x12\"\n\x06reject\x18\x03 \x01(\x0b\x32\x10.baton.v1.RejectH\x00\x42\x08\n\x06\x61nswer\"\\\n\x05Grant\x12\r\n\x05grant\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x03 \x03(\r\x12\x13\n\x0bprefix_skip\x18\x04 \x01(\r\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\".\n\x04\x42usy\x12\x16\n\x0eretry_after_ms\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x18\n\x06Reject\x12\x0e\n\x06reason\x18\x01 \x01(\t\"?\n\x0cRenewRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12\r\n\x05grant\x18\x02 \x01(\x0c\"/\n\nRenewReply\x12\x0f\n\x07renewed\x18\x01 \x01(\x08\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\"\x8a\x02\n\rCommitRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12\r\n\x05grant\x18\x02 \x01(\x0c\x12\x0e\n\x06writes\x18\x03 \x01(\x04\x12\x15\n\rbytes_written\x18\x04 \x01(\x04\x12\x13\n\x0b\x66irst_token\x18\x05 \x01(\r\x12\x34\n\x0e\x66irst_logprobs\x18\x06 \x01(\x0b\x32\x17.baton.v1.TokenLogprobsH\x00\x88\x01\x01\x12\x17\n\x0f\x63hecksum_layers\x18\x07 \x03(\r\x12\x17\n\x0f\x63hecksum_blocks\x18\x08 \x03(\r\x12\x11\n\tchecksums\x18\t \x03(\x07\x42\x11\n\x0f_first_logprobs\"0\n\x0b\x43ommitReply\x12\x11\n\tcommitted\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\"p\n\x0eReleaseRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x13\n\x0blowest_live\x18\x03 \x01(\x04\x12\x17\n\x0fwrites_in_doubt\x18\x04 \x01(\x08\"\x0e\n\x0cReleaseReply\"Q\n\rRevokeRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\"&\n\x0bRevokeReply\x12\x17\n\x0fwrites_in_doubt\x18\x01 \x01(\x08\x32\xae\x03\n\x08Transfer\x12;\n\x07\x43onnect\x12\x18.baton.v1.ConnectRequest\x1a\x16.baton.v1.ConnectReply\x12@\n\x08Liveness\x12\x19.baton.v1.LivenessRequest\x1a\x17.baton.v1.LivenessReply0\x01\x12;\n\x07Reserve\x12\x18.baton.v1.ReserveRequest\x1a\x16.baton.v1.ReserveReply\x12\x35\n\x05Renew\x12\x16.baton.v1.RenewRequest\x1a\x14.baton.v1.RenewReply\x12\x38\n\x06\x43ommit\x12\x17.baton.v1.CommitRequest\x1a\x15.baton.v1.CommitReply\x12;\n\x07Release\x12\x18.baton.v1.ReleaseRequest\x1a\x16.baton.v1.ReleaseReply\x12\x38\n\x06Revoke\x12\x17.baton.v1.RevokeRequest\x1a\x15.baton.v1.RevokeReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61tonpb/transfer.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61tonpb/common.proto\"\xc5\x01\n\x0e\x43onnectRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12\x13\n\x0bwriter_name\x18\x02 \x01(\t\x12\x17\n\x0fwriter_endpoint\x18\x03 \x01(\t\x12\"\n\x05model\x18\x04 \x01(\x0b\x32\x13.baton.v1.ModelInfo\x12\x12\n\ntransports\x18\x05 \x03(\t\x12\x11\n\thost_name\x18\x07 \x01(\t\x12\x12\n\nhost_parts\x18\x08 \x03(\tJ\x04\x08\x06\x10\x07\"\xb1\x01\n\x0c\x43onnectReply\x12\x10\n\x08receiver\x18\x01 \x01(\x06\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0e\n\x06secret\x18\x04 \x01(\x0c\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x38\n\x13rejected_transports\x18\x07 \x03(\x0b\x32\x1b.baton.v1.RejectedTransport\"3\n\x0fLivenessRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\"\x0f\n\rLivenessReply\"\xb9\x02\n\x0eReserveRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x13\n\x0blowest_live\x18\x03 \x01(\x04\x12!\n\x03key\x18\x04 \x01(\x0b\x32\x14.baton.v1.RequestKey\x12\x0e\n\x06prompt\x18\x05 \x03(\r\x12(\n\x08sampling\x18\x06 \x01(\x0b\x32\x16.baton.v1.SamplingSpec\x12\x0e\n\x06router\x18\x07 \x01(\x06\x12\x12\n\ncache_salt\x18\x08 \x01(\x0c\x12\x18\n\x10\x64\x65\x61\x64line_left_ms\x18\t \x01(\x04\x12\x0e\n\x06output\x18\n \x03(\r\x12&\n\tresumable\x18\x0b \x01(\x0b\x32\x13.baton.v1.Resumable\x12\r\n\x05whole\x18\x0c \x01(\x08\"\x80\x01\n\x0cReserveReply\x12\"\n\x07granted\x18\x01 \x01(\x0b\x32\x0f.baton.v1.GrantH\x00\x12\x1e\n\x04\x62usy\x18\x02 \x01(\x0b\x32\x0e.baton.v1.BusyH\x00\x12\"\n\x06reject\x18\x03 \x01(\x0b\x32\x10.baton.v1.RejectH\x00\x42\x08\n\x06\x61nswer\"\\\n\x05Grant\x12\r\n\x05grant\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x03 \x03(\r\x12\x13\n\x0bprefix_skip\x18\x04 \x01(\r\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\".\n\x04\x42usy\x12\x16\n\x0eretry_after_ms\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x18\n\x06Reject\x12\x0e\n\x06reason\x18\x01 \x01(\t\"?\n\x0cRenewRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12\r\n\x05grant\x18\x02 \x01(\x0c\"/\n\nRenewReply\x12\x0f\n\x07renewed\x18\x01 \x01(\x08\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\"\x8a\x02\n\rCommitRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12\r\n\x05grant\x18\x02 \x01(\x0c\x12\x0e\n\x06writes\x18\x03 \x01(\x04\x12\x15\n\rbytes_written\x18\x04 \x01(\x04\x12\x13\n\x0b\x66irst_token\x18\x05 \x01(\r\x12\x34\n\x0e\x66irst_logprobs\x18\x06 \x01(\x0b\x32\x17.baton.v1.TokenLogprobsH\x00\x88\x01\x01\x12\x17\n\x0f\x63hecksum_layers\x18\x07 \x03(\r\x12\x17\n\x0f\x63hecksum_blocks\x18\x08 \x03(\r\x12\x11\n\tchecksums\x18\t \x03(\x07\x42\x11\n\x0f_first_logprobs\"0\n\x0b\x43ommitReply\x12\x11\n\tcommitted\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\"p\n\x0eReleaseRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x13\n\x0blowest_live\x18\x03 \x01(\x04\x12\x17\n\x0fwrites_in_doubt\x18\x04 \x01(\x08\"\x0e\n\x0cReleaseReply\"Q\n\rRevokeRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\"&\n\x0bRevokeReply\x12\x17\n\x0fwrites_in_doubt\x18\x01 \x01(\x08\x32\xae\x03\n\x08Transfer\x12;\n\x07\x43onnect\x12\x18.baton.v1.ConnectRequest\x1a\x16.baton.v1.ConnectReply\x12@\n\x08Liveness\x12\x19.baton.v1.LivenessRequest\x1a\x17.baton.v1.LivenessReply0\x01\x12;\n\x07Reserve\x12\x18.baton.v1.ReserveRequest\x1a\x16.baton.v1.ReserveReply\x12\x35\n\x05Renew\x12\x16.baton.v1.RenewRequest\x1a\x14.baton.v1.RenewReply\x12\x38\n\x06\x43ommit\x12\x17.baton.v1.CommitRequest\x1a\x15.baton.v1.CommitReply\x12;\n\x07Release\x12\x18.baton.v1.ReleaseRequest\x1a\x16.baton.v1.ReleaseReply\x12\x38\n\x06Revoke\x12\x17.baton.v1.RevokeRequest\x1a\x15.baton.v1.RevokeReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,31 +41,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LIVENESSREPLY']._serialized_start=491
   _globals['_LIVENESSREPLY']._serialized_end=506
   _globals['_RESERVEREQUEST']._serialized_start=509
-  _globals['_RESERVEREQUEST']._serialized_end=807
-  _globals['_RESERVEREPLY']._serialized_start=810
-  _globals['_RESERVEREPLY']._serialized_end=938
-  _globals['_GRANT']._serialized_start=940
-  _globals['_GRANT']._serialized_end=1032
-  _globals['_BUSY']._serialized_start=1034
-  _globals['_BUSY']._serialized_end=1080
-  _globals['_REJECT']._serialized_start=1082
-  _globals['_REJECT']._serialized_end=1106
-  _globals['_RENEWREQUEST']._serialized_start=1108
-  _globals['_RENEWREQUEST']._serialized_end=1171
-  _globals['_RENEWREPLY']._serialized_start=1173
-  _globals['_RENEWREPLY']._serialized_end=1220
-  _globals['_COMMITREQUEST']._serialized_start=1223
-  _globals['_COMMITREQUEST']._serialized_end=1489
-  _globals['_COMMITREPLY']._serialized_start=1491
-  _globals['_COMMITREPLY']._serialized_end=1539
-  _globals['_RELEASEREQUEST']._serialized_start=1541
-  _globals['_RELEASEREQUEST']._serialized_end=1653
-  _globals['_RELEASEREPLY']._serialized_start=1655
-  _globals['_RELEASEREPLY']._serialized_end=1669
-  _globals['_REVOKEREQUEST']._serialized_start=1671
-  _globals['_REVOKEREQUEST']._serialized_end=1752
-  _globals['_REVOKEREPLY']._serialized_start=1754
-  _globals['_REVOKEREPLY']._serialized_end=1792
-  _globals['_TRANSFER']._serialized_start=1795
-  _globals['_TRANSFER']._serialized_end=2225
+  _globals['_RESERVEREQUEST']._serialized_end=822
+  _globals['_RESERVEREPLY']._serialized_start=825
+  _globals['_RESERVEREPLY']._serialized_end=953
+  _globals['_GRANT']._serialized_start=955
+  _globals['_GRANT']._serialized_end=1047
+  _globals['_BUSY']._serialized_start=1049
+  _globals['_BUSY']._serialized_end=1095
+  _globals['_REJECT']._serialized_start=1097
+  _globals['_REJECT']._serialized_end=1121
+  _globals['_RENEWREQUEST']._serialized_start=1123
+  _globals['_RENEWREQUEST']._serialized_end=1186
+  _globals['_RENEWREPLY']._serialized_start=1188
+  _globals['_RENEWREPLY']._serialized_end=1235
+  _globals['_COMMITREQUEST']._serialized_start=1238
+  _globals['_COMMITREQUEST']._serialized_end=1504
+  _globals['_COMMITREPLY']._serialized_start=1506
+  _globals['_COMMITREPLY']._serialized_end=1554
+  _globals['_RELEASEREQUEST']._serialized_start=1556
+  _globals['_RELEASEREQUEST']._serialized_end=1668
+  _globals['_RELEASEREPLY']._serialized_start=1670
+  _globals['_RELEASEREPLY']._serialized_end=1684
+  _globals['_REVOKEREQUEST']._serialized_start=1686
+  _globals['_REVOKEREQUEST']._serialized_end=1767
+  _globals['_REVOKEREPLY']._serialized_start=1769
+  _globals['_REVOKEREPLY']._serialized_end=1807
+  _globals['_TRANSFER']._serialized_start=1810
+  _globals['_TRANSFER']._serialized_end=2240
 # @@protoc_insertion_point(module_scope)

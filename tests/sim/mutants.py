@@ -74,6 +74,10 @@ def _put_all(self: Inbox, first_index: int, ids: list[int], logprobs: Sequence[A
         self.on_put()
 
 
+def _put_next(self: Inbox, first_index: int, token: int) -> None:
+    _put_all(self, first_index, [token])
+
+
 def _resolve_nothing(_self: DecodeNode, _key: RequestKey) -> bool:
     """Resolve leaves no tombstone, and knows nothing."""
     return False
@@ -174,7 +178,7 @@ MUTANTS: dict[str, Mutant] = {
         replaced=lambda: _receiver(machines.NoDeadAttempts), seed=112, resumable=0.0
     ),
     "dedupe: token indices are not looked at": Mutant(
-        replaced=lambda: [(Inbox, "put", _put_all)], seed=6, resumable=0.0
+        replaced=lambda: [(Inbox, "put", _put_all), (Inbox, "put_next", _put_next)], seed=6, resumable=0.0
     ),
     "resolve: leaves no tombstone": Mutant(
         replaced=lambda: [(DecodeNode, "resolve", _resolve_nothing)], seed=31, resumable=0.0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from baton.errors import Reason
 from baton.ids import Attempt, Incarnation, RequestId, RequestKey
-from decode_node.streams import BATCH_BYTES_MAX, RequestOutput, Subscription, TokenStreams
+from decode_node.streams import BATCH_BYTES_MAX, WHOLE_TOKENS_MAX, RequestOutput, Subscription, TokenStreams
 
 ORPHAN_MS = 1_000
 ROUTERS = [Incarnation(number) for number in (11, 12, 13)]
@@ -398,3 +398,48 @@ def test_answers_that_come_whole_take_several_messages(top: int | None) -> None:
                 ended.append(message.key.request)
     assert set(had.values()) == {length}
     assert sorted(ended) == sorted(had)
+
+
+def test_an_answer_that_its_client_gets_in_one_piece_makes_few_messages() -> None:
+    """Four answers have begun, one of them for a client that reads along. Then its tokens alone wake the stream. The
+    others' make a message where so many wait that no more are to be lost with the node, or with an end; half as many go
+    with others' messages."""
+    streams = TokenStreams(lambda: 0.0)
+    keys = [RequestKey(request=RequestId(f"r{i}"), attempt=Attempt(0)) for i in range(4)]
+    read, *others = outputs = [RequestOutput(key=key, router=ROUTERS[0], whole=i > 0) for i, key in enumerate(keys)]
+    mine = streams.attach(ROUTERS[0], {}, packed=True)
+    for output in outputs:
+        streams.open(output)
+        output.append(0, None)
+    assert mine.news.is_set()
+    assert len(streams.collect(mine).requests) == 4
+
+    def said() -> list[tuple[int, int]]:
+        """Number and index of each token that comes now."""
+        mine.news.clear()
+        batch = streams.collect(mine)
+        singles = [*zip(batch.numbers, batch.indices, strict=True)]
+        return sorted(singles + [(m.number, m.first_index + i) for m in batch.requests for i in range(len(m.ids))])
+
+    mine.news.clear()
+    others[0].append(1, None)
+    assert not mine.news.is_set()
+    read.append(1, None)
+    assert mine.news.is_set()
+    assert said() == [(1, 1)]
+    for index in range(2, WHOLE_TOKENS_MAX + 1):
+        assert not mine.news.is_set()
+        others[0].append(index, None)
+        if index <= WHOLE_TOKENS_MAX // 2:
+            others[1].append(index - 1, None)
+    others[2].append(1, None)
+    assert mine.news.is_set()
+    assert said() == [(2, index) for index in range(1, WHOLE_TOKENS_MAX + 1)]
+    others[1].append(WHOLE_TOKENS_MAX // 2, None)
+    assert not mine.news.is_set()
+    read.append(2, None)
+    assert said() == [(1, 2), *((3, index) for index in range(1, WHOLE_TOKENS_MAX // 2 + 1))]
+    assert not mine.news.is_set()
+    others[2].end(finish=common_pb2.FINISH_REASON_LENGTH)
+    assert mine.news.is_set()
+    assert said() == [(4, 1)]
