@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import pytest
 
+from baton.client import AsyncClient, Sampling
 from baton.tls import Kind
 from cli.ca import issue, make_ca
 from cli.supervisor import CERTIFICATES, DIRECTORY_NAME, OPERATOR, ROUTER_NAME
@@ -113,6 +114,43 @@ def test_streams_outlive_each_worker_that_is_killed(cluster: RunningCluster) -> 
         await served(cluster)
         assert (await counters(cluster)).items() >= {("workers", WORKERS), ("workers that have ended", WORKERS)}
         await streams.forget()
+        await assert_conserved(cluster)
+
+    cluster.run(scene())
+
+
+@pytest.mark.slow
+def test_the_client_library_goes_on_at_another_worker(cluster: RunningCluster) -> None:
+    """It knows one address only. Each worker is killed in its turn, so the one that it is connected to as well."""
+    arrived = dict.fromkeys(range(4), 0)
+    prompt = random_prompt(random.Random(6), 20)
+
+    async def stream(client: AsyncClient, number: int) -> int:
+        ids: list[int] = []
+        async with client.stream(prompt, sampling=Sampling(temperature=0, max_tokens=TOKENS)) as pieces:
+            async for piece in pieces:
+                ids += piece.ids
+                arrived[number] = len(ids)
+        assert ids == mock_tokens(prompt, TOKENS)
+        return pieces.answer.attaches
+
+    async def go_on() -> None:
+        had = dict(arrived)
+
+        async def more() -> bool:
+            return all(arrived[number] > before for number, before in had.items())
+
+        await wait_for(more, "more tokens of each", story=cluster.story, timeout_s=CALL_S_MAX)
+        assert max(arrived.values()) < TOKENS, "one is over already"
+
+    async def scene() -> None:
+        async with AsyncClient(cluster.cluster.router) as client:
+            reading = [asyncio.create_task(stream(client, number)) for number in arrived]
+            await go_on()
+            for pid in workers(cluster):
+                os.kill(pid, signal.SIGKILL)
+                await go_on()
+            assert min(await asyncio.gather(*reading)) > 0
         await assert_conserved(cluster)
 
     cluster.run(scene())
