@@ -240,11 +240,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="baton-front-door-") as folder:
         try:
             asyncio.run((measure if args.soak is None else soak)(args, Path(folder), kept))
+        except KeyboardInterrupt:
+            sys.exit("ended early")
         finally:
             print(report(kept.cases), flush=True)
 
 
+def end_early(*_: object) -> None:
+    """As Ctrl-C does, once: all servers are to be stopped, and that of vLLM is no child that ends with this process."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.raise_signal(signal.SIGINT)
+
+
 if __name__ == "__main__":
-    # A signal that ends this process must not leave vLLM behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have those in the background ignore it
+    signal.signal(signal.SIGTERM, end_early)
     main()
