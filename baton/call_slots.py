@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import Final
+from typing import Final, TypeVar
 
 from baton.errors import BatonError, Reason
 from baton.retry_time import whole_seconds_ms
 from baton.shared_places import SharedPlaces
+
+T = TypeVar("T")
 
 REQUEST_S_MAX: Final = 30.0
 """How long a call's request may take to come."""
@@ -48,10 +50,9 @@ class CallSlots:
         self._unread = SharedPlaces(UNREAD_MAX)
         self._reads: dict[int, asyncio.Timeout] = {}
 
-    @asynccontextmanager
-    async def reading(self, source: str) -> AsyncIterator[None]:
-        """For as long as a call's request is read. It has no other place yet: a client that sends no request, or
-        sends it slowly, keeps nobody else out. Raises BatonError: it takes too long, or others need the place."""
+    async def read(self, source: str, request: Callable[[], Awaitable[T]]) -> T:
+        """A call's request. While it is read the call has no other place: a client that sends no request, or sends it
+        slowly, keeps nobody else out. Raises BatonError: it takes too long, or others need the place."""
         number = next(self._numbers)
         try:
             async with asyncio.timeout(REQUEST_S_MAX) as scope:
@@ -59,7 +60,7 @@ class CallSlots:
                 leaves = self._unread.enter(number, source)
                 if leaves is not None and not (left := self._reads.pop(leaves)).expired():
                     left.reschedule(asyncio.get_running_loop().time())
-                yield
+                return await request()
         except TimeoutError:
             if number in self._reads:
                 raise BatonError(Reason.DEADLINE, f"The request has not come within {REQUEST_S_MAX:g} s.") from None
@@ -68,8 +69,7 @@ class CallSlots:
             self._unread.leave(number)
             self._reads.pop(number, None)
 
-    @contextmanager
-    def running(self, refused: Callable[[BatonError], None] | None = None) -> Iterator[None]:
+    def running(self, refused: Callable[[BatonError], None] | None = None, *, source: str | None = None) -> _Running:
         """`refused` is called with what is raised, BatonError TOO_MANY_CALLS; the caller is a client then."""
         if self._running >= self._rpcs_max:
             full = self._full(
@@ -78,25 +78,15 @@ class CallSlots:
             if refused is not None:
                 refused(full)
             raise full
-        self._running += 1
-        try:
-            yield
-        finally:
-            self._running -= 1
+        return _Running(self, source)
 
-    @contextmanager
-    def public(self, source: str | None, refused: Callable[[BatonError], None]) -> Iterator[None]:
+    def public(self, source: str | None, refused: Callable[[BatonError], None]) -> _Running:
         """As `running`, of clients: one address leaves a quarter of the places to others. None: of a proxy of ours."""
         if source is not None and self._public[source] >= self._public_max:
             full = self._full(f"This server answers {self._public_max} calls of one address at a time", public=True)
             refused(full)
             raise full
-        with self.running(refused):
-            if source is None:
-                yield
-                return
-            with _counted(self._public, source):
-                yield
+        return self.running(refused, source=source)
 
     @contextmanager
     def stream(self, method: str, limit: StreamLimit, source: str) -> Iterator[None]:
@@ -112,12 +102,36 @@ class CallSlots:
         return BatonError(Reason.TOO_MANY_CALLS, f"{text}; try again later.", retry_after_ms=retry_ms)
 
 
+class _Running:
+    """A call that is answered while this is entered; of a client where it has a source."""
+
+    __slots__ = ("_slots", "_source")
+
+    def __init__(self, slots: CallSlots, source: str | None) -> None:
+        self._slots = slots
+        self._source = source
+
+    def __enter__(self) -> None:
+        self._slots._running += 1
+        if self._source is not None:
+            self._slots._public[self._source] += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._slots._running -= 1
+        if self._source is not None:
+            _leave(self._slots._public, self._source)
+
+
 @contextmanager
 def _counted(counts: Counter[str], source: str) -> Iterator[None]:
     counts[source] += 1
     try:
         yield
     finally:
-        counts[source] -= 1
-        if not counts[source]:
-            del counts[source]
+        _leave(counts, source)
+
+
+def _leave(counts: Counter[str], source: str) -> None:
+    counts[source] -= 1
+    if not counts[source]:
+        del counts[source]

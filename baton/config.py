@@ -102,6 +102,15 @@ def load(
     return cast(T, loader.load(known_sections))
 
 
+def keys_given(
+    cls: type[Any], *, toml_path: Path | None, section: str, env_prefix: str, env: Mapping[str, str]
+) -> frozenset[str]:
+    """The keys of `cls` that file and environment give, whether `load` takes their values or not."""
+    loader = _Loader(cls, section, toml_path, env_prefix, env, {}, {})
+    loader.read(None)
+    return frozenset(loader.given)
+
+
 def describe(cls: type[Any]) -> Iterator[ConfigKey]:
     """The keys of `cls` in order of declaration, nested ones dotted."""
     return _describe(cls, "", default=dataclasses.MISSING, shown=True)
@@ -175,14 +184,17 @@ class _Loader:
     problems: list[ConfigProblem] = dataclasses.field(default_factory=list)
 
     def load(self, known_sections: Collection[str] | None) -> object:
-        self.keys = [each.key for each in describe(self.cls)]
-        self._read_file(known_sections)
-        self._read_env()
-        self._read_flags()
+        self.read(known_sections)
         value = self._build(self.cls, "", dataclasses.MISSING)
         if self.problems:
             raise ConfigError(self.problems)
         return value
+
+    def read(self, known_sections: Collection[str] | None) -> None:
+        self.keys = [each.key for each in describe(self.cls)]
+        self._read_file(known_sections)
+        self._read_env()
+        self._read_flags()
 
     def _read_file(self, known_sections: Collection[str] | None) -> None:
         if self.toml_path is None:

@@ -11,7 +11,7 @@ import functools
 import inspect
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, aclosing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import unquote
@@ -441,8 +441,7 @@ class _Edge(grpc.aio.ServerInterceptor):
                 host = _host(context)
                 request = messages
                 if not handler.request_streaming:
-                    async with self._slots.reading(source_of(host)):
-                        request = await self._request(context, read)
+                    request = await self._slots.read(source_of(host), lambda: self._request(context, read))
                 with self._slot(method, host):
                     return await behavior(request, context)
 
@@ -527,10 +526,10 @@ class _Edge(grpc.aio.ServerInterceptor):
             raise grpc.aio.AbortError from error
         if raw is grpc.aio.EOF:
             raise BatonError(Reason.BAD_FIELD, "The call has no request.")
-        async with AsyncExitStack() as one_in_turn:
-            if len(raw) > LARGE_REQUEST_BYTES:
-                await one_in_turn.enter_async_context(self._large)
-                await asyncio.sleep(0)
+        if len(raw) <= LARGE_REQUEST_BYTES:
+            return raw if read is None else read(raw)
+        async with self._large:  # one in turn
+            await asyncio.sleep(0)
             return raw if read is None else read(raw)
 
     def _slot(self, method: str, host: str) -> AbstractContextManager[None]:
@@ -558,7 +557,7 @@ def _calls_max(limits: RpcLimits) -> int:
 def _host(context: _Context) -> str:
     """The caller's address, without its port and its zone."""
     _, _, address = context.peer().partition(":")
-    return unquote(address).rpartition(":")[0].strip("[]").partition("%")[0]
+    return (unquote(address) if "%" in address else address).rpartition(":")[0].strip("[]").partition("%")[0]
 
 
 def _source(host: str, proxies: Sequence[Network]) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from typing import Any, Final, TypeVar
 
@@ -184,7 +184,7 @@ def model_from_proto(message: common_pb2.ModelInfo) -> ModelInfo:
 
 def _values(cls: type[Any], message: Message, **converted: object) -> dict[str, Any]:
     """The fields of `cls`: those in `converted`, the others from the fields of the same names of `message`."""
-    return {each.name: getattr(message, each.name) for each in fields(cls) if each.name not in converted} | converted
+    return {name: getattr(message, name) for name in cls.__slots__ if name not in converted} | converted
 
 
 def check_header(header: common_pb2.Header, *, own: Incarnation) -> Incarnation:

@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import asdict, replace
@@ -52,7 +53,7 @@ ANSWERS = 128
 SOAK_STREAMS, SOAK_TOKENS, SOAK_RATE = 2_000, 240, 4_000.0
 SOAK_NODES: Final = 8
 """All tokens of a node's step come at once: with one node, of all streams."""
-SOAK_BARE_S_MAX: Final = 60.0
+SOAK_BARE_S_MAX: Final = 30.0
 LINE_BYTES_MAX = 1 << 24
 
 
@@ -91,11 +92,12 @@ class Kept:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
+        self._began_s = time.monotonic()
         self.cases: list[Run | Soaked] = []
 
     def add(self, case: Run | Soaked) -> None:
         self.cases.append(case)
-        print(case, file=sys.stderr, flush=True)
+        print(f"{time.monotonic() - self._began_s:.0f} s: {case}", file=sys.stderr, flush=True)
         if self._path is not None:
             self._path.write_text(json.dumps([asdict(each) for each in self.cases]) + "\n")
 

@@ -17,7 +17,7 @@ from typing import Any
 import grpc.aio
 from batonpb import common_pb2, inference_pb2
 
-from benchmarks.front_door_tokens import stamp, text_of
+from benchmarks.front_door_tokens import first_step_s, stamp, text_of
 
 HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ncache-control: no-store\r\n"
@@ -35,8 +35,9 @@ DONE = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 class Pace:
     """Calls its streams for every step; a stream says whether it goes on."""
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, rate: float, share: float = 0.0) -> None:
         self._rate = rate
+        self._share = share
         self.streams: dict[Any, int] = {}
         """With what each asks for as its pace."""
         self._due_s = 0.0
@@ -45,7 +46,8 @@ class Pace:
     def add(self, stream: Any, pace: int) -> None:
         self.streams[stream] = pace
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_soon(self._step)  # type: ignore[assignment]
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(first_step_s(loop.time(), pace / self._rate, self._share), self._step)
 
     def _step(self) -> None:
         loop = asyncio.get_running_loop()
@@ -141,7 +143,8 @@ async def serve_http(*paces: Pace) -> int:
 
 async def main() -> None:
     door, rate, groups = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
-    port = await (serve_http(*(Pace(rate) for _ in range(groups))) if door == "http" else serve_grpc(Pace(rate)))
+    paces = [Pace(rate, number / groups) for number in range(groups)]
+    port = await (serve_http(*paces) if door == "http" else serve_grpc(paces[0]))
     print(port, flush=True)
     # Until whoever started it closes this pipe, or ends.
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)

@@ -20,27 +20,34 @@ from typing import Any, Final
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.front_door_cpu import ENGINE, name_own_thread
-from benchmarks.front_door_tokens import VOCABULARY, stamp
+from benchmarks.front_door_tokens import VOCABULARY, first_step_s, stamp
 
 sys.path.pop(0)
 
 RATE_ENV: Final = "BATON_FRONT_DOOR_RATE"
+NODES_ENV: Final = "BATON_FRONT_DOOR_NODES"
+"""Decode nodes, whose steps are not to fall together."""
 
 
 def paced(runner: type[Any], result: type[Any]) -> type[Any]:
     """A mock engine that computes nothing: `engine.mock.MockRunner` gives all but its steps."""
+    # Named decode-0, decode-1 and so on.
+    share = int(sys.argv[sys.argv.index("--name") + 1].rpartition("-")[2]) / int(os.environ[NODES_ENV])
 
     class PacedRunner(runner):  # type: ignore[misc]
+        named = False
         due_s = 0.0
 
         def run(self, batch: Any, sink: Any) -> Any:
-            if not self.due_s:
+            if not self.named:
                 name_own_thread(ENGINE)
-                self.due_s = time.monotonic()
+                self.named = True
             decoding = [piece for piece in batch.slices if piece.output_index]
             if decoding:
-                time.sleep(max(0.0, self.due_s - time.monotonic()))
                 step_s = max(piece.tokens[0] for piece in decoding) / float(os.environ[RATE_ENV])
+                if self.due_s < time.monotonic() - step_s:  # nobody has decoded since
+                    self.due_s = first_step_s(time.monotonic(), step_s, share)
+                time.sleep(max(0.0, self.due_s - time.monotonic()))
                 self.due_s = max(time.monotonic(), self.due_s + step_s)
             for layer in range(self.config.num_layers):
                 sink.layer_done(layer)

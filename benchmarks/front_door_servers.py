@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from benchmarks.front_door_node import RATE_ENV
+from benchmarks.front_door_node import NODES_ENV, RATE_ENV
 from benchmarks.front_door_tokens import write_tokenizer
 from cli.services import Service
 from cli.supervisor import ROUTER_NAME, Cluster, ClusterSpec
@@ -84,7 +84,7 @@ async def cluster(
         decode=decode_nodes, model=None if mock else str(folder), threads=1,
         engine_kind=EngineKind.MOCK if mock else None, blocks=STREAMS_MAX * 24 if mock else 12_000,
         flags={Service.ROUTER: {**sizes, **router}, Service.PREFILL: engine, Service.DECODE: decode},
-        env={RATE_ENV: str(rate), "PYTHONPATH": f"{tree}:{tree / 'proto'}"},
+        env={RATE_ENV: str(rate), NODES_ENV: str(decode_nodes), "PYTHONPATH": f"{tree}:{tree / 'proto'}"},
     )  # fmt: skip
     running = TimedCluster(spec, tree)
     try:

@@ -25,6 +25,13 @@ def age_ms(token: int, now_s: float) -> float:
     return 1e3 * TICK_S * ((now_s / TICK_S - (token - _FIRST)) % (VOCABULARY - _FIRST))
 
 
+def first_step_s(now_s: float, step_s: float, share: float) -> float:
+    """When a server steps first whose steps are `share` of a step behind those of the one with 0, so that the steps
+    of several do not fall together."""
+    due_s = now_s - now_s % step_s + share * step_s
+    return due_s if due_s >= now_s else due_s + step_s
+
+
 def text_of(token: int) -> str:
     return f" {token:0{DIGITS}}"
 

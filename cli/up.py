@@ -14,7 +14,7 @@ from typing import Final, TextIO
 
 import click
 
-from baton.config import ConfigError, load, setting
+from baton.config import ConfigError, keys_given, load, setting
 from baton.cores import own_cores
 from baton.directory_setting import describe_directory
 from baton.endpoint import from_here
@@ -22,7 +22,7 @@ from baton.log import LogFormat, LogLevel
 from cli.client import API_KEY_VARIABLE
 from cli.invocation import EXIT_ERROR, EXIT_INTERRUPTED
 from cli.options import LOG_FORMAT_FLAG, LOG_LEVEL_FLAG, common_options, config_flags, config_options, config_path
-from cli.services import SECTIONS, UP_ENV_PREFIX, UP_SECTION, Service, load_config
+from cli.services import SECTIONS, UP_ENV_PREFIX, UP_SECTION, Service, config_class, load_config
 from cli.signals import StopSignals
 from cli.supervisor import DIRECTORY_NAME, Cluster, ClusterError, ClusterSpec
 from cli.tls import env_of
@@ -30,6 +30,9 @@ from engine.build import EngineKind
 
 PROGRESS_LINE_MS_MIN: Final = 2_000
 """Between two progress lines of one process where stderr is no terminal."""
+CORES_PER_WORKER: Final = 4
+WORKERS_MAX: Final = 4
+"""Of a router, where nobody says how many."""
 _FLAGS: Final = {
     "--engine-model": "--model",
     "--http-listen": "--http",
@@ -124,12 +127,13 @@ def _command(**parameters: object) -> int:
         flags=config_flags(parameters),
         known_sections=SECTIONS,
     )
-    spec = replace(
+    said = replace(
         config,
         config=path,
         log_level=LogLevel(str(parameters[LOG_LEVEL_FLAG])),
         log_format=LogFormat(str(parameters[LOG_FORMAT_FLAG])),
     )
+    spec = with_workers(said, own_cores().usable, env=os.environ)
     try:
         spec.check()
     except ConfigError as error:
@@ -171,6 +175,9 @@ async def _up(spec: ClusterSpec) -> int:
     threads, cores = spec.compute_threads(), own_cores()
     shared = f"{threads} compute thread{'' if threads == 1 else 's'} for each node, on {cores}"
     click.echo(f"Starting {len(spec.processes())} processes, {shared}:", err=True)
+    workers = spec.flags.get(Service.ROUTER, {}).get("workers", 1)
+    if workers != 1:
+        click.echo(f"A router has {workers} workers.", err=True)
     crowded = crowding(spec, cores.usable)
     if crowded is not None:
         click.echo(crowded, err=True)
@@ -186,6 +193,22 @@ async def _up(spec: ClusterSpec) -> int:
         with suppress(OSError):
             click.echo("Stopped.", err=True)
     return EXIT_ERROR if problems else 0
+
+
+def with_workers(spec: ClusterSpec, cores: int, *, env: Mapping[str, str]) -> ClusterSpec:
+    """Several for each router where neither file nor environment says how many, and where there are cores for them and
+    a C compiler, or what it has made before."""
+    count = min(cores // (CORES_PER_WORKER * spec.routers), WORKERS_MAX)
+    service = Service.ROUTER
+    if count <= 1 or "workers" in keys_given(
+        config_class(service), toml_path=spec.config, section=service.value, env_prefix=service.env_prefix, env=env
+    ):
+        return spec
+    from baton.http2_front import native_front  # takes its time
+
+    if native_front() is None:
+        return spec
+    return replace(spec, flags={**spec.flags, service: {"workers": count, **spec.flags.get(service, {})}})
 
 
 def crowding(spec: ClusterSpec, cores: int) -> str | None:

@@ -244,9 +244,12 @@ def sampling_problem(spec: common_pb2.SamplingSpec, *, vocab_size: int) -> str |
     return None
 
 
+_SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
+
+
 def params_from_proto(spec: common_pb2.SamplingSpec) -> SamplingParams:
     """The fields of both have the same names."""
-    values: dict[str, Any] = {field.name: getattr(spec, field.name) for field in fields(SamplingParams)}
+    values: dict[str, Any] = {name: getattr(spec, name) for name in _SAMPLING_FIELDS}
     values["stop_token_ids"] = frozenset(spec.stop_token_ids)
     values["logit_bias"] = tuple(sorted(spec.logit_bias.items()))
     values["repetition_penalty"] = spec.repetition_penalty if spec.HasField("repetition_penalty") else 1.0

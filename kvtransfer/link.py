@@ -291,7 +291,7 @@ class PairSpeed:
     def completed(self, nbytes: int, now_s: float, *, copied: bool) -> None:
         """So many of the posted bytes are outstanding no more; not `copied`: they have not moved."""
         with self._lock:
-            self._sums.add(Moved(nbytes=nbytes if copied else 0) + self._uncounted(now_s), now_s)
+            self._sums.add(nbytes if copied else 0, self._uncounted_s(now_s), now_s)
             # A surplus completion must not end the node over a statistic.
             self._outstanding_bytes = max(0, self._outstanding_bytes - nbytes)
             self._counted_to_s = now_s
@@ -305,15 +305,15 @@ class PairSpeed:
     def in_all(self, now_s: float) -> Moved:
         """Since the path was last changed."""
         with self._lock:
-            return self._sums.in_all + self._uncounted(now_s)
+            return self._sums.in_all + Moved(moving_s=self._uncounted_s(now_s))
 
     def recent(self, now_s: float) -> Moved:
         """Of the last RECENT_S seconds, and the whole time that what is outstanding has taken so far."""
         with self._lock:
-            return self._sums.recent(now_s) + self._uncounted(now_s)
+            return self._sums.recent(now_s) + Moved(moving_s=self._uncounted_s(now_s))
 
-    def _uncounted(self, now_s: float) -> Moved:
-        return Moved(moving_s=now_s - self._counted_to_s if self._outstanding_bytes else 0.0)
+    def _uncounted_s(self, now_s: float) -> float:
+        return now_s - self._counted_to_s if self._outstanding_bytes else 0.0
 
 
 class PairLink:

@@ -62,19 +62,26 @@ class MovedSums:
     """What has moved in all and in the last RECENT_S seconds."""
 
     def __init__(self) -> None:
-        self.in_all = Moved()
-        self._seconds: deque[tuple[int, Moved]] = deque(maxlen=RECENT_S)
+        self._nbytes, self._moving_s = 0, 0.0
+        self._seconds: deque[tuple[int, int, float]] = deque(maxlen=RECENT_S)
+        """The second's number, bytes and time."""
 
-    def add(self, moved: Moved, now_s: float) -> None:
-        self.in_all += moved
+    @property
+    def in_all(self) -> Moved:
+        return Moved(nbytes=self._nbytes, moving_s=self._moving_s)
+
+    def add(self, nbytes: int, moving_s: float, now_s: float) -> None:
+        self._nbytes += nbytes
+        self._moving_s += moving_s
         number = int(now_s // 1)
         if self._seconds and self._seconds[-1][0] >= number:
-            number, before = self._seconds.pop()
-            moved += before
-        self._seconds.append((number, moved))
+            number, nbytes_before, moving_before_s = self._seconds.pop()
+            nbytes, moving_s = nbytes + nbytes_before, moving_s + moving_before_s
+        self._seconds.append((number, nbytes, moving_s))
 
     def recent(self, now_s: float) -> Moved:
-        return sum((moved for number, moved in self._seconds if number > now_s // 1 - RECENT_S), Moved())
+        recent = [(nbytes, moving_s) for number, nbytes, moving_s in self._seconds if number > now_s // 1 - RECENT_S]
+        return Moved(nbytes=sum(nbytes for nbytes, _ in recent), moving_s=sum(moving_s for _, moving_s in recent))
 
     def per_s(self, now_s: float) -> float:
         """Bytes in each of the last RECENT_S seconds, pauses included: for who sees no single write."""
@@ -138,7 +145,7 @@ class WriterHoldings:
             elif isinstance(instruction, protocol.CloseGrant) and instruction.grant in self._taken_back:
                 self._back(instruction.grant, event)
         if isinstance(event, protocol.SealLanded) and event.pair in self._places:
-            self._landed.setdefault(event.pair, MovedSums()).add(Moved(nbytes=event.seal.bytes_written), self._now_s())
+            self._landed.setdefault(event.pair, MovedSums()).add(event.seal.bytes_written, 0.0, self._now_s())
 
     def forget(self, pair: Pair) -> None:
         """The writer is not known any more."""

@@ -123,12 +123,13 @@ class RecordPlan:
         # As unsigned numbers, negative ones are large.
         assert (src_blocks_B.astype(np.uint64) < src_num_blocks).all(), (src_blocks_B, src_num_blocks)
         assert (dst_blocks_B.astype(np.uint64) < dst_num_blocks).all(), (dst_blocks_B, dst_num_blocks)
+        record_bytes = layout.record_bytes
         self._num_layers = layout.num_layers
-        self._src_layer_bytes = src_num_blocks * layout.record_bytes
-        self._dst_layer_bytes = dst_num_blocks * layout.record_bytes
-        self._src_B = src_blocks_B.astype(np.int64) * layout.record_bytes
-        self._dst_B = dst_blocks_B.astype(np.int64) * layout.record_bytes
-        self._nbytes_B = np.full(self._src_B.shape, layout.record_bytes, dtype=np.int64)
+        self._src_layer_bytes = src_num_blocks * record_bytes
+        self._dst_layer_bytes = dst_num_blocks * record_bytes
+        self._src_B = src_blocks_B.astype(np.int64) * record_bytes
+        self._dst_B = dst_blocks_B.astype(np.int64) * record_bytes
+        self._nbytes_B = np.full(self._src_B.shape, record_bytes, dtype=np.int64)
 
     def of_layer(self, layer: int) -> WriteOps:
         """One operation for each block: its whole record of this layer."""

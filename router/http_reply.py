@@ -123,7 +123,10 @@ class CallReply(Response):
     async def _stream(self) -> None:
         """Nothing is sent before the first token: until then an error still has a status of its own."""
         self._sinks += [_Choice(self, index) for index in range(self._answers)]
-        await first_of(self._answer(self._sinks), self._write())
+        try:
+            await first_of(self._answer(self._sinks), self._write())
+        finally:
+            self._sinks.clear()  # they refer to this
         if self._call.include_usage:
             self.put(json.dumps(self.replies.usage_chunk()))
         self.put(DONE)

@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
-from batonpb import pins_pb2_grpc
+from batonpb import node_pb2, pins_pb2_grpc
 
 from baton.clock import Clock
 from baton.drain import Holdings
@@ -229,6 +229,7 @@ class _Workers:
         self.model, self.warm, self.follow_directory = pool.model, pool.warm, pool.follow_directory
         self.follow_lifecycle, self.upkeep, self.stop = pool.follow_lifecycle, pool.upkeep, pool.stop
         self.fetch_figures = pool.fetch_figures
+        runtime.status = self._tell_status
 
     async def start(self) -> None:
         """Raises BatonError."""
@@ -251,6 +252,10 @@ class _Workers:
 
     async def close(self) -> None:
         """They have ended."""
+
+    def _tell_status(self, status: node_pb2.NodeStatus) -> None:
+        status.counters.add(name="workers", value=self._pool.ready)
+        status.counters.add(name="workers that have ended", value=self._pool.ended)
 
 
 def _follow(runtime: NodeRuntime, doors: Doors, staff: _OneProcess | _Workers, refusals: RequestLog) -> None:

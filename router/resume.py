@@ -198,7 +198,7 @@ def tag(secret: bytes, key_name: str | None) -> bytes:
 
 def tokens_crc(ids: Sequence[int], crc: int = 0) -> int:
     """`crc` is that of the ids before them."""
-    return zlib.crc32(b"".join(token.to_bytes(4, "little") for token in ids), crc)
+    return zlib.crc32(b"".join([token.to_bytes(4, "little") for token in ids]), crc)
 
 
 def request_digest(requests: Sequence[inference_pb2.GenerateRequest], answers: int) -> int:

@@ -110,8 +110,9 @@ class InferenceService:
                     await sink.write_all(context.write)
             await answer
         finally:
-            answer.cancel()
-            await asyncio.wait([answer])
+            if not answer.done():
+                answer.cancel()
+                await asyncio.wait([answer])
             del answer, sink.scope  # an error that they have would refer to itself, by this frame in its traceback
 
     def _call(
@@ -280,4 +281,5 @@ async def _to_its_end(write: Coroutine[Any, Any, None]) -> None:
     try:
         await asyncio.shield(task)
     finally:
-        await asyncio.wait([task], timeout=FIRST_WRITE_MS_MAX / 1000)
+        if not task.done():
+            await asyncio.wait([task], timeout=FIRST_WRITE_MS_MAX / 1000)

@@ -22,6 +22,7 @@ from baton.clock import Clock
 from baton.endpoint import parse_address
 from baton.errors import BatonError, Reason
 from baton.event_loop import collect_seldom, new_event_loop
+from baton.grpc_core import WakeReader
 from baton.http2_front import native_front
 from baton.ids import Incarnation, NodeName
 from baton.log import LogFormat, LogLevel, get_log, set_up_logging
@@ -273,6 +274,7 @@ def main() -> None:
     sys.set_int_max_str_digits(INT_DIGITS_MAX)
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.set_inheritable(False)
+    WakeReader.one_loop = True
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(_work(sock))
     sys.stderr.flush()

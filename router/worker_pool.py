@@ -125,6 +125,7 @@ class WorkerPool:
         self._all_ready: asyncio.Future[None] = loop.create_future()
         self._tasks = Tasks(loop, log, broken="a worker is no longer watched")
         self._ticking = Tasks(loop, log, broken="workers are no longer watched")
+        self._stopping = False
         self.ended = 0
         """Workers that have ended unasked."""
         self.dead_figures: Figures | None = None
@@ -142,10 +143,14 @@ class WorkerPool:
     async def stop(self) -> None:
         """Give running answers the grace time, and end all. Idempotent."""
         self._supervision.stop()
+        self._stopping = True
         grace_ms = self._config.stop_grace_ms
         for worker in self._workers.values():
-            worker.stopping = True
-            worker.channel.send(worker_pb2.ToWorker(stop_within_ms=grace_ms))
+            if worker.ready:
+                worker.stopping = True
+                worker.channel.send(worker_pb2.ToWorker(stop_within_ms=grace_ms))
+            else:
+                _end_early(worker)
         await self._tasks.drain(grace_ms + 1000 * STOP_MARGIN_S)
         await self._ticking.cancel()
         await self._tasks.cancel()
@@ -161,6 +166,11 @@ class WorkerPool:
     def _requests(self, worker: WorkerProcess) -> int:
         up_to_date = worker.report.lifecycle == self._lifecycle_number
         return max(worker.report.requests, 0 if up_to_date else 1)
+
+    @property
+    def ready(self) -> int:
+        """Workers that serve, or would."""
+        return sum(worker.ready for worker in self._workers.values())
 
     @property
     def waiting(self) -> int:
@@ -283,6 +293,8 @@ class WorkerPool:
             self._fail_start(number)
             self._supervision.died(number, self._clock.monotonic_s())
             return
+        if self._stopping:
+            _end_early(worker)
         try:
             await worker.process.wait()
             with suppress(TimeoutError):
@@ -375,6 +387,12 @@ class WorkerPool:
         if not self._all_ready.done():
             text = f"Worker {number} of this router ended before it was ready. The log says why."
             self._all_ready.set_exception(BatonError(Reason.INTERNAL, text))
+
+
+def _end_early(worker: WorkerProcess) -> None:
+    """It has no clients yet, and understands nothing but its start."""
+    worker.stopping = True
+    _kill(worker.process)
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

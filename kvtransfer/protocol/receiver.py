@@ -27,7 +27,7 @@ from enum import Enum
 
 from baton.ids import Attempt, BlockId, Epoch, GrantId, Pair, RequestId, RequestKey, ReserveNumber
 from cachestore.ledger import Ledger
-from kvtransfer.protocol.writer import LIVE_SPAN_MAX, STORY_STEPS_MAX
+from kvtransfer.protocol.writer import LIVE_SPAN_MAX, STORY_STEPS_MAX, StepTaken, told
 from kvtransfer.transport import Seal
 
 
@@ -381,7 +381,7 @@ class GrantEntry:
     revoke_rounds: int = 0
     release_waits: bool = False
     """The writer has released it with writes in doubt: the Release is answered when there is evidence."""
-    story: tuple[str, ...] = ()
+    story: tuple[StepTaken, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -617,7 +617,7 @@ class ReceiverMachine:
         grant = self._grants.get(event.grant)
         if grant is None or grant.state not in UNCOMMITTED:
             return
-        assert grant.check is RecordCheck.RUNNING, grant.story
+        assert grant.check is RecordCheck.RUNNING, told(*grant.story)
         if not event.intact:
             grant.check = RecordCheck.CORRUPT
             self._out.append(ReportCorrupt(pair=grant.pair, key=grant.key, grant=grant.id))
@@ -732,10 +732,10 @@ class ReceiverMachine:
     # One step of one grant: the only place where it changes its state. Ledger, timers and answers follow from it.
 
     def _step(self, grant: GrantEntry, step: Step, to: GrantState) -> None:
-        allowed = TRANSITIONS.get((grant.state, step), ())
-        line = f"{grant.state.value} --{step.value}--> {to.value}"
-        assert to in allowed, f"grant {grant.id.hex()}: {line} is not in the table; story: {grant.story}"
-        grant.story = (*grant.story, line)[-STORY_STEPS_MAX:]
+        taken = (grant.state, step, to)
+        allowed = TRANSITIONS.get(taken[:2], ())
+        assert to in allowed, f"grant {grant.id.hex()}: {told(taken)} is not in the table; {told(*grant.story)}"
+        grant.story = (*grant.story, taken)[-STORY_STEPS_MAX:]
         came_from, grant.state = grant.state, to
         if to is came_from:
             return

@@ -26,6 +26,12 @@ from kvtransfer.transport import Seal
 LIVE_SPAN_MAX: Final = 4096
 """Reserve numbers of one pair between the writer's lowest live one and its newest."""
 STORY_STEPS_MAX: Final = 24
+StepTaken = tuple[Enum, Enum, Enum]
+"""From a state, by a step, to a state."""
+
+
+def told(*story: StepTaken) -> str:
+    return ", ".join(f"{state.value} --{step.value}--> {to.value}" for state, step, to in story)
 
 
 class WriterState(Enum):
@@ -267,7 +273,7 @@ class HandoffEntry:
     in_doubt: bool = False
     revoke_waits: bool = False
     reported: bool = False
-    story: tuple[str, ...] = ()
+    story: tuple[StepTaken, ...] = ()
 
     @property
     def seal(self) -> Seal:
@@ -353,10 +359,10 @@ class WriterMachine:
     # One step of one handoff: the only place where it changes its state.
 
     def _step(self, handoff: HandoffEntry, step: WriterStep, to: WriterState) -> None:
-        line = f"{handoff.state.value} --{step.value}--> {to.value}"
-        allowed = WRITER_TRANSITIONS.get((handoff.state, step), ())
-        assert to in allowed, f"handoff {handoff.number}: {line} is not in the table; story: {handoff.story}"
-        handoff.story = (*handoff.story, line)[-STORY_STEPS_MAX:]
+        taken = (handoff.state, step, to)
+        allowed = WRITER_TRANSITIONS.get(taken[:2], ())
+        assert to in allowed, f"handoff {handoff.number}: {told(taken)} is not in the table; {told(*handoff.story)}"
+        handoff.story = (*handoff.story, taken)[-STORY_STEPS_MAX:]
         handoff.state = to
         if to is _W.DRAINING:
             self._out.append(AbandonWrites(number=handoff.number, grant=handoff.grant))
@@ -435,7 +441,7 @@ class WriterMachine:
 
     def _posted(self, event: WritesPosted) -> None:
         handoff = self._handoffs[event.number]
-        assert handoff.state is _W.WRITING, (handoff.state, handoff.story)
+        assert handoff.state is _W.WRITING, (handoff.state, told(*handoff.story))
         handoff.writes += event.writes
         handoff.bytes_written += event.bytes_written
         handoff.outstanding += event.writes

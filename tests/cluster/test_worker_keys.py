@@ -35,6 +35,7 @@ from tests.support.cluster_harness import (
 )
 
 CALLS: Final = 12
+SEQUENCE: Final = 200
 LONG: Final = 20_000
 """Tokens of an answer that does not end while a test looks at it."""
 BLOCKS: Final = 8_000
@@ -97,14 +98,18 @@ async def held(cluster: RunningCluster, key: str) -> AsyncIterator[asyncio.Strea
 
 @contextlib.asynccontextmanager
 async def asking(cluster: RunningCluster, key: str, **fields: Any) -> AsyncIterator[asyncio.StreamReader]:
-    body = json.dumps({"prompt": PROMPT, "max_tokens": 1, "temperature": 0, **fields}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
     reader, writer = await asyncio.open_connection(*http_endpoint(cluster).rsplit(":", 1))
     try:
-        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        writer.write(post(key, **fields))
         yield reader
     finally:
         writer.transport.abort()
+
+
+def post(key: str, **fields: Any) -> bytes:
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 1, "temperature": 0, **fields}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
+    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
 async def status_of(reader: asyncio.StreamReader) -> int:
@@ -142,6 +147,26 @@ def test_limits_hold_for_both_workers_together(cluster: RunningCluster, keys: Ke
         assert counted(cluster, "baton_key_refused_total", key="slow", limit="requests") == CALLS - 5
         assert counted(cluster, "baton_key_tokens_total", key="few", kind="prompt") == 16
         assert counted(cluster, "baton_key_tokens_total", key="few", kind="output") == 2
+
+    cluster.run(scenario())
+
+
+@pytest.mark.slow
+def test_calls_one_after_another_are_never_one_too_many(cluster: RunningCluster, keys: Keys) -> None:
+    """A key may have one answer. Its client has a connection to each worker, and asks by turns, each time as soon as it
+    has the end of the answer before."""
+
+    async def scenario() -> None:
+        async with contextlib.AsyncExitStack() as stack, asyncio.timeout(CALL_S_MAX):
+            connections = []
+            for _ in range(WORKERS):
+                connections.append(await asyncio.open_connection(*http_endpoint(cluster).rsplit(":", 1)))
+                stack.callback(connections[-1][1].transport.abort)
+            for number in range(SEQUENCE):
+                reader, writer = connections[number % WORKERS]
+                writer.write(post(keys.of["one"]))
+                assert await status_of(reader) == 200, number
+                await reader.readuntil(b"}}")  # of its usage
 
     cluster.run(scenario())
 

@@ -115,17 +115,30 @@ class World:
 
         After each callback the books that it has touched are looked at.
         """
-        ready, touched, running = self._ready, self.touched, ProcessState.RUNNING
+        ready, timers, touched, running = self._ready, self._timers, self.touched, ProcessState.RUNNING
+        pop = heapq.heappop
         current: ProcessLoop | None = None
         count = 0
         self._stopping = False
         try:
             while not self._stopping:
-                handle = ready.popleft() if ready else self._next_timer(until_s)
-                if handle is None:
+                if ready:
+                    handle = ready.popleft()
+                    if handle.off:
+                        continue
+                elif timers or self._bring_near(until_s):
+                    entry = pop(timers)
+                    at_s, _, handle = entry
+                    if handle.off:
+                        continue
+                    if at_s > until_s:
+                        heapq.heappush(timers, entry)
+                        self.now_s = until_s
+                        return
+                    if at_s > self.now_s:  # the clock jumps to its time
+                        self.now_s = at_s
+                else:
                     return
-                if handle.off:
-                    continue
                 loop = handle.loop
                 if loop.state is not running:
                     loop.park(handle)
@@ -146,23 +159,6 @@ class World:
         finally:
             self.callbacks += count
             events._set_running_loop(None)
-
-    def _next_timer(self, until_s: float) -> Handle | None:
-        """The next timer, which is due now: the clock has jumped to its time. None: there is none until then."""
-        timers = self._timers
-        while timers or self._bring_near(until_s):
-            at_s, _, handle = timers[0]
-            if handle.off:
-                heapq.heappop(timers)
-                continue
-            if at_s > until_s:
-                self.now_s = until_s
-                return None
-            heapq.heappop(timers)
-            if at_s > self.now_s:
-                self.now_s = at_s
-            return handle
-        return None
 
     def _bring_near(self, until_s: float) -> bool:
         """There is nothing near: go on to the next timers. False: there are none until then."""

@@ -81,8 +81,7 @@ def test_a_call_comes_in_the_turn_in_which_the_time_of_others_is_over(monkeypatc
         loop = asyncio.get_running_loop()
 
         async def read() -> None:
-            async with slots.reading("10.0.0.1"):
-                await asyncio.Event().wait()
+            await slots.read("10.0.0.1", asyncio.Event().wait)
 
         late = [asyncio.create_task(read()) for _ in range(2)]
         await asyncio.sleep(0)

@@ -84,6 +84,15 @@ def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> N
     )
 
 
+def test_the_keys_that_are_given(tmp_path: Path) -> None:
+    """By file or environment, rightly or wrongly, with their default too."""
+    path = tmp_path / "baton.toml"
+    path.write_text('[node]\nverbose = false\nlimits.share = "much"\nno_such_key = 1\n')
+    env = {"BATON_NODE_MODE": "fast"}
+    given = config.keys_given(Settings, toml_path=path, section="node", env_prefix="BATON_NODE_", env=env)
+    assert given == {"verbose", "limits.share", "mode"}
+
+
 def test_text_is_converted_to_the_type_of_the_key(tmp_path: Path) -> None:
     """Environment and flags carry text; every kind of key can be written as text."""
     env = {

@@ -24,7 +24,7 @@ from benchmarks.front_door_report import (
     run_of,
     workers_name,
 )  # fmt: skip
-from benchmarks.front_door_tokens import TICK_S, VOCABULARY, age_ms, stamp, text_of, write_tokenizer
+from benchmarks.front_door_tokens import TICK_S, VOCABULARY, age_ms, first_step_s, stamp, text_of, write_tokenizer
 
 RUN = Run(
     server=ROUTER, door="http", streams=64, streaming=True, requests=64, errors=0, token_us=50.0, whole_us=60.0,
@@ -143,6 +143,11 @@ def test_a_token_says_when_it_was_drawn(tmp_path: Path) -> None:
     assert age_ms(token, 12_346.0) == pytest.approx(1_000, abs=2e3 * TICK_S)
     write_tokenizer(tmp_path)
     assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).decode([token]) == text_of(token)
+
+
+def test_steps_of_several_nodes_come_one_after_another() -> None:
+    """Half a second each, four nodes: an eighth of a second apart, whenever they begin."""
+    assert [first_step_s(10.2, 0.5, node / 4) for node in range(4)] == [10.5, 10.625, 10.25, 10.375]
 
 
 @pytest.mark.slow

@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from baton import http2_front
+from cli.services import Service
 from cli.supervisor import ClusterSpec
-from cli.up import crowding
+from cli.up import crowding, with_workers
 from engine.build import EngineKind
 from engine.demo_model import DemoModelParams, write_demo_model
 from router.keys import new_key
@@ -130,6 +132,41 @@ def test_more_threads_than_cores_are_told_of(threads: int | None, cores: int, wa
     assert (said is not None) == warned
     if said is not None:
         assert said.startswith(f"Warning: 3 nodes of {threads} compute threads share {cores} cores ")
+
+
+def workers_of(
+    tmp_path: Path, cores: int, *, routers: int = 1, toml: str = "", env: dict[str, str] | None = None
+) -> object:
+    """None: the router's own default."""
+    path = tmp_path / "baton.toml"
+    path.write_text(toml)
+    spec = with_workers(ClusterSpec(engine_kind=EngineKind.MOCK, routers=routers, config=path), cores, env=env or {})
+    return spec.flags.get(Service.ROUTER, {}).get("workers")
+
+
+@pytest.mark.skipif(http2_front.native_front() is None, reason="no C compiler")
+@pytest.mark.parametrize(
+    ("cores", "routers", "workers"),
+    [(2, 1, None), (7, 1, None), (8, 1, 2), (8, 2, None), (16, 1, 4), (16, 2, 2), (64, 1, 4), (64, 8, 2)],
+)
+def test_routers_have_workers_where_there_are_cores(
+    cores: int, routers: int, workers: int | None, tmp_path: Path
+) -> None:
+    """One for each four cores, of all routers together."""
+    assert workers_of(tmp_path, cores, routers=routers) == workers
+
+
+def test_who_says_how_many_workers_has_so_many(tmp_path: Path) -> None:
+    """Also one, which is the default. A wrong value is left to the router's own check."""
+    for said in ("1", "3", "0"):
+        assert workers_of(tmp_path, 64, toml=f"[router]\nworkers = {said}\n") is None
+        assert workers_of(tmp_path, 64, env={"BATON_ROUTER_WORKERS": said}) is None
+
+
+def test_without_a_compiler_a_router_has_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More could not start."""
+    monkeypatch.setattr(http2_front, "native_front", lambda: None)
+    assert workers_of(tmp_path, 64) is None
 
 
 def test_a_directory_that_runs_already(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_what_has_landed_is_counted_in_all_and_a_second(landings: list[tuple[int
     seen: list[tuple[float, int]] = []
     for pause_sixteenths, nbytes in landings:
         now_s += pause_sixteenths / 16
-        landed.add(Moved(nbytes=nbytes), now_s)
+        landed.add(nbytes, 0.0, now_s)
         seen.append((now_s, nbytes))
     assert landed.in_all.nbytes == sum(nbytes for _, nbytes in seen)
     first_s = now_s // 1 - (RECENT_S - 1)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
-from batonpb import inference_pb2
+from batonpb import common_pb2, inference_pb2
 
 from baton.errors import BatonError, Reason
 from router.answers import AnswerPart, AnswerSink, Collected
@@ -112,3 +112,34 @@ def test_an_answer_over_http(stream: bool) -> None:
     events = b"".join(parts).split(b"\n\n")
     reported = events[1].removeprefix(b"data: ") if stream else parts[0]
     assert json.loads(reported)["error"]["message"] == "All are full."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_whole_answer_over_http(stream: bool) -> None:
+    """It ends well: neither the reply nor what it holds of the call waits for the collector. Of a thousand slow streams
+    these would be many megabytes."""
+
+    async def scene() -> weakref.ref[CallReply]:
+        async def answer(sinks: Sequence[AnswerSink]) -> None:
+            sinks[0].started(inference_pb2.Started(prompt_tokens=2), None)
+            sinks[0].tokens(AnswerPart(first_index=0, ids=[7], text="7", logprobs=(), place=None))
+            sinks[0].finished(inference_pb2.Finished(reason=common_pb2.FINISH_REASON_LENGTH), None)
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        async def send(_message: Any) -> None:
+            return
+
+        call = parse_completion({"prompt": [1, 2], "stream": stream})
+        replies = Replies(request_id="r", call=call, model="m", created=0, token_text=str)
+        reply = CallReply(answer, 1, replies, timeout_s=30.0)
+        await reply({"type": "http"}, receive, send)
+        return weakref.ref(reply)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert asyncio.run(scene())() is None
+    finally:
+        gc.enable()

@@ -111,6 +111,22 @@ def test_holdings_count_a_worker_until_it_has_heard_of_the_last_order() -> None:
     play(scene)
 
 
+@pytest.mark.slow
+def test_a_stop_while_a_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One has been killed, and another one comes in its place. It is not waited for."""
+    monkeypatch.setattr(module, "STOP_MARGIN_S", 10 * SCENE_S_MAX)
+
+    async def scene(made: Scene) -> None:
+        victim = made.pids()[0]
+        os.kill(victim, signal.SIGKILL)
+        await until(lambda: len(made.pids()) == 2 and victim not in made.pids())
+        assert made.pool.ready == 1
+        await made.pool.stop()
+        assert made.pids() == []
+
+    play(scene)
+
+
 def test_workers_without_a_c_compiler_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says what to install, and nothing is left running."""
     monkeypatch.setattr(module, "native_front", lambda: None)
