@@ -175,13 +175,13 @@ MUTANTS: dict[str, Mutant] = {
         replaced=lambda: _receiver(machines.NoRefusedNumbers), seed=31, resumable=0.0
     ),
     "tombstone: none for cancelled attempts": Mutant(
-        replaced=lambda: _receiver(machines.NoDeadAttempts), seed=130, resumable=0.0
+        replaced=lambda: _receiver(machines.NoDeadAttempts), seed=7, resumable=0.0, profile="overtaken"
     ),
     "dedupe: token indices are not looked at": Mutant(
         replaced=lambda: [(Inbox, "put", _put_all), (Inbox, "put_next", _put_next)], seed=6, resumable=0.0
     ),
     "resolve: leaves no tombstone": Mutant(
-        replaced=lambda: [(DecodeNode, "resolve", _resolve_nothing)], seed=22, resumable=0.0
+        replaced=lambda: [(DecodeNode, "resolve", _resolve_nothing)], seed=6, resumable=0.0, profile="overtaken"
     ),
     "commit: not looked at again after a cancel": Mutant(replaced=_no_look_after_commit, seed=90, resumable=0.0),
     "take-over: the epoch does not rise": Mutant(
@@ -194,7 +194,7 @@ MUTANTS: dict[str, Mutant] = {
         replaced=lambda: [(DecodeSubscription, "let_go", _cancel_anyway)], seed=8
     ),
     "take-over: the former router tries again": Mutant(
-        replaced=lambda: [(router.retries, "RESUMABLE", RESUMABLE | {Reason.TAKEN_OVER})], seed=128
+        replaced=lambda: [(router.retries, "RESUMABLE", RESUMABLE | {Reason.TAKEN_OVER})], seed=3, profile="routers"
     ),
     "leave: nobody reaps": Mutant(replaced=lambda: [(DecodeNode, "_kept_until_s", _keep_for_ever)], seed=1),
     "forget: nobody remembers": Mutant(replaced=lambda: [(GoneRequests, "find", _remember_nothing)], seed=1),
