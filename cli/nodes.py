@@ -381,8 +381,9 @@ def _node_text(view: NodeView) -> str:
         ("holds", left_text(status)),
         ("safe to delete", "yes" if status.safe_to_delete else "no"),
     ]
+    counters = [(counter.name, figure_text(counter.value)) for counter in status.counters]
     if record.role is Role.ROUTER:
-        return format_pairs(rows)
+        return format_pairs([*rows, *counters])
     rows += [
         ("model", f"{own.model.name} ({own.model.fingerprint})"),
         ("transports", ", ".join(own.transports) or "none"),
@@ -392,7 +393,7 @@ def _node_text(view: NodeView) -> str:
         ("prefix hits", hits_text(status.prefixes, record.role)),
         ("pinned", f"{status.prefixes.pinned_blocks} blocks of at most {status.prefixes.pinned_blocks_max}"),
         ("errors", f"{status.conservation_errors} of block conservation"),
-        *((counter.name, figure_text(counter.value)) for counter in status.counters),
+        *counters,
     ]  # fmt: skip
     text = format_pairs(rows)
     if status.prefixes.pins:

@@ -173,11 +173,10 @@ async def started(spec: ClusterSpec, signals: StopSignals, stream: TextIO) -> As
 
 async def _up(spec: ClusterSpec) -> int:
     threads, cores = spec.compute_threads(), own_cores()
-    shared = f"{threads} compute thread{'' if threads == 1 else 's'} for each node, on {cores}"
-    click.echo(f"Starting {len(spec.processes())} processes, {shared}:", err=True)
-    workers = spec.flags.get(Service.ROUTER, {}).get("workers", 1)
-    if workers != 1:
-        click.echo(f"A router has {workers} workers.", err=True)
+    shared = f"{threads} compute thread{'' if threads == 1 else 's'} for each node"
+    if (workers := spec.flags.get(Service.ROUTER, {}).get("workers")) is not None:
+        shared += f" and {workers} workers for each router"
+    click.echo(f"Starting {len(spec.processes())} processes, {shared}, on {cores}:", err=True)
     crowded = crowding(spec, cores.usable)
     if crowded is not None:
         click.echo(crowded, err=True)

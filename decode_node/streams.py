@@ -125,7 +125,7 @@ class RequestOutput:
         began = 0 if self.epoch else self.first_index
         self.reader, self.cursor = reader, began if cursor is None else max(began, cursor)
         self.number, self.end_sent, self.fresh = 0, False, False
-        self.has_news()
+        self.has_news(wakes=not self.waits)
 
     @property
     def token_bytes(self) -> int:
@@ -147,7 +147,7 @@ class RequestOutput:
     @property
     def waits(self) -> bool:
         """Its client gets it in one piece, and its tokens are too few to go with a message that others wake."""
-        few = self.cursor > self.first_index and len(self.tokens) - self.cursor < WHOLE_TOKENS_MAX // 2
+        few = len(self.tokens) - self.cursor < WHOLE_TOKENS_MAX // 2
         return self.whole and few and not self.ended.is_set() and not self.forgotten.is_set()
 
     def heeds(self, router: Incarnation, epoch: int) -> bool:

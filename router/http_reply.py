@@ -52,7 +52,8 @@ class CallReply(Response):
         self, answer: Answer, answers: int, replies: Replies, *, places: Places | None = None, timeout_s: float
     ) -> None:
         """`places` are those of a resumable call."""
-        super().__init__()
+        # Not the Response's own, whose headers and body are not used.
+        self.background = None
         self._call = replies.call
         self._answer = answer
         self._answers = answers

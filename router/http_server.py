@@ -46,7 +46,7 @@ from router.request import ClientCall
 from router.resume import SECRET_BYTES, Places, ResumeToken
 from router.text_jobs import parse_call
 from router.text_workers import INLINE_BYTES_MAX, SHORT_BYTES_MAX
-from router.turns import Turns
+from router.waiting import Turns
 
 log = get_log("http")
 

@@ -28,7 +28,7 @@ from router.resume import Place as ResumePlace
 from router.resume import Unseen
 from router.retries import Retries
 from router.text import AnswerText
-from router.turns import Turns
+from router.waiting import Turns
 
 log = get_log("router")
 

@@ -62,8 +62,7 @@ from router.retries import ASK_ANOTHER, GONE, RESOLVES_MAX, RESUMABLE, Resumptio
 from router.text import AnswerText
 from router.text_jobs import encode_prompt
 from router.text_workers import TextWorkers
-from router.turns import Turns
-from router.waiting import WaitingLine
+from router.waiting import Turns, WaitingLine
 
 log = get_log("router")
 

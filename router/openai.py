@@ -332,6 +332,8 @@ def _integer(name: str, value: object, low: int, high: int) -> int:
 def _ids(name: str, values: object) -> list[int]:
     if not isinstance(values, list):
         raise bad_field(name, f"{name} must be a list of token ids.")
+    if values and {*map(type, values)} == {int} and min(values) >= 0 and max(values) <= UINT32_MAX:
+        return values
     return [_integer(name, value, 0, UINT32_MAX) for value in values]
 
 

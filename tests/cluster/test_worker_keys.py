@@ -15,10 +15,11 @@ from typing import Any, Final
 import pytest
 
 from baton.errors import Reason
+from cli.supervisor import ROUTER_NAME
 from router.keys import new_key
 from tests.cluster.test_attach import to_its_end
 from tests.cluster.test_resume import FAST
-from tests.cluster.test_workers import ROUTER, WORKERS, workers
+from tests.cluster.test_workers import WORKERS
 from tests.support.attaching import Reader
 from tests.support.cluster_harness import (
     CALL_S_MAX,
@@ -33,6 +34,7 @@ from tests.support.cluster_harness import (
     running,
     wait_for,
 )
+from tests.support.worker_scenes import workers
 
 CALLS: Final = 12
 SEQUENCE: Final = 200
@@ -78,7 +80,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
 def cluster(keys: Keys) -> Iterator[RunningCluster]:
     flags = {"workers": WORKERS, "lame_duck_ms": 0, "api_keys_file": keys.path}
     spec = mock_spec(both=FAST, blocks=BLOCKS, decode_flags={"engine.mock_layer_delay_ms": 1})
-    spec = replace(spec, http="127.0.0.1:0", metrics="127.0.0.1:0", node_flags={ROUTER: flags})
+    spec = replace(spec, http="127.0.0.1:0", metrics="127.0.0.1:0", node_flags={ROUTER_NAME: flags})
     with running(spec, warm_up=False) as started:
 
         async def serves() -> bool:

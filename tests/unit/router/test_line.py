@@ -287,14 +287,14 @@ def test_those_that_did_not_wait_take_no_try_for_room(outcome: Callable[[Line, P
     """While one request tries whether there is room for more, three clients come back for answers that nodes have. The
     one behind it goes all the same."""
     line = line_of()
-    first, second = some(line, 2)
-    assert line.go(0.0) == [first, second]
+    first, second, third = some(line, 3)
+    assert line.go(0.0) == [first, second, third]
     line.placed(first)
     line.refused(second, 0.0)
+    line.refused(third, 0.0)
     assert line.go(PAUSE_S_MAX) == [second]
     for _ in range(3):
         line.skip(line.enter(Priority.NORMAL, 1, PAUSE_S_MAX, comes_back=True))
-    third = come(line, now_s=PAUSE_S_MAX)
     assert line.go(PAUSE_S_MAX) == []
     outcome(line, second)
     assert line.go(PAUSE_S_MAX) == [third]

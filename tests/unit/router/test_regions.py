@@ -23,7 +23,7 @@ from router.prefill_nodes import PrefillNodes
 from router.request import CheckedRequest
 from router.retries import Retries, RetryConfig
 from router.text import AnswerText
-from router.turns import Turns
+from router.waiting import Turns
 from tests.support.router_records import MODEL, client_call
 
 SIZE = MODEL.block_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from router.turns import TURN_MS, Turns
+from router.waiting import TURN_MS, Turns
 
 
 class Loop:
