@@ -23,7 +23,7 @@ from baton.log import get_log
 from router import openai
 from router.http_parser import End, Event, Head, RequestParser
 from router.http_slots import Slot, Slots, client_address
-from router.waiting import Turns
+from router.line import Turns
 
 log = get_log("http")
 

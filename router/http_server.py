@@ -38,6 +38,7 @@ from router.http_reply import CallReply, client_left, error_response, left
 from router.http_slots import Slot, Slots
 from router.key_desk import KeyDesk, KeyedCall
 from router.keys import ApiKey
+from router.line import Turns
 from router.local_taker import LocalTaker
 from router.node import RouterNode
 from router.openai import Json, OpenAiCall
@@ -46,7 +47,6 @@ from router.request import ClientCall
 from router.resume import SECRET_BYTES, Places, ResumeToken
 from router.text_jobs import parse_call
 from router.text_workers import INLINE_BYTES_MAX, SHORT_BYTES_MAX
-from router.waiting import Turns
 
 log = get_log("http")
 

@@ -22,13 +22,12 @@ from baton.log import get_log
 from baton.wire import RESUME_STATE_BYTES_MAX
 from router.answers import AnswerPart, AnswerSink
 from router.config import RouterConfig
-from router.line import Place
+from router.line import Place, Turns
 from router.request import CheckedRequest, ClientCall, ObservedRequest
 from router.resume import Place as ResumePlace
 from router.resume import Unseen
 from router.retries import Retries
 from router.text import AnswerText
-from router.waiting import Turns
 
 log = get_log("router")
 

@@ -1,4 +1,6 @@
-"""The line: requests that wait until the cluster has room, and how many of them are on their way there. Pure.
+"""What has to wait in a router: requests in the line, and work for which a turn of the loop has no time left. Pure.
+
+The line: requests that wait until the cluster has room, and how many of them are on their way there.
 
 First come, first served: a request goes when those that came before it have gone. One of the next lower priority counts
 as if it had come `LATER_S` later, so it goes behind all that come until then, and no stream of others starves it.
@@ -15,7 +17,8 @@ from __future__ import annotations
 import operator
 import random
 from bisect import bisect_left, insort
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 from typing import Final
@@ -37,6 +40,8 @@ AHEAD_MAX: Final = 32
 a call, so that none idles; the others wait here, where they have an order and a priority."""
 PAUSE_DOUBLINGS_MAX: Final = 2
 """How often the pause before the next try doubles while the nodes take none."""
+TURN_MS: Final = 4
+"""Work of one turn. What is more waits for the next one, in which streams go on too."""
 
 
 class Priority(IntEnum):
@@ -253,3 +258,46 @@ class Line:
 
 def _rank(place: Place) -> tuple[float, int]:
     return place.rank
+
+
+class Turns:
+    """Work is done at once while its turn has time left, and in a later turn, in order, when it has not."""
+
+    def __init__(self, call_soon: Callable[[Callable[[], None]], object], now_s: Callable[[], float]) -> None:
+        """`call_soon` calls in the next turn."""
+        self._call_soon = call_soon
+        self._now_s = now_s
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._end_s: float | None = None
+        """Of the time in this turn; None in one that has had no work."""
+
+    def do(self, work: Callable[[], None]) -> bool:
+        """Whether it is done. Each caller has one piece of work at most that waits."""
+        if self._waiting or not self._time_left():
+            self._waiting.append(work)
+            return False
+        work()
+        return True
+
+    def later(self, work: Callable[[], None]) -> None:
+        """The rest of what was done: behind all that waits."""
+        self._time_left()
+        self._waiting.append(work)
+
+    def charge(self, ms: float) -> None:
+        """Work that was begun in this turn takes so long in the next one."""
+        if self._time_left():
+            assert self._end_s is not None
+            self._end_s -= ms / 1000
+
+    def _time_left(self) -> bool:
+        if self._end_s is None:
+            self._end_s = self._now_s() + TURN_MS / 1000
+            self._call_soon(self._next)
+            return True
+        return self._now_s() < self._end_s
+
+    def _next(self) -> None:
+        self._end_s = None
+        while self._waiting and self._time_left():
+            self._waiting.popleft()()

@@ -35,7 +35,7 @@ from router.byte_shares import TextOwner
 from router.config import RouterConfig
 from router.decode_streams import DecodeStreams, DecodeSubscription
 from router.job import TOKENS_AT_ONCE_MAX, Inbox, Job, Parting, foreign_error, taken_over_error
-from router.line import Place
+from router.line import Place, Turns
 from router.placement import RegionWatch, answer_tokens, tokens_max
 from router.prefill_nodes import NOT_READY_RETRY_MS, PrefillCalls, PrefillNodes
 from router.prompts import PromptEncoder
@@ -62,7 +62,7 @@ from router.retries import ASK_ANOTHER, GONE, RESOLVES_MAX, RESUMABLE, Resumptio
 from router.text import AnswerText
 from router.text_jobs import encode_prompt
 from router.text_workers import TextWorkers
-from router.waiting import Turns, WaitingLine
+from router.waiting import WaitingLine
 
 log = get_log("router")
 

@@ -1,24 +1,17 @@
-"""Where things wait on the router's loop: requests in the line, and work for which a turn of the loop has no time."""
+"""Where requests wait for their turn: the line, on the router's loop."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
 
 from baton.errors import BatonError, Reason
 from baton.lifecycle import Lifecycle
 from baton.wire import NodeRecord, Role
 from router.config import RouterConfig
+from router.job import Job
 from router.line import AHEAD_MAX, TOKEN_BYTES, Line, Place, Priority, Stage
-
-if TYPE_CHECKING:
-    from router.job import Job
-
-TURN_MS: Final = 4
-"""Work of one turn. What is more waits for the next one, in which streams go on too."""
 
 
 class WaitingLine:
@@ -129,46 +122,3 @@ def _room(record: NodeRecord) -> tuple[int, int]:
     """Blocks that new requests could have there; and the fewer run there, the more places are free."""
     blocks = record.load.blocks
     return blocks.free + blocks.cached - blocks.pinned - blocks.promised, -record.load.running_requests
-
-
-class Turns:
-    """Work is done at once while its turn has time left, and in a later turn, in order, when it has not."""
-
-    def __init__(self, call_soon: Callable[[Callable[[], None]], object], now_s: Callable[[], float]) -> None:
-        """`call_soon` calls in the next turn."""
-        self._call_soon = call_soon
-        self._now_s = now_s
-        self._waiting: deque[Callable[[], None]] = deque()
-        self._end_s: float | None = None
-        """Of the time in this turn; None in one that has had no work."""
-
-    def do(self, work: Callable[[], None]) -> bool:
-        """Whether it is done. Each caller has one piece of work at most that waits."""
-        if self._waiting or not self._time_left():
-            self._waiting.append(work)
-            return False
-        work()
-        return True
-
-    def later(self, work: Callable[[], None]) -> None:
-        """The rest of what was done: behind all that waits."""
-        self._time_left()
-        self._waiting.append(work)
-
-    def charge(self, ms: float) -> None:
-        """Work that was begun in this turn takes so long in the next one."""
-        if self._time_left():
-            assert self._end_s is not None
-            self._end_s -= ms / 1000
-
-    def _time_left(self) -> bool:
-        if self._end_s is None:
-            self._end_s = self._now_s() + TURN_MS / 1000
-            self._call_soon(self._next)
-            return True
-        return self._now_s() < self._end_s
-
-    def _next(self) -> None:
-        self._end_s = None
-        while self._waiting and self._time_left():
-            self._waiting.popleft()()

@@ -181,7 +181,7 @@ def test_a_commit_whose_seal_is_lost_with_the_link_is_given_up() -> None:
             answer = await call
             assert answer.stats.resumptions == 1
             await assert_conserved(cluster)
-            assert cluster.traces() == {}
+            await until(cluster, "the request to be freed", lambda: not cluster.traces())
             cluster.gates[Point.SEAL].open()
             await ask_exactly(cluster, [5, 6, 7])
             await assert_conserved(cluster)

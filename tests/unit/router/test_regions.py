@@ -17,13 +17,12 @@ from baton.wire import BlockLoad, NodeLoad, NodeRecord, Role
 from router.answers import Collected
 from router.config import RouterConfig
 from router.job import Job
-from router.line import Place, Priority
+from router.line import Place, Priority, Turns
 from router.placement import ANSWER_TOKENS_MIN, RegionWatch, answer_tokens, outgrown, tokens_max
 from router.prefill_nodes import PrefillNodes
 from router.request import CheckedRequest
 from router.retries import Retries, RetryConfig
 from router.text import AnswerText
-from router.waiting import Turns
 from tests.support.router_records import MODEL, client_call
 
 SIZE = MODEL.block_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from router.waiting import TURN_MS, Turns
+from router.line import TURN_MS, Turns
 
 
 class Loop:
