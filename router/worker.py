@@ -27,6 +27,7 @@ from baton.http2_front import native_front
 from baton.ids import Incarnation, NodeName
 from baton.log import LogFormat, LogLevel, get_log, set_up_logging
 from baton.loop_lag import LoopLag
+from baton.repeats import RepeatLog
 from baton.rpc import ChannelLimits, Channels, RpcServer
 from baton.tasks import Tasks
 from baton.tls import open_tls
@@ -128,6 +129,7 @@ class Worker:
             closed=self._closed,
         )
         self._closed_numbers: list[int] = []
+        self._repeats = RepeatLog(log, self._loop.time)
         self._stop: asyncio.Future[float] = self._loop.create_future()
         self._tasks = Tasks(self._loop, log, broken="a worker's task broke off")
 
@@ -150,6 +152,7 @@ class Worker:
         if self._desk is not None:
             self._desk.tell()
         await self._tasks.cancel()
+        self._repeats.close()
         await self._loop_lag.close()
         await self._channels.close()
         await self._channel.close()
@@ -182,10 +185,16 @@ class Worker:
         if not self._stop.done():
             self._stop.set_result(grace_ms / 1000)
 
-    def _take(self, news: worker_pb2.NewConnection, sock: socket.socket) -> None:
+    def _take(self, news: worker_pb2.NewConnection, sock: socket.socket | None) -> None:
         """From the answer on it is this worker's alone: nothing of it has been read before."""
         self._channel.send(worker_pb2.FromWorker(taken=news.number))
         door, peer = Door(news.door), parse_address(news.peer) if news.peer else None
+        if sock is None:
+            self._repeats.warning(
+                "no descriptor is left for a connection: raise the limit of open files", peer=door.label
+            )
+            self._closed(news.number)
+            return
         if not self._serving.taker.is_able(door):  # it has just been told to take none
             sock.close()
             self._closed(news.number)
@@ -245,6 +254,7 @@ class Worker:
         while True:
             await asyncio.sleep(UPKEEP_S)
             self._serving.upkeep()
+            self._repeats.upkeep()
 
 
 async def _work(sock: socket.socket) -> None:

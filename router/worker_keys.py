@@ -211,7 +211,7 @@ class WorkerKeys:
         self._admissions: dict[int, Admission | None] = {}
         """By the worker's numbers; None: it waits."""
         self._knows_keys = False
-        channel.on_long_question("key_admit", self._admit)
+        channel.on_long_question("key_admit", self._admit, begin=self._wait)
         channel.on_question("key_widen", self._widen)
         channel.on_question("key_prompt", self._take_prompt)
         channel.on_question("key_headers", self._headers)
@@ -246,9 +246,12 @@ class WorkerKeys:
                 return answer.found
         return False
 
+    def _wait(self, asked: worker_pb2.KeyAdmit) -> None:
+        """At once: the news that the call has ended may come with the question."""
+        self._admissions[asked.admission] = None
+
     async def _admit(self, asked: worker_pb2.KeyAdmit) -> ToWorker:
         number = asked.admission
-        self._admissions[number] = None
         try:
             use = self._book.use_of(asked.key_name)
             if use.full:
