@@ -106,7 +106,6 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._clock = Clock()
         rng = Random(secrets.randbits(64))
-        self._incarnation = Incarnation(rng.getrandbits(64) | 1)
         self._view = ClusterView()
         self._loop_lag = LoopLag(self._clock)
         self._metrics = self._make_metrics()
@@ -115,7 +114,7 @@ class Worker:
         self._desk = RemoteDesk(channel, rng=rng) if config.api_keys_file is not None else None
         self._serving = Serving(
             config,
-            incarnation=self._incarnation,
+            incarnation=Incarnation(rng.getrandbits(64) | 1),
             lifecycle=self._view,
             channels=self._channels,
             server=self._server,
@@ -144,7 +143,7 @@ class Worker:
         self._tasks.spawn(self._report_forever())
         self._tasks.spawn(self._upkeep_forever())
         collect_seldom()
-        self._channel.send(worker_pb2.FromWorker(ready=worker_pb2.WorkerReady(incarnation=self._incarnation)))
+        self._channel.send(worker_pb2.FromWorker(ready=worker_pb2.WorkerReady()))
         log.info("worker ready", pid=os.getpid())
         grace_s = await self._stop
         await asyncio.gather(self._server.stop(grace_s), self._serving.stop())

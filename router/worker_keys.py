@@ -190,8 +190,12 @@ class KeyCounter:
 
     def follow(self) -> None:
         """The book has other keys now."""
+        keys = self.pickled()
         for worker in self.workers:
-            worker.tell_keys()
+            worker.tell(keys)
+
+    def pickled(self) -> bytes:
+        return pickle.dumps(tuple(use.key for use in self.book.uses()))
 
     async def end_former(self, use: KeyUse, resume_token: str) -> bool:
         """A client comes back to this router, which still serves its former connection: that is to leave the client's
@@ -220,11 +224,10 @@ class WorkerKeys:
     def begin(self) -> None:
         """The worker is ready. Called before it gets connections."""
         self._knows_keys = True
-        self.tell_keys()
+        self.tell(self._counter.pickled())
 
-    def tell_keys(self) -> None:
+    def tell(self, keys: bytes) -> None:
         if self._knows_keys:
-            keys = pickle.dumps(tuple(use.key for use in self._book.uses()))
             self._channel.send(ToWorker(keys_changed=worker_pb2.KeysChanged(keys=keys)))
 
     def end(self) -> None:
