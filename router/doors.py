@@ -111,7 +111,11 @@ class Doors:
         return [number for number, held in self._held.items() if held.taker is taker]
 
     def take_again(self, number: int, sock: socket.socket) -> None:
-        """Its taker is gone, and has never had it: another one gets it, once one is able."""
+        """Its taker is gone, and has never had it: another one gets it, once one is able. Closed behind `close`."""
+        if self._ports[self._held[number].door].wanted is None:
+            sock.close()
+            self.closed(number)
+            return
         self._again[number] = sock
         self.resume()
 

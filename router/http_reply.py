@@ -166,9 +166,9 @@ class CallReply(Response):
 
     async def _flush(self, *, more: bool = True) -> None:
         if not self._begun and self._lines:
-            self._begun = True
             headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **self._extra}
             await self._send({"type": "http.response.start", "status": 200, "headers": Headers(headers).raw})
+            self._begun = True  # who is cancelled before, while a key's limits are asked for, has sent nothing
             if self.places is not None:
                 self._lines.insert(0, f"retry: {RECONNECT_MS}\n")
         if self._lines or not more:

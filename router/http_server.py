@@ -311,7 +311,8 @@ class HttpServer:
         self._loop = loop = asyncio.get_running_loop()
         self._served = Served(
             app=self._answer,
-            proxied=Slots(regular_max=most, surplus_max=most),
+            # Each worker has its share, rounded up: what an address has at the others is not known here.
+            proxied=Slots(regular_max=-(-most // config.workers), surplus_max=most),
             trusted_proxies=config.trusted_networks(),
             head_ms_max=config.http_head_ms_max,
             turns=Turns(loop.call_soon, loop.time),

@@ -61,7 +61,8 @@ class Supervision:
         self._ticked_s = now_s
         if stood_still_s >= SILENT_S:  # this process itself: nobody could be heard
             for worker in self._workers:
-                worker.began_s, worker.heard_s = worker.began_s + stood_still_s, worker.heard_s + stood_still_s
+                worker.began_s += stood_still_s
+                worker.heard_s = min(worker.heard_s + stood_still_s, now_s)  # a report may have been read just before
         due: list[Instruction] = []
         for number, worker in enumerate(self._workers):
             if not worker.runs:

@@ -27,6 +27,7 @@ from baton.http2_front import native_front
 from baton.ids import Incarnation, NodeName
 from baton.log import LogFormat, LogLevel, get_log, set_up_logging
 from baton.loop_lag import LoopLag
+from baton.repeats import RepeatLog
 from baton.rpc import ChannelLimits, Channels, RpcServer
 from baton.tasks import Tasks
 from baton.tls import open_tls
@@ -105,7 +106,6 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._clock = Clock()
         rng = Random(secrets.randbits(64))
-        self._incarnation = Incarnation(rng.getrandbits(64) | 1)
         self._view = ClusterView()
         self._loop_lag = LoopLag(self._clock)
         self._metrics = self._make_metrics()
@@ -114,7 +114,7 @@ class Worker:
         self._desk = RemoteDesk(channel, rng=rng) if config.api_keys_file is not None else None
         self._serving = Serving(
             config,
-            incarnation=self._incarnation,
+            incarnation=Incarnation(rng.getrandbits(64) | 1),
             lifecycle=self._view,
             channels=self._channels,
             server=self._server,
@@ -128,6 +128,7 @@ class Worker:
             closed=self._closed,
         )
         self._closed_numbers: list[int] = []
+        self._repeats = RepeatLog(log, self._loop.time)
         self._stop: asyncio.Future[float] = self._loop.create_future()
         self._tasks = Tasks(self._loop, log, broken="a worker's task broke off")
 
@@ -142,7 +143,7 @@ class Worker:
         self._tasks.spawn(self._report_forever())
         self._tasks.spawn(self._upkeep_forever())
         collect_seldom()
-        self._channel.send(worker_pb2.FromWorker(ready=worker_pb2.WorkerReady(incarnation=self._incarnation)))
+        self._channel.send(worker_pb2.FromWorker(ready=worker_pb2.WorkerReady()))
         log.info("worker ready", pid=os.getpid())
         grace_s = await self._stop
         await asyncio.gather(self._server.stop(grace_s), self._serving.stop())
@@ -150,6 +151,7 @@ class Worker:
         if self._desk is not None:
             self._desk.tell()
         await self._tasks.cancel()
+        self._repeats.close()
         await self._loop_lag.close()
         await self._channels.close()
         await self._channel.close()
@@ -182,10 +184,16 @@ class Worker:
         if not self._stop.done():
             self._stop.set_result(grace_ms / 1000)
 
-    def _take(self, news: worker_pb2.NewConnection, sock: socket.socket) -> None:
+    def _take(self, news: worker_pb2.NewConnection, sock: socket.socket | None) -> None:
         """From the answer on it is this worker's alone: nothing of it has been read before."""
         self._channel.send(worker_pb2.FromWorker(taken=news.number))
         door, peer = Door(news.door), parse_address(news.peer) if news.peer else None
+        if sock is None:
+            self._repeats.warning(
+                "no descriptor is left for a connection: raise the limit of open files", peer=door.label
+            )
+            self._closed(news.number)
+            return
         if not self._serving.taker.is_able(door):  # it has just been told to take none
             sock.close()
             self._closed(news.number)
@@ -245,6 +253,7 @@ class Worker:
         while True:
             await asyncio.sleep(UPKEEP_S)
             self._serving.upkeep()
+            self._repeats.upkeep()
 
 
 async def _work(sock: socket.socket) -> None:

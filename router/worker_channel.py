@@ -28,8 +28,9 @@ QUESTIONS_MAX: Final = 65_536
 """Of one side without an answer."""
 READ_BYTES: Final = 256 << 10
 FRAMES_PER_SEND_MAX: Final = 64
+RETRY_MS_MAX: Final = (1 << 32) - 1
+"""Longer retry times are told as this one, 49 days."""
 _HEAD: Final = struct.Struct("<I?")
-_FD_BYTES: Final = struct.calcsize("i")
 
 SentT = TypeVar("SentT", worker_pb2.ToWorker, worker_pb2.FromWorker)
 HeardT = TypeVar("HeardT", worker_pb2.ToWorker, worker_pb2.FromWorker)
@@ -51,16 +52,17 @@ class WorkerChannel(Generic[SentT, HeardT]):
         self._on_lost = on_lost
         self._loop = loop = asyncio.get_running_loop()
         self._tell: dict[str, Callable[[Any], None]] = {}
-        self._tell_with_socket: dict[str, Callable[[Any, socket.socket], None]] = {}
+        self._tell_with_socket: dict[str, Callable[[Any, socket.socket | None], None]] = {}
         self._answer: dict[str, Callable[[Any], SentT]] = {}
         self._answer_later: dict[str, Callable[[Any], Awaitable[SentT]]] = {}
+        self._begin: dict[str, Callable[[Any], None]] = {}
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._number = 0
         self._unsent: deque[tuple[memoryview, int | None]] = deque()
         self._unsent_bytes = 0
         self._unread = bytearray()
-        self._fds: deque[int] = deque()
-        """Of sockets whose messages are not whole yet."""
+        self._fds: deque[int | None] = deque()
+        """Of sockets whose messages are not whole yet. None: this process had no descriptor left for one."""
         self._answering = Tasks(loop, log, broken="an answer to another process of this router broke off")
         self.open = True
         loop.add_reader(sock, self._read)
@@ -68,17 +70,25 @@ class WorkerChannel(Generic[SentT, HeardT]):
     def on(self, kind: str, handler: Callable[[Any], None]) -> None:
         self._tell[kind] = handler
 
-    def on_socket(self, kind: str, handler: Callable[[Any, socket.socket], None]) -> None:
-        """The handler owns the socket."""
+    def on_socket(self, kind: str, handler: Callable[[Any, socket.socket | None], None]) -> None:
+        """The handler owns the socket. None: this process had no descriptor left, and does not have it."""
         self._tell_with_socket[kind] = handler
 
     def on_question(self, kind: str, answer: Callable[[Any], SentT]) -> None:
         """A BatonError that `answer` raises is raised where it was asked."""
         self._answer[kind] = answer
 
-    def on_long_question(self, kind: str, answer: Callable[[Any], Awaitable[SentT]]) -> None:
-        """As `on_question`; cancelled when the channel is closed."""
+    def on_long_question(
+        self,
+        kind: str,
+        answer: Callable[[Any], Awaitable[SentT]],
+        *,
+        begin: Callable[[Any], None] = lambda _asked: None,
+    ) -> None:
+        """As `on_question`; cancelled when the channel is closed. `answer` begins in a later turn of the loop, when
+        further messages may have been taken. `begin` is called before those."""
         self._answer_later[kind] = answer
+        self._begin[kind] = begin
 
     def send(self, message: SentT, sock: socket.socket | None = None) -> None:
         """In the order of these calls. A copy of `sock` goes with it: the caller keeps its own open until the other
@@ -133,7 +143,8 @@ class WorkerChannel(Generic[SentT, HeardT]):
         self._sock.close()
         self._unsent.clear()
         for fd in self._fds:
-            socket.close(fd)
+            if fd is not None:
+                socket.close(fd)
         self._fds.clear()
         for answer in self._questions.values():
             if not answer.done():
@@ -180,30 +191,33 @@ class WorkerChannel(Generic[SentT, HeardT]):
 
     def _read(self) -> None:
         try:
-            data, fds, _, _ = socket.recv_fds(self._sock, READ_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            data, fds, flags, _ = socket.recv_fds(self._sock, READ_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return
         except OSError as error:
             self._lose(f"it cannot be read: {error.strerror}")
             return
-        self._fds.extend(fds)
+        # The kernel gives one message's socket at a time. Without a descriptor left it drops it, and says so.
+        self._fds.extend([None] if flags & socket.MSG_CTRUNC and not fds else fds)
         if not data:
             self._lose("it has ended")
             return
         self._unread += data
         begin = 0
-        while self.open and begin + _HEAD.size <= len(self._unread):
-            length, with_socket = _HEAD.unpack_from(self._unread, begin)
-            assert length <= MESSAGE_BYTES_MAX, length
-            end = begin + _HEAD.size + length
-            if end > len(self._unread):
-                break
-            message = self._heard.FromString(bytes(self._unread[begin + _HEAD.size : end]))
-            begin = end
-            self._take(message, socket.socket(fileno=self._fds.popleft()) if with_socket else None)
-        del self._unread[:begin]
+        try:
+            while self.open and begin + _HEAD.size <= len(self._unread):
+                length, with_socket = _HEAD.unpack_from(self._unread, begin)
+                assert length <= MESSAGE_BYTES_MAX, length
+                end = begin + _HEAD.size + length
+                if end > len(self._unread):
+                    break
+                message = self._heard.FromString(bytes(self._unread[begin + _HEAD.size : end]))
+                begin = end
+                self._take(message, with_socket)
+        finally:
+            del self._unread[:begin]  # nothing is taken twice, whatever happened
 
-    def _take(self, message: HeardT, sock: socket.socket | None) -> None:
+    def _take(self, message: HeardT, with_socket: bool) -> None:
         kind = message.WhichOneof("message")
         assert kind is not None
         value = getattr(message, kind)
@@ -211,11 +225,14 @@ class WorkerChannel(Generic[SentT, HeardT]):
             self._take_answer(message.answers, value)
             return
         try:
-            if sock is not None:
+            if with_socket:
+                fd = self._fds.popleft()
+                sock = None if fd is None else socket.socket(fileno=fd)
                 self._tell_with_socket[kind](value, sock)
             elif not message.number:
                 self._tell[kind](value)
             elif kind in self._answer_later:
+                self._begin[kind](value)
                 self._answering.spawn(self._answer_in_time(message.number, self._answer_later[kind], value))
             else:
                 self._reply(message.number, self._answer[kind](value))
@@ -266,7 +283,7 @@ def _error_to_proto(error: BatonError) -> worker_pb2.PeerError:
         code=error.code,
         text=error.message,
         field=error.field or "",
-        retry_after_ms=error.retry_after_ms,
+        retry_after_ms=None if error.retry_after_ms is None else min(error.retry_after_ms, RETRY_MS_MAX),
         metadata=error.metadata,
     )
 

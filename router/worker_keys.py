@@ -190,8 +190,12 @@ class KeyCounter:
 
     def follow(self) -> None:
         """The book has other keys now."""
+        keys = self.pickled()
         for worker in self.workers:
-            worker.tell_keys()
+            worker.tell(keys)
+
+    def pickled(self) -> bytes:
+        return pickle.dumps(tuple(use.key for use in self.book.uses()))
 
     async def end_former(self, use: KeyUse, resume_token: str) -> bool:
         """A client comes back to this router, which still serves its former connection: that is to leave the client's
@@ -211,7 +215,7 @@ class WorkerKeys:
         self._admissions: dict[int, Admission | None] = {}
         """By the worker's numbers; None: it waits."""
         self._knows_keys = False
-        channel.on_long_question("key_admit", self._admit)
+        channel.on_long_question("key_admit", self._admit, begin=self._wait)
         channel.on_question("key_widen", self._widen)
         channel.on_question("key_prompt", self._take_prompt)
         channel.on_question("key_headers", self._headers)
@@ -220,11 +224,10 @@ class WorkerKeys:
     def begin(self) -> None:
         """The worker is ready. Called before it gets connections."""
         self._knows_keys = True
-        self.tell_keys()
+        self.tell(self._counter.pickled())
 
-    def tell_keys(self) -> None:
+    def tell(self, keys: bytes) -> None:
         if self._knows_keys:
-            keys = pickle.dumps(tuple(use.key for use in self._book.uses()))
             self._channel.send(ToWorker(keys_changed=worker_pb2.KeysChanged(keys=keys)))
 
     def end(self) -> None:
@@ -246,9 +249,12 @@ class WorkerKeys:
                 return answer.found
         return False
 
+    def _wait(self, asked: worker_pb2.KeyAdmit) -> None:
+        """At once: the news that the call has ended may come with the question."""
+        self._admissions[asked.admission] = None
+
     async def _admit(self, asked: worker_pb2.KeyAdmit) -> ToWorker:
         number = asked.admission
-        self._admissions[number] = None
         try:
             use = self._book.use_of(asked.key_name)
             if use.full:

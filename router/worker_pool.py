@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -199,7 +200,8 @@ class WorkerPool:
     async def fetch_figures(self) -> list[Any]:
         """What all have counted, those that have ended too."""
         await asyncio.gather(*(self._fetch(worker) for worker in list(self._workers.values())))
-        dead = [] if self.dead_figures is None else [self.dead_figures.values]
+        # A copy: a worker that ends while these are added up would count twice.
+        dead = [] if self.dead_figures is None else [deepcopy(self.dead_figures.values)]
         return [*dead, *(worker.values for worker in self._workers.values())]
 
     async def _fetch(self, worker: WorkerProcess) -> None:
@@ -335,7 +337,7 @@ class WorkerPool:
         channel.on("report", lambda report: self._take_report(worker, report))
         channel.on("taken", lambda taken: worker.untaken.pop(taken).close())
         channel.on("closed", self._take_closed)
-        start = worker_pb2.WorkerStart(setup=self._setup, worker=number, workers=self._config.workers)
+        start = worker_pb2.WorkerStart(setup=self._setup, worker=number)
         channel.send(worker_pb2.ToWorker(start=start))
         return worker
 

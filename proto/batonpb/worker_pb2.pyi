@@ -74,14 +74,12 @@ class FromWorker(_message.Message):
     def __init__(self, number: _Optional[int] = ..., answers: _Optional[int] = ..., error: _Optional[_Union[PeerError, _Mapping]] = ..., ready: _Optional[_Union[WorkerReady, _Mapping]] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ..., taken: _Optional[int] = ..., closed: _Optional[_Union[ClosedConnections, _Mapping]] = ..., metrics: _Optional[_Union[MetricSamples, _Mapping]] = ..., warm_done: _Optional[_Union[WarmDone, _Mapping]] = ..., key_news: _Optional[_Union[KeyNews, _Mapping]] = ..., former_ended: _Optional[_Union[FormerEnded, _Mapping]] = ..., key_admit: _Optional[_Union[KeyAdmit, _Mapping]] = ..., key_widen: _Optional[_Union[KeyWiden, _Mapping]] = ..., key_prompt: _Optional[_Union[KeyPrompt, _Mapping]] = ..., key_headers: _Optional[str] = ...) -> None: ...
 
 class WorkerStart(_message.Message):
-    __slots__ = ("setup", "worker", "workers")
+    __slots__ = ("setup", "worker")
     SETUP_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
-    WORKERS_FIELD_NUMBER: _ClassVar[int]
     setup: bytes
     worker: int
-    workers: int
-    def __init__(self, setup: _Optional[bytes] = ..., worker: _Optional[int] = ..., workers: _Optional[int] = ...) -> None: ...
+    def __init__(self, setup: _Optional[bytes] = ..., worker: _Optional[int] = ...) -> None: ...
 
 class NewConnection(_message.Message):
     __slots__ = ("number", "door", "peer", "surplus")
@@ -136,28 +134,24 @@ class PrefillShare(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class WorkerReady(_message.Message):
-    __slots__ = ("incarnation",)
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    incarnation: int
-    def __init__(self, incarnation: _Optional[int] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("requests", "waiting", "calls", "shares", "loop_lag_ms_max", "lifecycle", "grpc_open")
+    __slots__ = ("requests", "waiting", "shares", "loop_lag_ms_max", "lifecycle", "grpc_open")
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
-    CALLS_FIELD_NUMBER: _ClassVar[int]
     SHARES_FIELD_NUMBER: _ClassVar[int]
     LOOP_LAG_MS_MAX_FIELD_NUMBER: _ClassVar[int]
     LIFECYCLE_FIELD_NUMBER: _ClassVar[int]
     GRPC_OPEN_FIELD_NUMBER: _ClassVar[int]
     requests: int
     waiting: int
-    calls: int
     shares: _containers.RepeatedCompositeFieldContainer[PrefillShare]
     loop_lag_ms_max: int
     lifecycle: int
     grpc_open: bool
-    def __init__(self, requests: _Optional[int] = ..., waiting: _Optional[int] = ..., calls: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[PrefillShare, _Mapping]]] = ..., loop_lag_ms_max: _Optional[int] = ..., lifecycle: _Optional[int] = ..., grpc_open: bool = ...) -> None: ...
+    def __init__(self, requests: _Optional[int] = ..., waiting: _Optional[int] = ..., shares: _Optional[_Iterable[_Union[PrefillShare, _Mapping]]] = ..., loop_lag_ms_max: _Optional[int] = ..., lifecycle: _Optional[int] = ..., grpc_open: bool = ...) -> None: ...
 
 class ClosedConnections(_message.Message):
     __slots__ = ("numbers",)

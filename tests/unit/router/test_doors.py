@@ -265,8 +265,10 @@ def test_what_a_dead_taker_never_took_goes_to_another_one() -> None:
     play(scene)
 
 
-def test_a_connection_that_nobody_takes_again_is_closed_with_the_doors() -> None:
-    """The router stops while a connection waits for a worker: its client is told by the end of the connection."""
+@pytest.mark.parametrize("closes", ["then", "before"])
+def test_a_connection_that_nobody_takes_again_is_closed_with_the_doors(closes: str) -> None:
+    """The router stops while a connection waits for a worker, or a worker that has one dies in a router that stops: its
+    client is told by the end of the connection."""
 
     async def scene(made: Scene) -> None:
         dead = made.taker()
@@ -274,9 +276,13 @@ def test_a_connection_that_nobody_takes_again_is_closed_with_the_doors() -> None
         port = made.doors.open(Door.HTTP, "127.0.0.1:0", setting="http_listen")
         reader = await made.connect(port)
         await dead.has(1)
+        if closes == "before":
+            made.doors.close()
+            made.doors.add(heir := made.taker())
         (number,) = made.doors.remove(dead)
         made.doors.take_again(number, dead.taken.pop(number)[0])
         made.doors.close()
         assert await reader.read() == b""
+        assert closes == "then" or not heir.taken
 
     play(scene)

@@ -431,6 +431,8 @@ def test_clients_behind_a_proxy() -> None:
     holding = Holding()
     run(names, who, trusted_proxies=("127.0.0.2",))
     run(shares, holding, trusted_proxies=("127.0.0.2",), http_connections_max=4)
+    holding = Holding()  # in one of two workers, which does not know what an address has at the other one
+    run(shares, holding, trusted_proxies=("127.0.0.2",), http_connections_max=8, workers=2)
 
 
 def test_a_server_that_stops() -> None:

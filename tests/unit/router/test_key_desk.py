@@ -250,6 +250,28 @@ def test_a_client_that_leaves_before_its_call_is_admitted() -> None:
     play(entry(concurrency=1), scenario)
 
 
+def test_a_client_that_leaves_before_its_parent_hears_of_the_call() -> None:
+    """The parent is busy. When it reads again, the question and the end of the call are there together, and the call
+    holds nothing. The next one has all the room."""
+
+    async def scenario(scene: Scene) -> None:
+        worker, loop = scene.workers[0], asyncio.get_running_loop()
+        key = worker.desk.find(f"Bearer {SECRET}")
+        loop.remove_reader(worker.parents._sock)
+        waiting = asyncio.create_task(worker.desk.admit(key))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        worker.desk.tell()
+        loop.add_reader(worker.parents._sock, worker.parents._read)
+        keyed = await worker.desk.admit(key)
+        assert (scene.use.running, scene.use.requests) == (1, 1)
+        keyed.end()
+        await until(lambda: scene.use.running == 0)
+
+    play(entry(concurrency=2), scenario)
+
+
 def test_a_call_that_attaches_ends_its_former_connection_at_the_other_worker() -> None:
     """The key may have one answer, and a worker serves it. Its client comes back to the other one, and is let in; a
     client with another token is not."""

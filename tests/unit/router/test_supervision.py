@@ -66,6 +66,16 @@ def test_workers_are_not_killed_where_the_parent_itself_stood_still() -> None:
     assert workers.tick(60.0 + STOPPED_S) == [Kill(worker=0, why="it has stopped reporting")]
 
 
+def test_a_worker_that_ends_its_reports_is_seen_where_the_parent_stood_still_before() -> None:
+    """Its last report was read before the first look after the minute: it counts from then, not for a minute more."""
+    workers = one()
+    workers.heard(0, 60.0)
+    assert workers.tick(60.0) == []
+    assert not workers.able(0, 60.0 + SILENT_S)
+    ticked(workers, 60.0, 60.0 + STOPPED_S)
+    assert workers.tick(60.0 + STOPPED_S) == [Kill(worker=0, why="it has stopped reporting")]
+
+
 def test_a_worker_that_never_becomes_ready_is_killed() -> None:
     workers = Supervision(1, now_s=0.0)
     workers.tick(0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -68,7 +69,8 @@ def test_each_socket_comes_with_its_own_message_behind_a_full_buffer() -> None:
         async with ends(sndbuf=4_096) as both:
             taken: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
 
-            def take(message: worker_pb2.NewConnection, sock: socket.socket) -> None:
+            def take(message: worker_pb2.NewConnection, sock: socket.socket | None) -> None:
+                assert sock is not None
                 with sock:
                     taken.put_nowait((message.number, sock.recv(10)))
 
@@ -84,6 +86,39 @@ def test_each_socket_comes_with_its_own_message_behind_a_full_buffer() -> None:
             assert [await taken.get() for _ in range(20)] == [(n, f"I am {n}".encode()) for n in range(20)]
             for each in kept:
                 each.close()
+
+    asyncio.run(situation())
+
+
+def test_a_socket_for_which_no_descriptor_is_left() -> None:
+    """Its message says so. What comes before is taken once, and each further socket with its own message."""
+
+    async def situation() -> None:
+        async with ends() as both:
+            taken: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
+
+            def take(message: worker_pb2.NewConnection, sock: socket.socket | None) -> None:
+                taken.put_nowait((message.number, b"" if sock is None else sock.recv(10)))
+                if sock is not None:
+                    sock.close()
+
+            both.worker.on_socket("connection", take)
+            both.worker.on("stop_within_ms", lambda ms: taken.put_nowait((ms, b"stop")))
+            files = resource.getrlimit(resource.RLIMIT_NOFILE)
+            for number in range(2):
+                near, far = socket.socketpair()
+                far.send(b"hello")
+                both.parent.send(ToWorker(stop_within_ms=number))
+                both.parent.send(ToWorker(connection=worker_pb2.NewConnection(number=number)), near)
+                try:
+                    if number == 0:
+                        resource.setrlimit(resource.RLIMIT_NOFILE, (3, files[1]))
+                    found = [await taken.get(), await taken.get()]
+                finally:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, files)
+                assert found == [(number, b"stop"), (number, b"hello" if number else b"")]
+                near.close()
+                far.close()
 
     asyncio.run(situation())
 
@@ -130,6 +165,20 @@ def test_a_refusal_is_raised_where_it_was_asked_with_all_its_parts() -> None:
         found = raised.value
         assert (found.reason, found.message, found.code) == (refusal.reason, refusal.message, refusal.code)
         assert (found.field, found.retry_after_ms, found.metadata) == ("n", 7, {"limit": "3"})
+
+    asyncio.run(situation())
+
+
+def test_a_retry_time_of_years_is_told_as_the_longest() -> None:
+    async def situation() -> None:
+        def refuse(_name: str) -> ToWorker:
+            raise BatonError(Reason.RATE_LIMIT_EXCEEDED, "Too many.", retry_after_ms=10**12)
+
+        async with ends() as both:
+            both.parent.on_question("key_headers", refuse)
+            with pytest.raises(BatonError) as raised:
+                await both.worker.ask(FromWorker(key_headers="a"))
+        assert raised.value.retry_after_ms == worker_channel.RETRY_MS_MAX
 
     asyncio.run(situation())
 

@@ -15,6 +15,7 @@ from baton.lifecycle import LifecycleEvent, NodeLifecycle
 from router import worker_pool as module
 from router.config import RouterConfig
 from router.doors import Door, Doors
+from router.metrics import OUTPUT_TOKENS, Figures
 from router.worker_pool import WorkerPool
 
 SCENE_S_MAX = 100
@@ -125,6 +126,21 @@ def test_a_stop_while_a_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         assert made.pids() == []
 
     play(scene)
+
+
+def test_figures_of_a_worker_that_ends_while_they_are_added_up() -> None:
+    """What was fetched has it as a worker that runs, and not as one that has ended too."""
+
+    async def scene() -> None:
+        made = Scene()
+        dead = made.pool.dead_figures = Figures()
+        dead.add(OUTPUT_TOKENS, by=5)
+        (fetched,) = await made.pool.fetch_figures()
+        dead.add(OUTPUT_TOKENS, by=2)
+        assert fetched[OUTPUT_TOKENS.name] == {(): [5.0]}
+        made.doors.close()
+
+    asyncio.run(scene())
 
 
 def test_workers_without_a_c_compiler_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
