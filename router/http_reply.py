@@ -77,18 +77,20 @@ class CallReply(Response):
         if direct is None:
             await first_of(self._run(), disconnected(receive))
         elif not direct.gone:
-            try:
-                await self._run()
-            finally:
-                direct.on_leave = None
+            await self._run()
 
     async def _run(self) -> None:
         answer, direct = self._stream if self._call.stream else self._whole, self._direct
         try:
             async with asyncio.timeout(self._timeout_s) as scope:
-                if direct is not None:
-                    direct.on_leave = partial(_end_now, scope)
-                await answer()
+                if direct is None:
+                    await answer()
+                    return
+                direct.on_leave = partial(_end_now, scope)
+                try:
+                    await answer()
+                finally:
+                    direct.on_leave = None  # what follows waits for a client that is there only
             return
         except TimeoutError:
             if direct is not None and direct.gone:
@@ -117,7 +119,6 @@ class CallReply(Response):
     async def _whole(self) -> None:
         answers = [Collected() for _ in range(self._answers)]
         await self._answer(answers)
-        self._begun = True
         await JSONResponse(self.replies.whole(answers), headers=self._extra)(*self._asgi)
 
     async def _stream(self) -> None:
@@ -167,8 +168,9 @@ class CallReply(Response):
     async def _flush(self, *, more: bool = True) -> None:
         if not self._begun and self._lines:
             headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **self._extra}
+            # Who is cancelled here has sent nothing: the limits of a key, which the head has too, may be waited for.
             await self._send({"type": "http.response.start", "status": 200, "headers": Headers(headers).raw})
-            self._begun = True  # who is cancelled before, while a key's limits are asked for, has sent nothing
+            self._begun = True
             if self.places is not None:
                 self._lines.insert(0, f"retry: {RECONNECT_MS}\n")
         if self._lines or not more:

@@ -280,7 +280,8 @@ class Job:
         """Something has come into the inbox. A client that reads may get many tokens at once, so time counts too."""
         if self.sink.is_open:
             if not self._deferred:
-                self._deferred = not self.turns.do(self._give)
+                self._deferred = True  # until it has its turn, which may be now, and may leave a rest
+                self.turns.do(self._give)
             return
         inbox = self.inbox
         assert inbox is not None

@@ -110,10 +110,11 @@ class InferenceService:
                     await sink.write_all(context.write)
             await answer
         finally:
+            sink.scope = None
             if not answer.done():
                 answer.cancel()
                 await asyncio.wait([answer])
-            del answer, sink.scope  # an error that they have would refer to itself, by this frame in its traceback
+            del answer  # an error that it has would refer to itself, by this frame in its traceback
 
     def _call(
         self,
@@ -221,8 +222,8 @@ class _Stream:
     def __init__(self, resume: Resume | None) -> None:
         self.on_open: Callable[[], None] | None = None
         self.is_open = True
-        self.scope: asyncio.Timeout
-        """Around the writing."""
+        self.scope: asyncio.Timeout | None = None
+        """Around the writing; None once that has ended."""
         self._resume = resume
         self._events: deque[inference_pb2.GenerateEvent] = deque()
         self._news = asyncio.Event()
@@ -245,7 +246,7 @@ class _Stream:
         self._over = True
         self._news.set()
         error = None if answer.cancelled() else answer.exception()
-        if isinstance(error, BatonError) and error.reason in CUT_OFF:
+        if self.scope is not None and isinstance(error, BatonError) and error.reason in CUT_OFF:
             self.scope.reschedule(asyncio.get_running_loop().time())
 
     async def write_all(self, write: Callable[[inference_pb2.GenerateEvent], Coroutine[Any, Any, None]]) -> None:

@@ -1,48 +1,112 @@
-"""The answer to one call over HTTP, by what of it is on the wire."""
+"""The answer to one call, on a connection of its server: what becomes of it when the client leaves."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 
+import pytest
 from batonpb import common_pb2, inference_pb2
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from baton.errors import BatonError, Reason
 from router.answers import AnswerPart, AnswerSink
 from router.http_reply import CallReply
 from router.openai import parse_completion
 from router.replies import Replies
-from tests.support.http_door import REQUEST, Door, run
+from tests.support.http_door import HANG_S, REQUEST, Door, answer, run
+
+BIG = b"x" * (4 << 20)
+"""More than the kernel keeps of an answer for both sides."""
 
 
-async def short(sinks: Sequence[AnswerSink]) -> None:
-    """It has all its tokens at once."""
-    sinks[0].started(inference_pb2.Started(prompt_tokens=2), None)
-    sinks[0].tokens(AnswerPart(first_index=0, ids=[7], text="7", logprobs=(), place=None))
-    sinks[0].finished(inference_pb2.Finished(reason=common_pb2.FINISH_REASON_LENGTH), None)
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_client_that_leaves_while_it_is_told_an_error(begun: bool) -> None:
+    """It has not read what came before: the answer, or the one of its former call. The error waits for it until it
+    leaves, and no longer."""
+    failing, ended, broken = asyncio.Event(), asyncio.Event(), list[str]()
+
+    async def ask(sinks: Sequence[AnswerSink]) -> None:
+        if begun:
+            sinks[0].tokens(AnswerPart(first_index=0, ids=[7], text=BIG.decode(), logprobs=(), place=None))
+            await asyncio.sleep(0.05)
+        failing.set()
+        raise BatonError(Reason.SLOW_CLIENT, "Too slow.")
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/big":
+            await Response(BIG)(scope, receive, send)
+            return
+        call = parse_completion({"prompt": [1, 2], "stream": begun})
+        replies = Replies(request_id="r", call=call, model="m", created=0, token_text=str)
+        try:
+            await CallReply(ask, 1, replies, timeout_s=30.0)(scope, receive, send)
+        finally:
+            ended.set()
+
+    async def scene(door: Door) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: broken.append(context["message"]))
+        _, writer = await door()
+        writer.write(REQUEST if begun else REQUEST.replace(b"GET /", b"GET /big") + REQUEST)
+        await failing.wait()
+        await asyncio.sleep(0.05)
+        assert not ended.is_set()
+        writer.transport.abort()
+        async with asyncio.timeout(HANG_S):
+            await ended.wait()
+        assert broken == []
+
+    run(scene, app)
 
 
-def test_a_stream_that_ends_while_its_head_waits() -> None:
-    """The head is to say what is left of the key's limits, and a worker asks its parent for that. The answer is over
-    before the parent has answered. Its client gets the head, each chunk and the end once."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_answer_that_ends_before_its_head_is_out(fails: bool) -> None:
+    """What the head says of a key's limits comes from another process. The answer has its head all the same, once, and
+    all of its tokens."""
+
+    async def ask(sinks: Sequence[AnswerSink]) -> None:
+        sinks[0].started(inference_pb2.Started(prompt_tokens=2), None)
+        sinks[0].tokens(AnswerPart(first_index=0, ids=[7], text="seven", logprobs=(), place=None))
+        await asyncio.sleep(0.01)
+        if fails:
+            raise BatonError(Reason.INTERNAL, "It failed.")
+        sinks[0].finished(inference_pb2.Finished(reason=common_pb2.FINISH_REASON_LENGTH), None)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with(message: Message) -> None:
             if message["type"] == "http.response.start":
-                await asyncio.sleep(0.01)
-                message["headers"] = [*message["headers"], (b"left", b"1")]
+                await asyncio.sleep(0.03)
             await send(message)
 
         call = parse_completion({"prompt": [1, 2], "stream": True})
         replies = Replies(request_id="r", call=call, model="m", created=0, token_text=str)
-        await CallReply(short, 1, replies, timeout_s=30.0)(scope, receive, send_with)
+        await CallReply(ask, 1, replies, timeout_s=30.0)(scope, receive, send_with)
 
     async def scene(door: Door) -> None:
         reader, writer = await door()
-        writer.write(REQUEST.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
-        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 200 ")
-        assert b"\r\nleft: 1" in head
-        assert [body.count(each) for each in (b'"text": "7"', b'"length"', b"data: [DONE]")] == [1, 1, 1]
+        writer.write(REQUEST)
+        async with asyncio.timeout(HANG_S):
+            text = await reader.readuntil(b"data: [DONE]\n\n")
+        assert text.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert [text.count(part) for part in (b"HTTP/1.1 200", b'"seven"', b"It failed.")] == [1, 1, fails]
+
+    run(scene, app)
+
+
+def test_a_whole_answer_that_cannot_be_written() -> None:
+    """Its client gets an error with a status, and nothing else before it."""
+
+    async def ask(sinks: Sequence[AnswerSink]) -> None:
+        sinks[0].started(inference_pb2.Started(prompt_tokens=2), None)  # and no end: this has a bug
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        call = parse_completion({"prompt": [1, 2]})
+        replies = Replies(request_id="r", call=call, model="m", created=0, token_text=str)
+        await CallReply(ask, 1, replies, timeout_s=30.0)(scope, receive, send)
+
+    async def scene(door: Door) -> None:
+        head, body = await answer(await door())
+        assert head.startswith(b"HTTP/1.1 500 ") and b"INTERNAL" in body.upper()
 
     run(scene, app)
