@@ -79,9 +79,7 @@ async def serve(
     )
     await runtime.check_listen()
     keys = await KeyFile.open(config.api_keys_file) if config.api_keys_file is not None else None
-    for setting in ("http_listen", "metrics_listen"):
-        if getattr(config, setting) is not None:
-            await check_can_bind(getattr(config, setting), setting=setting)
+    await _check_ports(config)
     metrics = _make_metrics(config, runtime, keys)
     folder = await model_folder(config.model)
     refusals = RequestLog(runtime.clock.monotonic_s)
@@ -102,8 +100,7 @@ async def serve(
             metrics_server, others["metrics"] = _open_metrics(config, metrics, staff, runtime)
         await staff.start()
         if config.http_listen is not None:
-            bound = doors.open(Door.HTTP, config.http_listen, setting="http_listen")
-            others["http"] = join_endpoint(split_endpoint(config.http_listen)[0], bound)
+            others["http"] = _open_http(config.http_listen, doors)
         endpoint = await runtime.open()
         if keys is None:
             _warn_of_strangers(config)
@@ -120,6 +117,19 @@ async def serve(
         await runtime.close()
         await known.close()
         refusals.close()
+
+
+async def _check_ports(config: RouterConfig) -> None:
+    """Raises BatonError."""
+    for setting in ("http_listen", "metrics_listen"):
+        if getattr(config, setting) is not None:
+            await check_can_bind(getattr(config, setting), setting=setting)
+
+
+def _open_http(listen: str, doors: Doors) -> str:
+    """The endpoint. Raises BatonError."""
+    bound = doors.open(Door.HTTP, listen, setting="http_listen")
+    return join_endpoint(split_endpoint(listen)[0], bound)
 
 
 class _OneProcess:
