@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,7 +19,6 @@ from batonpb import inference_pb2, inference_pb2_grpc
 from baton.errors import BatonError, Code, Reason
 from baton.rpc import rpc_errors
 from cli.supervisor import ROUTER_NAME
-from router.keys import new_key
 from tests.support.attack import (
     Front,
     attacker_channel,
@@ -33,27 +31,11 @@ from tests.support.attack import (
 )
 from tests.support.cli_harness import run_baton
 from tests.support.cluster_harness import CALL_S_MAX, make_request, wait_for
+from tests.support.key_file import Keys
 
 CALLS: Final = 300
 LONG: Final = 100_000
 """Tokens of an answer that does not end within a test."""
-
-
-class Keys:
-    """A file of keys that tests write to."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.entries: dict[str, str] = {}
-        self.of: dict[str, str] = {}
-
-    def add(self, name: str, **limits: Any) -> None:
-        self.of[name], self.entries[name] = new_key(os.urandom(32).hex()[:43], {"name": name, **limits})
-
-    def write(self) -> None:
-        made = self.path.with_suffix(".new")
-        made.write_text("\n".join(self.entries.values()))
-        made.replace(self.path)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import shutil
 import signal
 import ssl
 from collections.abc import Awaitable, Callable, Iterator
@@ -45,6 +44,7 @@ from kvtransfer.transports.control_channel import open_connection
 from kvtransfer.transports.receiver_port import SECRET_BYTES
 from kvtransfer.transports.tcp import CODEC, TcpHello
 from tests.support.attack import ATTACKER, Front, attacker_connection, bystanders, front_door, nobody_notices
+from tests.support.certificates import change_ca
 from tests.support.cluster_harness import (
     CALL_S_MAX,
     Answer,
@@ -311,7 +311,6 @@ def test_all_certificates_change_to_another_ca_under_load(tmp_path: Path) -> Non
     make_ca(tmp_path / "new")
     spec = mock_spec(prefill=2, decode=1, decode_flags={"engine.mock_layer_delay_ms": 10}, tls=True)
     with running(spec) as cluster:
-        folder = cluster.cluster.log_dir / CERTIFICATES
         names = cluster.cluster.names
 
         async def all_read(times: int) -> None:
@@ -321,23 +320,10 @@ def test_all_certificates_change_to_another_ca_under_load(tmp_path: Path) -> Non
 
             await wait_for(read, "all nodes to read the files", story=cluster.story)
 
-        def write_ca(*pems: bytes) -> None:
-            (folder / "ca.pem.new").write_bytes(b"".join(pems))
-            (folder / "ca.pem.new").replace(folder / "ca.pem")
-
         async def scene() -> None:
-            old, new = ((where / "ca.pem").read_bytes() for where in (folder, tmp_path / "new"))
             streams = Streams(cluster)
             await streams.start()
-            write_ca(old, new)
-            await all_read(1)
-            for name, kind in (*((name, Kind.NODE) for name in names), (OPERATOR, Kind.OPERATOR)):
-                files = issue(tmp_path / "new", kind=kind, name=name)
-                shutil.copy(files.key, folder / f"{name}-key.pem")
-                shutil.copy(files.cert, folder / f"{name}.pem")
-            await all_read(2)
-            write_ca(new)
-            await all_read(3)
+            await change_ca(cluster, tmp_path / "new", all_read)
             await streams.end()
             cluster.send_signal("prefill-1", signal.SIGKILL)
             await cluster.wait_exit("prefill-1")

@@ -9,14 +9,12 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
 from baton.errors import Reason
 from cli.supervisor import ROUTER_NAME
-from router.keys import new_key
 from tests.cluster.test_attach import to_its_end
 from tests.cluster.test_resume import FAST
 from tests.cluster.test_workers import WORKERS
@@ -34,6 +32,7 @@ from tests.support.cluster_harness import (
     running,
     wait_for,
 )
+from tests.support.key_file import Keys
 from tests.support.worker_scenes import workers
 
 CALLS: Final = 12
@@ -48,32 +47,16 @@ TOKENS: Final = 300
 PROMPT: Final = [5, 6, 7]
 
 
-class Keys:
-    """A file of keys that tests write to."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.entries: dict[str, str] = {}
-        self.of: dict[str, str] = {}
-        self.add("free")
-        self.add("two", concurrency=2)
-        self.add("one", concurrency=1)
-        self.add("slow", requests_per_minute=5)
-        self.add("few", tokens_per_minute=20)
-        self.write()
-
-    def add(self, name: str, **limits: Any) -> None:
-        self.of[name], self.entries[name] = new_key(os.urandom(32).hex()[:43], {"name": name, **limits})
-
-    def write(self) -> None:
-        made = self.path.with_suffix(".new")
-        made.write_text("\n".join(self.entries.values()))
-        made.replace(self.path)
-
-
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
-    return Keys(tmp_path_factory.mktemp("keys") / "keys.toml")
+    made = Keys(tmp_path_factory.mktemp("keys") / "keys.toml")
+    made.add("free")
+    made.add("two", concurrency=2)
+    made.add("one", concurrency=1)
+    made.add("slow", requests_per_minute=5)
+    made.add("few", tokens_per_minute=20)
+    made.write()
+    return made
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -20,10 +19,10 @@ from typing import Any, Final
 import pytest
 
 from baton.client import AsyncClient, Sampling
-from baton.tls import Kind
-from cli.ca import issue, make_ca
-from cli.supervisor import CERTIFICATES, DIRECTORY_NAME, OPERATOR, ROUTER_NAME
+from cli.ca import make_ca
+from cli.supervisor import DIRECTORY_NAME, ROUTER_NAME
 from tests.support.attaching import Reader
+from tests.support.certificates import change_ca
 from tests.support.cluster_harness import (
     CALL_S_MAX,
     RunningCluster,
@@ -251,7 +250,6 @@ def test_all_certificates_change_under_streams(processes: int, tmp_path: Path) -
     comes back, and with workers one of these is killed: all tokens have come, once."""
     make_ca(tmp_path / "new")
     with running(spec_of(workers=processes, tls=True)) as cluster:
-        folder = cluster.cluster.log_dir / CERTIFICATES
         names = cluster.cluster.names
         readers = [name for name in names if name != DIRECTORY_NAME]
         if processes > 1:
@@ -268,23 +266,10 @@ def test_all_certificates_change_under_streams(processes: int, tmp_path: Path) -
 
             await wait_for(read, "all processes to read the files", story=cluster.story)
 
-        def write_ca(*pems: bytes) -> None:
-            (folder / "ca.pem.new").write_bytes(b"".join(pems))
-            (folder / "ca.pem.new").replace(folder / "ca.pem")
-
         async def scene() -> None:
-            old, new = ((where / "ca.pem").read_bytes() for where in (folder, tmp_path / "new"))
             streams = streams_of(cluster)
             await streams.start()
-            write_ca(old, new)
-            await all_read(1)
-            for name, kind in (*((name, Kind.NODE) for name in names), (OPERATOR, Kind.OPERATOR)):
-                files = issue(tmp_path / "new", kind=kind, name=name)
-                shutil.copy(files.key, folder / f"{name}-key.pem")
-                shutil.copy(files.cert, folder / f"{name}.pem")
-            await all_read(2)
-            write_ca(new)
-            await all_read(3)
+            await change_ca(cluster, tmp_path / "new", all_read)
             await streams.go_on()
             assert {stream.calls for stream in streams.all} == {1}, "a stream has ended with the old certificates"
             for stream in streams.all:
