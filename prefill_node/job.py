@@ -8,7 +8,7 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from batonpb import prefill_pb2
+from batonpb import common_pb2, prefill_pb2
 
 from baton.errors import REGION_BLOCKS_KEY, BatonError, Reason, bad_field
 from baton.ids import BlockId, Incarnation, RequestKey
@@ -20,6 +20,7 @@ from engine.types import FINISH_TO_PROTO, SamplingParams, logprobs_to_proto
 from kvtransfer.protocol.writer import HandoffEnd
 from kvtransfer.writer import Handoff, Metadata
 from node.pool import DevicePool, check_request
+from node.sources import Gathered, SourceKind
 from prefill_node.local_policy import LocalPolicy
 
 
@@ -77,6 +78,8 @@ class Job:
     turn: asyncio.Future[None]
     drawn: asyncio.Future[TokenEvent]
     """The first token, or the ABORTED event."""
+    gathered: Gathered = field(default_factory=Gathered)
+    """What came from elsewhere for it."""
     chain: tuple[bytes, ...] | None = None
     """Digests of the blocks that may come from the prefix cache. Computed when first needed."""
     handoff: Handoff | None = None
@@ -175,14 +178,33 @@ def granted_event(name: str, incarnation: Incarnation, endpoint: str) -> prefill
     return prefill_pb2.PrefillEvent(granted=granted)
 
 
-def first_token_event(job: Job, first: TokenEvent) -> prefill_pb2.PrefillEvent:
+def first_token_event(job: Job, first: TokenEvent, *, block_size: int) -> prefill_pb2.PrefillEvent:
     assert job.seq is not None and first.token is not None
     event = prefill_pb2.FirstToken(
-        token=first.token, prompt_tokens_cached=job.seq.cached_tokens, logprobs=logprobs_to_proto(first.logprobs)
+        token=first.token,
+        prompt_tokens_cached=job.seq.cached_tokens,
+        logprobs=logprobs_to_proto(first.logprobs),
+        sources=_sources(job, job.seq.cached_tokens, block_size),
     )
     if first.finish is not None:
         event.finish = FINISH_TO_PROTO[first.finish]
     return prefill_pb2.PrefillEvent(first_token=event)
+
+
+def _sources(job: Job, cached_tokens: int, block_size: int) -> common_pb2.PromptSources:
+    """What was brought for it and has been evicted before its turn counts as computed."""
+    left, came = cached_tokens, {}
+    for kind in SourceKind:
+        came[kind] = min(left, job.gathered.blocks.get(kind, 0) * block_size)
+        left -= came[kind]
+    return common_pb2.PromptSources(
+        computed=len(job.tokens) - cached_tokens,
+        cached_device=left,
+        cached_host=came[SourceKind.HOST],
+        cached_disk=came[SourceKind.DISK],
+        fetched=came[SourceKind.PEER],
+        fetched_from=", ".join(job.gathered.origins) if came[SourceKind.PEER] else "",
+    )
 
 
 def handed_off_event(job: Job, *, num_layers: int, now_s: float) -> prefill_pb2.PrefillEvent:

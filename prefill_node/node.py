@@ -23,7 +23,7 @@ from baton.ids import BlockId, RequestKey
 from baton.retry_time import ROOM_SHARE, retry_after_ms, spread_of, wait_s
 from baton.runtime import NodeRuntime
 from baton.tracing import forward_metadata
-from baton.wire import NodeLoad, check_header, key_from_proto
+from baton.wire import NodeLoad, check_header, key_from_proto, owner_from_proto
 from cachestore.block_manager import prefix_blocks_max
 from engine.core import TokenEvent
 from engine.scheduler import SequenceMode
@@ -37,8 +37,9 @@ from engine.types import (
 )
 from kvtransfer.protocol.writer import HandoffEnd
 from kvtransfer.writer import Handoff, Metadata, StepWrites
-from node.peers import Peers
 from node.pool import DevicePool
+from node.sources import Gathered, Gatherer, LinearCost, Prefix
+from node.transfers import Transfers
 from prefill_node.config import PrefillConfig
 from prefill_node.decode_nodes import DecodeNodes
 from prefill_node.job import (
@@ -59,13 +60,16 @@ STEPS_AHEAD: Final = 2
 """The current step, and the step whose grants are requested meanwhile."""
 GRANT_WAIT_MS_MAX: Final = 50
 """Requests do not wait longer than this for the grant of one before them."""
+STEP_S: Final = 0.005
+TOKEN_S: Final = 1e-4
+"""What is believed of computing before the first step."""
 
 
 class PrefillNode:
     """State of one prefill node; control thread only. Implements node.engine_loop.StepHost."""
 
     def __init__(
-        self, *, config: PrefillConfig, pool: DevicePool, peers: Peers, local: LocalRunner | None = None
+        self, *, config: PrefillConfig, pool: DevicePool, transfers: Transfers, local: LocalRunner | None = None
     ) -> None:
         """`local` is the other half of a mixed node."""
         self.config = config
@@ -73,7 +77,8 @@ class PrefillNode:
         self.ledger = pool.ledger
         self._engine = pool.engine
         self._blocks = pool.blocks
-        self._peers = peers
+        self._transfers = transfers
+        self._peers = peers = transfers.peers
         self.decode_nodes = DecodeNodes(config=config, pool=pool, peers=peers)
         self._loop = asyncio.get_running_loop()
         self._local = local
@@ -83,18 +88,29 @@ class PrefillNode:
             tokens_per_step_max=config.engine.tokens_per_step_max, age_ms_max=config.rate_age_ms_max
         )
         self._requests_taken = 0
+        self._computing = LinearCost(fixed_s=STEP_S, unit_s=TOKEN_S, units=config.engine.tokens_per_step_max)
+        self.gatherer = Gatherer(
+            block_size=pool.layout.block_size,
+            have=self._blocks_here,
+            computing=self._computing,
+            clock=self._loop.time,
+        )
+        self.gatherer.add(transfers.fetches, needs_owners=True)
+        transfers.fetches.spare = self.spare_blocks
+        self._gathering: set[RequestKey] = set()
 
     async def prefill(
         self, request: prefill_pb2.PrefillRequest, *, deadline_s: float, metadata: Metadata
     ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
-        """One request: queue, grant, compute while the layers are sent (`step_begins`), first token, commit.
+        """One request: gather, queue, grant, compute while the layers are sent (`step_begins`), first token, commit.
 
         A mixed node may keep a request instead: its decode half then computes it from the start. Closing the iterator
         at any point gives the request up and frees everything.
 
         Raises BatonError: QUEUE_FULL, NO_DECODE_NODE, DECODE_FULL, INCOMPATIBLE_NODE, HANDOFF_FAILED, ...
         """
-        job = self._enqueue(request, deadline_s, metadata)
+        gathered = await self._gather(request)
+        job = self._enqueue(request, deadline_s, metadata, gathered)
         try:
             await job.turn  # until engine and region have room for the whole prompt
             yield await self._place(job) if job.needs_decode else prefill_pb2.PrefillEvent(granted=NOBODY)
@@ -103,7 +119,7 @@ class PrefillNode:
             first = await self._first_token(job)
             if job.local:
                 self._commit_here(job)
-            yield first_token_event(job, first)
+            yield first_token_event(job, first, block_size=self._blocks.block_size)
             if first.finish is None and job.needs_decode:
                 if job.handoff is not None:
                     await self._commit(job.handoff)
@@ -118,7 +134,38 @@ class PrefillNode:
 
     # The steps of a request's life, in order.
 
-    def _enqueue(self, request: prefill_pb2.PrefillRequest, deadline_s: float, metadata: Metadata) -> Job:
+    async def _gather(self, request: prefill_pb2.PrefillRequest) -> Gathered:
+        """Have the prompt's leading blocks brought from elsewhere, where that is sooner than computing them."""
+        if not self.gatherer.has_sources(owners=bool(request.owners)):
+            return Gathered()
+        key, size = key_from_proto(request.key), self._blocks.block_size
+        self._check(request, key)
+        tokens = [*request.prompt, *request.output]
+        tokens = tokens[: prefix_blocks_max(len(tokens), size) * size]
+        prefix = Prefix(
+            tokens=tokens,
+            salt=request.cache_salt,
+            chain=self._blocks.prefix_cache.chain(tokens, request.cache_salt),
+            owners=[owner_from_proto(owner) for owner in request.owners],
+        )
+        self._gathering.add(key)
+        try:
+            return await self.gatherer.gather(prefix)
+        finally:
+            self._gathering.discard(key)
+
+    def _blocks_here(self, prefix: Prefix) -> int:
+        """Leading positions of it that the prefix cache has, which has the start of every chain."""
+        indexed = self._blocks.prefix_cache.indexed
+        return bisect_left(prefix.chain, True, key=lambda digest: not indexed(digest))
+
+    def spare_blocks(self) -> int:
+        """Blocks that nobody has, and that no request waits for: what may be filled from elsewhere."""
+        return self.ledger.available - sum(self._blocks.blocks_for(len(job.tokens)) for job in self._queue)
+
+    def _enqueue(
+        self, request: prefill_pb2.PrefillRequest, deadline_s: float, metadata: Metadata, gathered: Gathered
+    ) -> Job:
         key = key_from_proto(request.key)
         self._check(request, key)
         job = Job(
@@ -128,6 +175,7 @@ class PrefillNode:
             request=request,
             deadline_s=deadline_s,
             metadata=metadata,
+            gathered=gathered,
             turn=self._loop.create_future(),
             drawn=self._loop.create_future(),
         )
@@ -345,10 +393,16 @@ class PrefillNode:
         if isinstance(sink, StepSink):
             for writes in sink.writes:
                 writes.finish()
-            self._rate.step_ended(sink.tokens, began_s=sink.began_s, now_s=self._loop.time())
+            self._step_measured(sink)
         for event in events:
             self._left_engine(event)
         self._admit()  # the queue may wait for the blocks of those that left
+
+    def _step_measured(self, sink: StepSink) -> None:
+        ended_before_s, now_s = self._rate.ended_s, self._loop.time()
+        self._rate.step_ended(sink.tokens, began_s=sink.began_s, now_s=now_s)
+        if sink.tokens:
+            self._computing.measured(sink.tokens, now_s - max(sink.began_s, ended_before_s))
 
     def _left_engine(self, event: TokenEvent) -> None:
         self._blocks.release(event.seq.block_table)
@@ -388,13 +442,17 @@ class PrefillNode:
 
     # Upkeep.
 
+    def upkeep(self) -> None:
+        """Called every second."""
+        self.decode_nodes.upkeep()
+
     @property
     def requests(self) -> int:
-        return len(self._queue) + len(self._admitted)
+        return len(self._gathering) + len(self._queue) + len(self._admitted)
 
     def load(self) -> NodeLoad:
         return NodeLoad(
-            waiting_requests=len(self._queue),
+            waiting_requests=len(self._gathering) + len(self._queue),
             running_requests=sum(not job.local for job in self._admitted.values()),
             waiting_tokens=self._tokens_left((*self._admitted.values(), *self._queue)),
             blocks=self.ledger.books(),
@@ -404,7 +462,7 @@ class PrefillNode:
         )
 
     def holds(self) -> Holdings:
-        return dataclasses.replace(self._peers.holds(), requests=self.requests)
+        return dataclasses.replace(self._transfers.holds(), requests=self.requests)
 
     def _tokens_left(self, jobs: Iterable[Job]) -> int:
         """Tokens left to compute for these requests, in this order: without cached and computed ones, and with a shared
@@ -437,7 +495,12 @@ class PrefillNode:
                 f"{alike} requests are waiting here already, the limit.",
                 retry_after_ms=retry_after_ms(room_s, ms_min=self.config.busy_retry_ms, spread=spread_of(key.request)),
             )
-        if key in self._admitted or self._engine.has(key) or any(job.key == key for job in self._queue):
+        if (
+            key in self._gathering
+            or key in self._admitted
+            or self._engine.has(key)
+            or any(job.key == key for job in self._queue)
+        ):
             raise BatonError(Reason.REQUEST_EXISTS, f"Attempt {key.attempt} of request {key.request} is here already.")
 
 
