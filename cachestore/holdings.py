@@ -15,8 +15,6 @@ from itertools import islice
 from typing import Final
 from weakref import ReferenceType, ref
 
-from cachestore.prefix_cache import DIGEST_BYTES
-
 CHANGES_KEPT_MAX: Final = 16_384
 """A follower that is further behind gets a snapshot. Each takes about 150 bytes."""
 
@@ -43,9 +41,6 @@ class HoldingsPart:
     """Of the last change that this knows of."""
     digests: bytes
     tiers: bytes
-
-    def __post_init__(self) -> None:
-        assert len(self.digests) == DIGEST_BYTES * len(self.tiers), (len(self.digests), len(self.tiers))
 
 
 class Holdings:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from batonpb import holdings_pb2, holdings_pb2_grpc
 
-from baton.clock import Clock
+from baton.clock import Clock, wait_s
 from baton.ids import Incarnation
 from baton.wire import check_header
 from cachestore.holdings import Holdings, HoldingsPart
@@ -32,7 +32,7 @@ class HoldingsService(holdings_pb2_grpc.HoldingsServicer):
         self._clock = clock
         self._nodes = nodes
         self._news = asyncio.Event()
-        self._closed = False
+        self._closing = asyncio.Event()
         self.followers = 0
 
     async def Watch(
@@ -63,7 +63,7 @@ class HoldingsService(holdings_pb2_grpc.HoldingsServicer):
             self.followers -= 1
 
     def close(self) -> None:
-        self._closed = True
+        self._closing.set()
         self._wake()
 
     def _since(self, number: int) -> holdings_pb2.HoldingsNews | None:
@@ -74,12 +74,13 @@ class HoldingsService(holdings_pb2_grpc.HoldingsServicer):
 
     async def _changed(self, number: int) -> bool:
         """Wait for the pause, and then for a change behind `number`. False: the node ends."""
-        if not self._closed:
-            await self._clock.sleep_s(max(NEWS_PAUSE_MS / 1000, self._nodes() / NEWS_PER_ROUTER_PER_S))
-        while self._holdings.number == number and not self._closed:
+        pause_s = max(NEWS_PAUSE_MS / 1000, self._nodes() / NEWS_PER_ROUTER_PER_S)
+        if await wait_s(self._clock, self._closing, pause_s):
+            return False
+        while self._holdings.number == number and not self._closing.is_set():
             self._holdings.on_change = self._wake
             await self._news.wait()
-        return not self._closed
+        return not self._closing.is_set()
 
     def _wake(self) -> None:
         self._holdings.on_change = None
