@@ -1,9 +1,9 @@
-"""Copies of whole blocks (their records of every layer) between a region and the host memory below it.
+"""Copies of whole blocks (their records of every layer of their group) between a region and the host memory below it.
 
 The caller makes sure that no step touches the blocks. The device copies; for a region in host memory
 `kvtransfer.device.host_driver` does, on this copier's thread, outside of the interpreter's lock.
 
-Shape suffix: B = one entry for each record, of every layer of each block.
+Shape suffix: B = one entry for each record, of every layer of each block's group.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -38,9 +38,10 @@ COPIES_IN_FLIGHT_MAX: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCopy:
-    """Blocks to copy, pairwise: device to host when `out`, else host to device."""
+    """Blocks of one layer group to copy, pairwise: device to host when `out`, else host to device."""
 
     out: bool
+    group: int = 0
     device: tuple[BlockId, ...]
     host: tuple[HostBlockId, ...]
 
@@ -57,16 +58,13 @@ class BlockPlaces:
     host_blocks: int
 
     def ops(self, copy: BlockCopy) -> WriteOps:
-        """The copy of every layer's record of each block."""
-        device_B = self._offsets(copy.device, self.device_blocks)
-        host_B = self._offsets(copy.host, self.host_blocks)
+        """The copy of each block's record of every layer of the group."""
+        layout = self.layout
+        device_B = layout.block_offsets(copy.group, copy.device, self.device_blocks)
+        host_B = layout.block_offsets(copy.group, copy.host, self.host_blocks)
         src_B, dst_B = (device_B, host_B) if copy.out else (host_B, device_B)
-        return WriteOps(src=src_B, dst=dst_B, nbytes=np.full(len(src_B), self.layout.record_bytes, dtype=np.int64))
-
-    def _offsets(self, blocks: Sequence[int], num_blocks: int) -> np.ndarray:
-        layers_L1 = np.arange(self.layout.num_layers, dtype=np.int64)[:, None]
-        records_LN = layers_L1 * num_blocks + np.asarray(blocks, dtype=np.int64)
-        return records_LN.ravel() * self.layout.record_bytes
+        nbytes_B = np.full(len(src_B), layout.record_bytes_of(copy.group), dtype=np.int64)
+        return WriteOps(src=src_B, dst=dst_B, nbytes=nbytes_B)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

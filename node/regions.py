@@ -72,8 +72,8 @@ async def open_host_region(layout: Layout, num_blocks: int, name: str, field: st
     except RegionTooLarge as error:
         raise BatonError(
             Reason.BAD_CONFIG,
-            f"Not enough memory: {error}. These are {num_blocks:,} blocks of {layout.num_layers} x "
-            f"{layout.record_bytes:,} bytes: set a smaller {field}.",
+            f"Not enough memory: {error}. These are {num_blocks:,} blocks of {layout.num_rows} x "
+            f"{layout.page_bytes:,} bytes: set a smaller {field}.",
             field=field,
         ) from error
 
@@ -124,7 +124,7 @@ def _open_device_region(config: EngineConfig, layout: Layout, name: str, asked_t
             field="engine.num_blocks",
         ) from error
     try:
-        region.rehearse_copy(layout.record_bytes)
+        region.rehearse_copy(layout.page_bytes)
     except BaseException:
         region.close()
         raise
