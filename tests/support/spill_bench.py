@@ -72,6 +72,7 @@ class SpillNode(Node):
             ),
             engine=self.engine,
             blocks=self.blocks,
+            layout=layout,
             copier=copier,
         )
         self.entered: dict[str, Sequence] = {}
