@@ -14,21 +14,25 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
+from baton.errors import BatonError, Reason
 from baton.ids import BlockId
 from baton.log import get_log
+from baton.runtime import Progress
 from baton.tasks import call_loop
 from cachestore.host_blocks import HostBlockId
 from cachestore.layout import Layout
 from kvtransfer.device.driver import POLL_INTERVAL_S, DeviceEvent, DeviceStreams, PinnedMemory
+from kvtransfer.device.host_driver import HostStreams
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.region import Region
 from kvtransfer.transport import DeviceError, WriteOps, check_ops
-from node.regions import clear_frames_of
+from node.regions import PoolRegion, clear_frames_of, on_thread, open_host_memory
 
 log = get_log("spill")
 
@@ -55,13 +59,29 @@ class BlockPlaces:
     layout: Layout
     device_blocks: int
     host_blocks: int
+    host_stride_bytes: int | None = None
+    """None: host memory is laid out as the region is. Else all records of a block lie together, in the order of layers,
+    and blocks this far from each other."""
+
+    @property
+    def host_nbytes(self) -> int:
+        if self.host_stride_bytes is not None:
+            return self.host_blocks * self.host_stride_bytes
+        return self.layout.region_bytes(self.host_blocks)
 
     def ops(self, copy: BlockCopy) -> WriteOps:
         """The copy of every layer's record of each block."""
         device_B = self._offsets(copy.device, self.device_blocks)
-        host_B = self._offsets(copy.host, self.host_blocks)
+        host_B = self._host_offsets(copy.host)
         src_B, dst_B = (device_B, host_B) if copy.out else (host_B, device_B)
         return WriteOps(src=src_B, dst=dst_B, nbytes=np.full(len(src_B), self.layout.record_bytes, dtype=np.int64))
+
+    def _host_offsets(self, blocks: Sequence[int]) -> np.ndarray:
+        if self.host_stride_bytes is None:
+            return self._offsets(blocks, self.host_blocks)
+        records_L1 = np.arange(self.layout.num_layers, dtype=np.int64)[:, None] * self.layout.record_bytes
+        starts_N = np.asarray(blocks, dtype=np.int64) * self.host_stride_bytes
+        return (records_L1 + starts_N).ravel()
 
     def _offsets(self, blocks: Sequence[int], num_blocks: int) -> np.ndarray:
         layers_L1 = np.arange(self.layout.num_layers, dtype=np.int64)[:, None]
@@ -91,7 +111,7 @@ class BlockCopier:
         name: str,
         poll_interval_s: float = POLL_INTERVAL_S,
     ) -> None:
-        """Starts the thread. Both memories are the caller's, and outlive this until `close`."""
+        """Starts the thread, called after `name`. Both memories are the caller's, and outlive this until `close`."""
         self._streams = streams
         self._places = places
         self._device: Any = device.memory
@@ -105,7 +125,7 @@ class BlockCopier:
         """The thread's own."""
         self._closed = False
         self._broken: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name=f"spill-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     def rehearse(self) -> None:
@@ -219,3 +239,69 @@ class BlockCopier:
             self._waiting.clear()
         for asked in unreported:
             asked.report(error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBelow:
+    """Host memory below a region, and who moves blocks there and back."""
+
+    region: Region
+    pinned: bool
+    """For the device, which the region above is on."""
+    copier: BlockCopier
+    opened: ExitStack
+
+    def describe(self) -> str:
+        """For people: how large it is."""
+        return f"{self.region.nbytes:,} bytes of {'pinned' if self.pinned else 'host'} memory"
+
+    def close(self) -> None:
+        """Waits for the copies under way. Comes before the end of the region above."""
+        self.opened.close()
+
+
+async def open_memory_below(
+    above: PoolRegion, places: BlockPlaces, *, name: str, field: str, progress: Progress
+) -> MemoryBelow:
+    """Prefaulted, and pinned where `above` is on a device; with progress. `name` is that of memory and thread.
+
+    Raises BatonError BAD_CONFIG for `field`: there is too little memory, or it cannot be pinned.
+    """
+    region = await open_host_memory(
+        places.host_nbytes, f"baton-{name}", field, f"{places.host_blocks:,} blocks", progress
+    )
+    pinned = isinstance(above, DeviceRegion)
+    with ExitStack() as stack:
+        stack.callback(region.close)
+        if isinstance(above, DeviceRegion):
+            progress("pinning", 0, region.nbytes)
+            try:
+                copier = await on_thread(_pin, above, region, places, name, field, stack)
+            except BaseException as error:
+                clear_frames_of(error)
+                raise
+            progress("pinning", region.nbytes, region.nbytes)
+        else:
+            copier = BlockCopier(streams=HostStreams(), places=places, device=above, host=region, name=name)
+            stack.callback(copier.close)
+        opened = stack.pop_all()
+    return MemoryBelow(region=region, pinned=pinned, copier=copier, opened=opened)
+
+
+def _pin(
+    above: DeviceRegion, region: Region, places: BlockPlaces, name: str, field: str, opened: ExitStack
+) -> BlockCopier:
+    """Blocks. `opened` closes what it makes, also where nobody waits for it any more."""
+    try:
+        pinned = above.driver.register(region.array_U8)
+        opened.callback(pinned.close)
+        copier = BlockCopier(streams=above.driver.streams, places=places, device=above, host=pinned, name=name)
+        opened.callback(copier.close)
+        copier.rehearse()
+    except DeviceError as error:
+        raise BatonError(
+            Reason.BAD_CONFIG,
+            f"Cannot pin {region.nbytes:,} bytes of host memory to copy blocks to: {error}. Set a smaller {field}.",
+            field=field,
+        ) from error
+    return copier

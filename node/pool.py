@@ -111,7 +111,7 @@ class DevicePool:
         if self.staged is not None:
             facts["staging"] = f"{self.staged.pinned_bytes:,} bytes of pinned memory, {self.staged.used_bytes:,} in use"
         if self.host is not None:
-            facts["below the region"] = self.host.describe()
+            facts["below the region"] = self.host.memory.describe()
         if self.arithmetic:
             facts["arithmetic"] = self.arithmetic
         if self.on_device is not None:
@@ -120,7 +120,7 @@ class DevicePool:
 
     def close(self) -> None:
         if self.host is not None:
-            self.host.close()
+            self.host.memory.close()
         if self.staged is not None:
             self.staged.close()
         self.runner.unbind()

@@ -166,7 +166,7 @@ def test_more_than_may_be_pinned_is_refused(config: EngineConfig) -> None:
 
     async def opens(pool: DevicePool) -> int:
         assert pool.host is not None
-        return pool.host.region.nbytes
+        return pool.host.memory.region.nbytes
 
     assert asyncio.run(with_pool(config, replace(SPILL, pinned_bytes_max=nbytes), opens)) == nbytes
 
