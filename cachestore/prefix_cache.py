@@ -55,7 +55,7 @@ def chain_digests(
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Entry:
-    """One indexed block. Private to this module but for the identity that cursors keep."""
+    """One indexed block. For cursors its identity counts; the node's store reads it, and changes nothing."""
 
     digest: bytes
     block: BlockId
@@ -111,6 +111,8 @@ class PrefixCache:
         self._heap: list[tuple[int, int, int, Entry]] = []
         self.may_pin: Callable[[], bool] = lambda: True
         """Asked before each block that is pinned: whether whoever has been admitted can do without it."""
+        self.on_idle: Callable[[Entry], None] | None = None
+        """Called with each indexed block that nobody holds any more, those before it in its chain first."""
         self._now = 0
         self._serial = 0
         self.prompt_tokens = self.hit_tokens = 0
@@ -183,6 +185,8 @@ class PrefixCache:
             self._touch(entry)
             if not entry.in_heap and self._is_evictable(entry):
                 self._push(entry)
+            if self.on_idle is not None and not self._ledger.is_held(block):
+                self.on_idle(entry)
 
     def evict_until(self, free: int) -> bool:
         """Evict until the ledger has `free` free blocks. False, with nothing evicted, when that cannot be reached.
