@@ -56,6 +56,8 @@ class ModelInfo:
     """How the weights are quantised; empty: not at all. The fingerprint does not cover it."""
     quantisation_must_agree: bool = False
     """This node hands over only with nodes of the same quantisation."""
+    kv_root: bytes = b""
+    """Names what makes this node's KV (`cachestore.prefix_cache.kv_root`): only nodes of one root share cached KV."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

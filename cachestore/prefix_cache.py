@@ -32,9 +32,18 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(tokens)}q", *tokens)
 
 
-def root_digest(fingerprint: bytes, salt: bytes) -> bytes:
-    """Where the chain of one model (`fingerprint`) and one tenant (`salt`) starts."""
-    return _blake2b(struct.pack("<q", len(fingerprint)) + fingerprint + salt)
+def kv_root(*, fingerprint: str, quantisation: str, layout_hash: str) -> bytes:
+    """Names what makes a node's KV: the checkpoint, the rounding of the weights it computes with, the record layout.
+
+    KV of different roots is never mixed: not in a cache, and not between nodes.
+    """
+    parts = [part.encode() for part in (fingerprint, quantisation, layout_hash)]
+    return _blake2b(b"".join(struct.pack("<q", len(part)) + part for part in parts))
+
+
+def root_digest(kv_root: bytes, salt: bytes) -> bytes:
+    """Where the chain of one kind of KV (`kv_root`) and one tenant (`salt`) starts."""
+    return _blake2b(struct.pack("<q", len(kv_root)) + kv_root + salt)
 
 
 def block_digest(parent: bytes, packed_tokens: bytes) -> bytes:
@@ -95,13 +104,13 @@ class PrefixCache:
         ledger: Ledger,
         *,
         block_size: int,
-        fingerprint: bytes,
+        kv_root: bytes,
         digest: Callable[[bytes, bytes], bytes] = block_digest,
     ) -> None:
         assert block_size > 0, block_size
         self._ledger = ledger
         self.block_size = block_size
-        self._fingerprint = fingerprint
+        self.kv_root = kv_root
         self._digest = digest
         self._entries: dict[bytes, Entry] = {}
         self._by_block: dict[BlockId, Entry] = {}
@@ -221,7 +230,7 @@ class PrefixCache:
 
     def chain(self, tokens: Sequence[int], salt: bytes) -> tuple[bytes, ...]:
         """The digests of the full blocks of `tokens`, indexed or not: what `pin` takes."""
-        return tuple(chain_digests(root_digest(self._fingerprint, salt), tokens, self.block_size, self._digest))
+        return tuple(chain_digests(root_digest(self.kv_root, salt), tokens, self.block_size, self._digest))
 
     def indexed(self, digest: bytes) -> bool:
         """Whether the block of this digest is here, and so all before it in its chain. Not counted as a use."""
@@ -281,7 +290,7 @@ class PrefixCache:
     def _link(self, parent: Entry | None, salt: bytes, packed: bytes) -> bytes:
         if parent is not None:
             return self._digest(parent.digest, packed)
-        return self._digest(root_digest(self._fingerprint, salt), packed)
+        return self._digest(root_digest(self.kv_root, salt), packed)
 
     def _insert(self, digest: bytes, block: BlockId, packed: bytes, salt: bytes, parent: Entry | None) -> Entry:
         if parent is None:

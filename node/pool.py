@@ -21,6 +21,7 @@ from cachestore.block_manager import BlockManager
 from cachestore.layout import Layout, kv_layout
 from cachestore.ledger import Ledger
 from cachestore.pins import PinTable
+from cachestore.prefix_cache import kv_root
 from engine.build import BuiltEngine, ComputeDevice, EngineConfig, build_runner
 from engine.core import Engine
 from engine.types import KvSpec, Runner, sampling_problem
@@ -195,7 +196,7 @@ async def open_device_pool(
             padding_blocks = 0
             if built.on_device is not None:
                 padding_blocks = await _warm_up(built.on_device, ledger, decodes=decodes, progress=progress)
-            blocks = BlockManager(ledger, config.block_size, built.fingerprint.encode(), padding_blocks=padding_blocks)
+            blocks = BlockManager(ledger, config.block_size, root_of(built, layout), padding_blocks=padding_blocks)
             engine = Engine(built.runner, blocks, config.scheduler())
             host = None
             if spill is not None and spill.host_blocks:
@@ -290,6 +291,12 @@ def _on_free(
     return poison
 
 
+def root_of(built: BuiltEngine, layout: Layout) -> bytes:
+    return kv_root(
+        fingerprint=built.fingerprint, quantisation=built.quantisation, layout_hash=layout.compatibility_hash()
+    )
+
+
 def _model_info(built: BuiltEngine, layout: Layout, config: EngineConfig) -> ModelInfo:
     return ModelInfo(
         name=built.model_name,
@@ -303,6 +310,7 @@ def _model_info(built: BuiltEngine, layout: Layout, config: EngineConfig) -> Mod
         protocol_max=PROTOCOL_MAX,
         quantisation=built.quantisation,
         quantisation_must_agree=config.quantisation_must_agree,
+        kv_root=root_of(built, layout),
     )
 
 

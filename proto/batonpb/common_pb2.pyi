@@ -152,7 +152,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "fingerprint", "vocab_size", "context_len_max", "eos_token_ids", "layout_hash", "block_size", "protocol_min", "protocol_max", "quantisation", "quantisation_must_agree")
+    __slots__ = ("name", "fingerprint", "vocab_size", "context_len_max", "eos_token_ids", "layout_hash", "block_size", "protocol_min", "protocol_max", "quantisation", "quantisation_must_agree", "kv_root")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +164,7 @@ class ModelInfo(_message.Message):
     PROTOCOL_MAX_FIELD_NUMBER: _ClassVar[int]
     QUANTISATION_FIELD_NUMBER: _ClassVar[int]
     QUANTISATION_MUST_AGREE_FIELD_NUMBER: _ClassVar[int]
+    KV_ROOT_FIELD_NUMBER: _ClassVar[int]
     name: str
     fingerprint: str
     vocab_size: int
@@ -175,4 +176,5 @@ class ModelInfo(_message.Message):
     protocol_max: int
     quantisation: str
     quantisation_must_agree: bool
-    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_len_max: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., layout_hash: _Optional[str] = ..., block_size: _Optional[int] = ..., protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., quantisation: _Optional[str] = ..., quantisation_must_agree: bool = ...) -> None: ...
+    kv_root: bytes
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_len_max: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., layout_hash: _Optional[str] = ..., block_size: _Optional[int] = ..., protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., quantisation: _Optional[str] = ..., quantisation_must_agree: bool = ..., kv_root: _Optional[bytes] = ...) -> None: ...

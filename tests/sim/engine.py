@@ -35,6 +35,7 @@ ATTEMPTS = 256
 VOCAB = 50_000 * ATTEMPTS
 CONTEXT_MAX = 1_024
 EOS = 0
+KV_ROOT = b"sim"
 """Never drawn."""
 SEED_PLAIN = 2
 """From this sampling seed on a token does not tell its attempt: every attempt draws the same, as real engines do."""
@@ -203,7 +204,7 @@ def make_pool(config: EngineConfig, *, step_s: float, token_s: float, rng: Rando
             records[block][:] = poison
 
     ledger = Ledger(config.num_blocks, on_free=poison_block)
-    blocks = BlockManager(ledger, config.block_size, b"sim")
+    blocks = BlockManager(ledger, config.block_size, KV_ROOT)
     return DevicePool(
         pins=PinTable(blocks.prefix_cache, num_blocks=config.num_blocks, limits=config.pins),
         runner=cast("Runner", runner),
@@ -222,5 +223,6 @@ def make_pool(config: EngineConfig, *, step_s: float, token_s: float, rng: Rando
             block_size=config.block_size,
             protocol_min=PROTOCOL_MIN,
             protocol_max=PROTOCOL_MAX,
+            kv_root=KV_ROOT,
         ),
     )
