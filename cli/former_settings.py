@@ -104,6 +104,7 @@ _OTHERS: Final[Mapping[str, float]] = {
     "rpc.client_ping_ms=heartbeat_ms of CLIENT_LIVENESS": 10_000,
     "rpc.client_answer_ms_max=answer_ms_max of CLIENT_LIVENESS": 5_000,
     "rpc.handler_end_ms_max": 5_000,
+    "pod.call_ms_max": 2_000,
     "pod.tries_max": 4,
     "pod.retry_ms_min": 200,
     "pod.retry_ms_max": 2_000,

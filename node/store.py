@@ -14,7 +14,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final
 
 from baton.config import setting
@@ -126,10 +126,14 @@ class Store:
         self._down.add_done_callback(log_failure)
 
     async def stop(self) -> None:
-        """Copies under way end with the memory's `close`."""
+        """Nothing is asked of it any more. Copies under way end with `close`."""
         self._cache.on_idle = None
         await end_task(self._down)
         await self._promotions.cancel()
+
+    def close(self) -> None:
+        """Waits for the copies under way. Comes before the end of the region above."""
+        self.host.memory.close()
 
     # Down.
 
@@ -249,9 +253,7 @@ class Store:
             tier.books.end_load(slots)
         table = [*before, *new]
         if ended:
-            self._cache.index(
-                prompt.tokens, table, len(table) * self._cache.block_size, prompt.salt, IndexCursor()
-            )
+            self._cache.index(prompt.tokens, table, len(table) * self._cache.block_size, prompt.salt, IndexCursor())
             took_s = self._loop.time() - began_s
             tier.cost.measured(len(slots), took_s)
             tier.counters.hit_blocks += len(slots)
@@ -290,7 +292,7 @@ class Store:
                 out=out, device=tuple(device[first:end]), host=tuple(HostBlockId(s) for s in slots[first:end])
             )
             ended: asyncio.Future[BaseException | None] = self._loop.create_future()
-            self._copier.start(copy, ended.set_result)
+            self._copier.start(copy, partial(_set_result, ended))
             pieces.append(ended)
         errors = [error for error in [await ended for ended in pieces] if error is not None]
         if errors and not self._broken:
@@ -307,6 +309,11 @@ class Store:
     def check(self) -> None:
         """Raises ConservationError."""
         self.host.books.check()
+
+
+def _set_result(ended: asyncio.Future[BaseException | None], error: BaseException | None) -> None:
+    if not ended.done():  # whoever waits may have been cancelled
+        ended.set_result(error)
 
 
 @lru_cache(maxsize=1024)
@@ -342,8 +349,6 @@ async def open_store(
         host_blocks=num_slots,
         host_stride_bytes=block_bytes,
     )
-    memory = await open_memory_below(
-        below, places, name=f"{name}-store", field="store.host_bytes", progress=progress
-    )
+    memory = await open_memory_below(below, places, name=f"{name}-store", field="store.host_bytes", progress=progress)
     cost = LinearCost(fixed_s=HOST_FIXED_S, unit_s=block_bytes / HOST_BYTES_PER_S, units=PIECE_BLOCKS_MAX)
     return Store(blocks=blocks, host=HostTier(memory=memory, books=TierBooks(num_slots, block_bytes), cost=cost))
