@@ -73,8 +73,7 @@ class PodConfig:
         "folder of the service account: token, namespace, ca.crt",
         "The service account is mounted elsewhere.",
     )
-    call_ms_max: int = fixed(2_000)
-    """How long one call to the API may take."""
+    call_ms_max: int = setting(2_000, "how long one call to the API may take", "The API server is far away or slow.")
     tries_max: int = fixed(4)
     """Calls before the deletion cost is left as it is."""
     retry_ms_min: int = fixed(200)

@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-import numpy as np
 from batonpb import common_pb2, node_pb2
 
 from baton.cores import Cores, own_cores
@@ -18,13 +17,13 @@ from baton.log import get_log
 from baton.runtime import Progress
 from baton.wire import ModelInfo
 from cachestore.block_manager import BlockManager
-from cachestore.layout import Layout, kv_layout
+from cachestore.layout import Layout
 from cachestore.ledger import Ledger
 from cachestore.pins import PinTable
 from cachestore.prefix_cache import kv_root
 from engine.build import BuiltEngine, ComputeDevice, EngineConfig, build_runner
 from engine.core import Engine
-from engine.types import KvSpec, Runner, sampling_problem
+from engine.types import Runner, sampling_problem
 from kvtransfer.device.staging import StagedRegion, StagingConfig
 from kvtransfer.link import DEFAULT_TRANSPORTS, PROTOCOL_MAX, PROTOCOL_MIN, serving
 from kvtransfer.native.copy import copies_by
@@ -53,8 +52,6 @@ if TYPE_CHECKING:
 
 log = get_log("transports")
 
-# NumPy has no bfloat16; a transfer needs its size only.
-_DTYPE_BYTES = {"bfloat16": 2}
 POISON = 0xFF
 """Such bytes are NaN in every float type."""
 
@@ -159,17 +156,6 @@ def check_request(tokens: Sequence[int], prompt_len: int, sampling: common_pb2.S
         raise bad_field("output", f"The answer already has its {sampling.max_tokens} tokens (max_tokens).")
 
 
-def layout_of(spec: KvSpec) -> Layout:
-    return kv_layout(
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        block_size=spec.block_size,
-        dtype=spec.dtype,
-        dtype_bytes=_DTYPE_BYTES.get(spec.dtype) or np.dtype(spec.dtype).itemsize,
-    )
-
-
 async def open_device_pool(
     config: EngineConfig,
     *,
@@ -191,7 +177,7 @@ async def open_device_pool(
     Raises BatonError: MODEL_MISSING, MODEL_BROKEN, MODEL_UNSUPPORTED, BAD_CONFIG (no room, no such device or backend).
     """
     built = await asyncio.to_thread(build_runner, config, lambda done, total: progress("loading", done, total))
-    layout = layout_of(built.runner.kv_spec)
+    layout = built.runner.layout
     region = await open_pool_region(config, layout, f"baton-{name}", progress, transports)
     with ExitStack() as opened:
         opened.callback(region.close)
@@ -291,12 +277,12 @@ def _room_on_device() -> Iterator[None]:
 def _on_free(
     built: BuiltEngine, region: PoolRegion, layout: Layout, config: EngineConfig
 ) -> Callable[[BlockId], None] | None:
-    """What is done with a freed block; with `poison_freed` it is overwritten in every layer."""
+    """What is done with a freed block; with `poison_freed` it is overwritten, all of its pages."""
     if not config.poison_freed:
         return built.block_freed
     if built.on_device is not None:
         return built.on_device.poison
-    nbytes, shape = layout.region_bytes(config.num_blocks), (layout.num_layers, config.num_blocks, layout.record_bytes)
+    nbytes, shape = layout.region_bytes(config.num_blocks), (layout.num_rows, config.num_blocks, layout.page_bytes)
 
     def poison(block: BlockId) -> None:
         # No view is kept: the region could not be closed then.

@@ -61,7 +61,7 @@ def rdma_region(region: PoolRegion) -> RdmaRegion:
 
 async def open_host_region(layout: Layout, num_blocks: int, name: str, field: str, progress: Progress) -> Region:
     """Prefaulted, on a thread. Raises BatonError BAD_CONFIG for `field`: there is not the memory."""
-    what = f"{num_blocks:,} blocks of {layout.num_layers} x {layout.record_bytes:,} bytes"
+    what = f"{num_blocks:,} blocks of {layout.num_rows} x {layout.page_bytes:,} bytes"
     return await open_host_memory(layout.region_bytes(num_blocks), name, field, what, progress)
 
 
@@ -126,7 +126,7 @@ def _open_device_region(config: EngineConfig, layout: Layout, name: str, asked_t
             field="engine.num_blocks",
         ) from error
     try:
-        region.rehearse_copy(layout.record_bytes)
+        region.rehearse_copy(layout.page_bytes)
     except BaseException:
         region.close()
         raise

@@ -46,13 +46,10 @@ class SpillConfig:
         "blocks that each running sequence should find free after one is swapped out, and before one comes back",
         "Sequences are swapped out and in again all the time (raise it).",
     )
-    pinned_bytes_max: int = setting(
-        64 << 30,
-        "bytes that host_blocks may take where the region is on a GPU: all of them are pinned, for no other use",
-        "host_blocks is refused although the machine has the memory.",
-    )
     copy_blocks_max: int = fixed(64)
     """Blocks of one copy; a longer one is cut."""
+    pinned_bytes_max: int = fixed(1 << 40)
+    """Where the region is on a GPU all of host_blocks are pinned, for no other use."""
 
     def __post_init__(self) -> None:
         check_positive(self, "headroom_blocks", "copy_blocks_max", "pinned_bytes_max")
@@ -408,8 +405,7 @@ async def open_host_memory(
         raise BatonError(
             Reason.BAD_CONFIG,
             f"spill.host_blocks is {config.host_blocks}, or {nbytes:,} bytes, all of them pinned since the region "
-            f"is on a device; spill.pinned_bytes_max is {config.pinned_bytes_max:,}. Set fewer blocks, or allow more "
-            "bytes if the machine can do without them.",
+            f"is on a device; at most {config.pinned_bytes_max:,} may be. Set fewer blocks.",
             field="spill.host_blocks",
         )
     memory = await open_memory_below(below, places, name=f"{name}-spill", field="spill.host_blocks", progress=progress)

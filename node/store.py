@@ -24,11 +24,10 @@ from baton.log import get_log
 from baton.runtime import Progress
 from baton.tasks import Tasks, end_task, log_failure
 from cachestore.block_manager import BlockManager
-from cachestore.host_blocks import HostBlockId
 from cachestore.layout import Layout
 from cachestore.prefix_cache import Entry, IndexCursor, pack_tokens, root_digest
 from cachestore.tier_books import BlockKey, TierBooks, TierSlot, salt_digest
-from node.copiers import BlockCopier, BlockCopy, BlockPlaces, MemoryBelow, open_memory_below
+from node.copiers import BlockCopier, MemoryBelow, PositionCopy, PositionPlaces, open_memory_below
 from node.regions import PoolRegion
 from node.sources import LinearCost, Offer, Prefix, SourceKind
 
@@ -99,7 +98,8 @@ class HostTier:
 class Store:
     """Implements `node.sources.PrefixSource`. Control thread only."""
 
-    def __init__(self, *, blocks: BlockManager, host: HostTier) -> None:
+    def __init__(self, *, blocks: BlockManager, groups: int, host: HostTier) -> None:
+        """`groups` blocks of the region make a position, which is what a tier calls a block."""
         self.host = host
         self.spare: Callable[[], int] = lambda: self._ledger.available
         """How many blocks of the region may be taken for what comes up."""
@@ -108,6 +108,7 @@ class Store:
         self._blocks = blocks
         self._ledger = blocks.ledger
         self._cache = blocks.prefix_cache
+        self._groups = groups
         self._copier: BlockCopier = host.memory.copier
         self._idle: OrderedDict[bytes, Entry] = OrderedDict()
         """Indexed blocks that nobody held when they came here, the first first."""
@@ -206,7 +207,7 @@ class Store:
             return None
         host = self.host
         found = host.books.match(list(self._known_keys(host.books, prompt, have_blocks)))
-        count = min(len(found), self.spare())
+        count = min(len(found), self.spare() // self._groups)
         if count <= 0:
             return None
         return Offer(
@@ -235,15 +236,16 @@ class Store:
 
     async def _bring_from_host(self, offer: Offer) -> int:
         prompt, tier, began_s = offer.prompt, self.host, self._loop.time()
-        before = self._cache.match(prompt.tokens, prompt.salt, offer.have_blocks)
-        slots = tier.books.match(list(self._known_keys(tier.books, prompt, len(before))))[: offer.blocks]
+        groups = self._groups
+        before = self._cache.match(prompt.tokens, prompt.salt, offer.have_blocks * groups)
+        slots = tier.books.match(list(self._known_keys(tier.books, prompt, offer.have_blocks)))[: offer.blocks]
         self._ledger.hold(before)
-        room = max(0, min(self.spare(), self._ledger.available)) if len(before) == offer.have_blocks else 0
-        del slots[room:]
+        room = max(0, min(self.spare(), self._ledger.available)) // groups
+        del slots[room if len(before) == offer.have_blocks * groups else 0 :]
         if not slots:
             self._release(before)
             return 0
-        new = self._blocks.allocate(len(slots))
+        new = self._blocks.allocate(len(slots) * groups)
         tier.books.begin_load(slots)
         ended = False
         try:
@@ -284,12 +286,12 @@ class Store:
     # Copies.
 
     async def _copy(self, *, out: bool, device: Sequence[BlockId], slots: Sequence[TierSlot]) -> bool:
-        """In pieces. False: a copy has failed, so the store copies nothing from now on."""
-        pieces = []
-        for first in range(0, len(device), PIECE_BLOCKS_MAX):
+        """`device` is a piece of a block table. False: a copy has failed, and nothing is copied from now on."""
+        pieces, groups = [], self._groups
+        for first in range(0, len(slots), PIECE_BLOCKS_MAX):
             end = first + PIECE_BLOCKS_MAX
-            copy = BlockCopy(
-                out=out, device=tuple(device[first:end]), host=tuple(HostBlockId(s) for s in slots[first:end])
+            copy = PositionCopy(
+                out=out, device=tuple(device[first * groups : end * groups]), host=tuple(slots[first:end])
             )
             ended: asyncio.Future[BaseException | None] = self._loop.create_future()
             self._copier.start(copy, partial(_set_result, ended))
@@ -335,7 +337,7 @@ async def open_store(
 
     Raises BatonError BAD_CONFIG: there is too little memory, or it cannot be pinned.
     """
-    block_bytes = layout.region_bytes(1)
+    block_bytes = layout.position_bytes
     num_slots = config.host_bytes // block_bytes
     if num_slots == 0:
         raise BatonError(
@@ -343,12 +345,13 @@ async def open_store(
             f"store.host_bytes is {config.host_bytes:,}; a block has {block_bytes:,} bytes. Set more, or 0 (off).",
             field="store.host_bytes",
         )
-    places = BlockPlaces(
-        layout=layout,
-        device_blocks=blocks.ledger.num_blocks,
-        host_blocks=num_slots,
-        host_stride_bytes=block_bytes,
+    places = PositionPlaces(
+        layout=layout, device_blocks=blocks.ledger.num_blocks, slots=num_slots, slot_bytes=block_bytes
     )
     memory = await open_memory_below(below, places, name=f"{name}-store", field="store.host_bytes", progress=progress)
     cost = LinearCost(fixed_s=HOST_FIXED_S, unit_s=block_bytes / HOST_BYTES_PER_S, units=PIECE_BLOCKS_MAX)
-    return Store(blocks=blocks, host=HostTier(memory=memory, books=TierBooks(num_slots, block_bytes), cost=cost))
+    return Store(
+        blocks=blocks,
+        groups=layout.num_groups,
+        host=HostTier(memory=memory, books=TierBooks(num_slots, block_bytes), cost=cost),
+    )

@@ -20,7 +20,7 @@ from cachestore.prefix_cache import IndexCursor
 from cachestore.tier_books import TierBooks
 from kvtransfer.native.copy import copy_records
 from node import store as store_module
-from node.copiers import BlockCopy, BlockPlaces
+from node.copiers import PositionCopy, PositionPlaces
 from node.sources import LinearCost, Offer, Prefix
 from node.store import HostTier, Store
 
@@ -33,14 +33,14 @@ POISON = 0xFF
 class HandCopier:
     """Copies nothing until `finish`; or at once, where it is `prompt`."""
 
-    places: BlockPlaces
+    places: PositionPlaces
     device_U8: np.ndarray
     host_U8: np.ndarray
     prompt: bool = False
     error: BaseException | None = None
-    waiting: list[tuple[BlockCopy, Callable[[BaseException | None], None]]] = field(default_factory=list)
+    waiting: list[tuple[PositionCopy, Callable[[BaseException | None], None]]] = field(default_factory=list)
 
-    def start(self, copy: BlockCopy, done: Callable[[BaseException | None], None]) -> None:
+    def start(self, copy: PositionCopy, done: Callable[[BaseException | None], None]) -> None:
         self.waiting.append((copy, done))
         if self.prompt:
             asyncio.get_running_loop().call_soon(self.finish)
@@ -57,16 +57,20 @@ class Scene:
     """A region of `device` blocks over `host` blocks. A block's bytes are made of its digest, so a wrong one shows."""
 
     def __init__(self, device: int, host: int, *, prompt: bool = False) -> None:
-        stride = LAYOUT.region_bytes(1) + 8
+        stride = LAYOUT.position_bytes + 8
         self.ledger = Ledger(device, on_free=self._poison)
         self.blocks = BlockManager(self.ledger, SIZE, b"root")
-        self.places = BlockPlaces(layout=LAYOUT, device_blocks=device, host_blocks=host, host_stride_bytes=stride)
+        self.places = PositionPlaces(layout=LAYOUT, device_blocks=device, slots=host, slot_bytes=stride)
         self.device_U8 = np.full(LAYOUT.region_bytes(device), POISON, np.uint8)
         host_U8 = np.full(self.places.host_nbytes, POISON, np.uint8)
         self.copier = HandCopier(self.places, self.device_U8, host_U8, prompt)
         memory: Any = SimpleNamespace(copier=self.copier)
         cost = LinearCost(fixed_s=1e-4, unit_s=1e-5, units=8)
-        self.store = Store(blocks=self.blocks, host=HostTier(memory=memory, books=TierBooks(host, stride), cost=cost))
+        self.store = Store(
+            blocks=self.blocks,
+            groups=LAYOUT.num_groups,
+            host=HostTier(memory=memory, books=TierBooks(host, stride), cost=cost),
+        )
 
     def _poison(self, block: BlockId) -> None:
         self._records(block)[:] = POISON
