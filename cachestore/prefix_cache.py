@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from baton.ids import BlockId
+from cachestore.holdings import Holdings, Tier
 from cachestore.ledger import Ledger
 
 DIGEST_BYTES = 16
@@ -126,6 +127,8 @@ class PrefixCache:
         self._serial = 0
         self.prompt_tokens = self.hit_tokens = 0
         """Totals since the start."""
+        self.holdings = Holdings()
+        """What is here, for other processes. Tiers below add what they have."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -309,6 +312,7 @@ class PrefixCache:
         )
         self._ledger.mark_cached(block)
         self._entries[digest] = entry
+        self.holdings.added(digest, Tier.DEVICE)
         self._by_block[block] = entry
         if parent is not None:
             parent.children[digest] = entry
@@ -370,6 +374,7 @@ class PrefixCache:
             gone.alive = False
             gone.children.clear()
             del self._entries[gone.digest], self._by_block[gone.block]
+            self.holdings.removed(gone.digest, Tier.DEVICE)
             self._ledger.evict(gone.block)
 
 

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from random import Random
 from typing import NotRequired, Protocol, TypedDict, Unpack
 
-from batonpb import node_pb2, pins_pb2_grpc
+from batonpb import holdings_pb2_grpc, node_pb2, pins_pb2_grpc
 
 from baton.clock import Clock
 from baton.drain import Holdings
@@ -22,6 +22,7 @@ from baton.wire import NodeLoad, Role
 from cachestore.ledger import ConservationError, Ledger
 from node.config import NodeConfig
 from node.engine_loop import EngineLoop, StepHost, done_or_broken
+from node.holdings import HoldingsService
 from node.pool import DevicePool, RegionTransports, open_device_pool, open_transports, transport_facts
 from node.service import PinService
 from node.spill import SpillConfig
@@ -143,6 +144,13 @@ async def serve_node(
         opened.push_async_callback(runtime.close)
         transports = open_transports(config, pool.region, opened, remote_writes=decodes)
         half = make(runtime, pool, transports, opened)
+        holdings = HoldingsService(
+            pool.blocks.prefix_cache.holdings,
+            runtime.incarnation,
+            runtime.clock,
+            nodes=lambda: len(runtime.membership.nodes()),
+        )
+        runtime.server.add("baton.v1.Holdings", holdings_pb2_grpc.add_HoldingsServicer_to_server, holdings)
         if pool.store is not None:
             pool.store.start()
             opened.push_async_callback(pool.store.stop)
@@ -159,6 +167,7 @@ async def serve_node(
         finally:
             await runtime.leave()
             await half.end_requests()
+            holdings.close()
             await runtime.stop_serving()
             await engine_loop.stop(stepping)
 

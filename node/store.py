@@ -24,6 +24,7 @@ from baton.log import get_log
 from baton.runtime import Progress
 from baton.tasks import Tasks, end_task, log_failure
 from cachestore.block_manager import BlockManager
+from cachestore.holdings import Tier
 from cachestore.layout import Layout
 from cachestore.prefix_cache import Entry, IndexCursor, pack_tokens, root_digest
 from cachestore.tier_books import BlockKey, TierBooks, TierSlot, salt_digest
@@ -350,8 +351,11 @@ async def open_store(
     )
     memory = await open_memory_below(below, places, name=f"{name}-store", field="store.host_bytes", progress=progress)
     cost = LinearCost(fixed_s=HOST_FIXED_S, unit_s=block_bytes / HOST_BYTES_PER_S, units=PIECE_BLOCKS_MAX)
-    return Store(
-        blocks=blocks,
-        groups=layout.num_groups,
-        host=HostTier(memory=memory, books=TierBooks(num_slots, block_bytes), cost=cost),
+    holdings = blocks.prefix_cache.holdings
+    books = TierBooks(
+        num_slots,
+        block_bytes,
+        on_added=lambda digest: holdings.added(digest, Tier.HOST),
+        on_removed=lambda digest: holdings.removed(digest, Tier.HOST),
     )
+    return Store(blocks=blocks, groups=layout.num_groups, host=HostTier(memory=memory, books=books, cost=cost))
