@@ -56,6 +56,8 @@ class ModelInfo:
     """How the weights are quantised; empty: not at all. The fingerprint does not cover it."""
     quantisation_must_agree: bool = False
     """This node hands over only with nodes of the same quantisation."""
+    kv_root: bytes = b""
+    """Names what makes this node's KV (`cachestore.prefix_cache.kv_root`): only nodes of one root share cached KV."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +128,17 @@ class NodeRecord:
     def command_endpoint(self) -> str:
         """Where Node and Pins are served."""
         return self.admin_endpoint or self.endpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """A node that has KV of a prompt, as a router knows it."""
+
+    name: str
+    endpoint: str
+    incarnation: Incarnation
+    blocks: int
+    """Leading full blocks of the prompt, in positions."""
 
 
 def check_name(name: str) -> NodeName:
@@ -222,3 +235,12 @@ def key_from_proto(key: common_pb2.RequestKey) -> RequestKey:
 
 def key_to_proto(key: RequestKey, epoch: int = 0) -> common_pb2.RequestKey:
     return common_pb2.RequestKey(request=key.request, attempt=key.attempt, epoch=epoch)
+
+
+def owner_from_proto(message: common_pb2.Owner) -> Owner:
+    return Owner(
+        name=message.name,
+        endpoint=message.endpoint,
+        incarnation=Incarnation(message.incarnation),
+        blocks=message.blocks,
+    )

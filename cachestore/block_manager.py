@@ -34,15 +34,15 @@ def growth_blocks(
 class BlockManager:
     """Hands out the blocks of one region, and keeps what is left behind as prefix cache.
 
-    `fingerprint` names the model (and adapter) whose KV this is; chains of different fingerprints never match.
+    `kv_root` names what makes this KV (`prefix_cache.kv_root`); chains of different roots never match.
     """
 
-    def __init__(self, ledger: Ledger, block_size: int, fingerprint: bytes, *, padding_blocks: int = 0) -> None:
+    def __init__(self, ledger: Ledger, block_size: int, kv_root: bytes, *, padding_blocks: int = 0) -> None:
         """`padding_blocks` of the ledger's held blocks belong to the engine itself, for good."""
         self.ledger = ledger
         self.padding_blocks = padding_blocks
         self.block_size = block_size
-        self.prefix_cache = PrefixCache(ledger, block_size=block_size, fingerprint=fingerprint)
+        self.prefix_cache = PrefixCache(ledger, block_size=block_size, kv_root=kv_root)
 
     def blocks_for(self, tokens_count: int) -> int:
         return -(-tokens_count // self.block_size)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from baton.ids import BlockId
+from cachestore.holdings import Holdings, Tier
 from cachestore.ledger import Ledger
 
 DIGEST_BYTES = 16
@@ -32,9 +33,18 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(tokens)}q", *tokens)
 
 
-def root_digest(fingerprint: bytes, salt: bytes) -> bytes:
-    """Where the chain of one model (`fingerprint`) and one tenant (`salt`) starts."""
-    return _blake2b(struct.pack("<q", len(fingerprint)) + fingerprint + salt)
+def kv_root(*, fingerprint: str, quantisation: str, layout_hash: str) -> bytes:
+    """Names what makes a node's KV: the checkpoint, the rounding of the weights it computes with, the record layout.
+
+    KV of different roots is never mixed: not in a cache, and not between nodes.
+    """
+    parts = [part.encode() for part in (fingerprint, quantisation, layout_hash)]
+    return _blake2b(b"".join(struct.pack("<q", len(part)) + part for part in parts))
+
+
+def root_digest(kv_root: bytes, salt: bytes) -> bytes:
+    """Where the chain of one kind of KV (`kv_root`) and one tenant (`salt`) starts."""
+    return _blake2b(struct.pack("<q", len(kv_root)) + kv_root + salt)
 
 
 def block_digest(parent: bytes, packed_tokens: bytes) -> bytes:
@@ -55,7 +65,7 @@ def chain_digests(
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Entry:
-    """One indexed block. Private to this module but for the identity that cursors keep."""
+    """One indexed block. For cursors its identity counts; the node's store reads it, and changes nothing."""
 
     digest: bytes
     block: BlockId
@@ -95,13 +105,13 @@ class PrefixCache:
         ledger: Ledger,
         *,
         block_size: int,
-        fingerprint: bytes,
+        kv_root: bytes,
         digest: Callable[[bytes, bytes], bytes] = block_digest,
     ) -> None:
         assert block_size > 0, block_size
         self._ledger = ledger
         self.block_size = block_size
-        self._fingerprint = fingerprint
+        self.kv_root = kv_root
         self._digest = digest
         self._entries: dict[bytes, Entry] = {}
         self._by_block: dict[BlockId, Entry] = {}
@@ -111,10 +121,14 @@ class PrefixCache:
         self._heap: list[tuple[int, int, int, Entry]] = []
         self.may_pin: Callable[[], bool] = lambda: True
         """Asked before each block that is pinned: whether whoever has been admitted can do without it."""
+        self.on_idle: Callable[[Entry], None] | None = None
+        """Called with each indexed block that nobody holds any more, those before it in its chain first."""
         self._now = 0
         self._serial = 0
         self.prompt_tokens = self.hit_tokens = 0
         """Totals since the start."""
+        self.holdings = Holdings()
+        """What is here, for other processes. Tiers below add what they have."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -183,6 +197,8 @@ class PrefixCache:
             self._touch(entry)
             if not entry.in_heap and self._is_evictable(entry):
                 self._push(entry)
+            if self.on_idle is not None and not self._ledger.is_held(block):
+                self.on_idle(entry)
 
     def evict_until(self, free: int) -> bool:
         """Evict until the ledger has `free` free blocks. False, with nothing evicted, when that cannot be reached.
@@ -217,7 +233,7 @@ class PrefixCache:
 
     def chain(self, tokens: Sequence[int], salt: bytes) -> tuple[bytes, ...]:
         """The digests of the full blocks of `tokens`, indexed or not: what `pin` takes."""
-        return tuple(chain_digests(root_digest(self._fingerprint, salt), tokens, self.block_size, self._digest))
+        return tuple(chain_digests(root_digest(self.kv_root, salt), tokens, self.block_size, self._digest))
 
     def indexed(self, digest: bytes) -> bool:
         """Whether the block of this digest is here, and so all before it in its chain. Not counted as a use."""
@@ -277,7 +293,7 @@ class PrefixCache:
     def _link(self, parent: Entry | None, salt: bytes, packed: bytes) -> bytes:
         if parent is not None:
             return self._digest(parent.digest, packed)
-        return self._digest(root_digest(self._fingerprint, salt), packed)
+        return self._digest(root_digest(self.kv_root, salt), packed)
 
     def _insert(self, digest: bytes, block: BlockId, packed: bytes, salt: bytes, parent: Entry | None) -> Entry:
         if parent is None:
@@ -296,6 +312,7 @@ class PrefixCache:
         )
         self._ledger.mark_cached(block)
         self._entries[digest] = entry
+        self.holdings.added(digest, Tier.DEVICE)
         self._by_block[block] = entry
         if parent is not None:
             parent.children[digest] = entry
@@ -357,6 +374,7 @@ class PrefixCache:
             gone.alive = False
             gone.children.clear()
             del self._entries[gone.digest], self._by_block[gone.block]
+            self.holdings.removed(gone.digest, Tier.DEVICE)
             self._ledger.evict(gone.block)
 
 

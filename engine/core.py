@@ -72,7 +72,7 @@ class Engine:
     """
 
     def __init__(self, runner: Runner, blocks: BlockManager, config: SchedulerConfig) -> None:
-        assert runner.kv_spec.block_size == blocks.block_size, (runner.kv_spec.block_size, blocks.block_size)
+        assert runner.layout.block_size == blocks.block_size, (runner.layout.block_size, blocks.block_size)
         self._runner = runner
         self._blocks = blocks
         self.scheduler = Scheduler(config, blocks)

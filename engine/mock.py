@@ -78,13 +78,13 @@ class MockRunner:
 
     def __init__(self, config: MockConfig, *, pause: Callable[[float], None] = time.sleep) -> None:
         self.config = config
-        self.kv_spec = KvSpec(
+        self.layout = KvSpec(
             num_layers=config.num_layers,
             num_kv_heads=1,
             head_dim=config.head_dim,
             block_size=config.block_size,
             dtype="uint8",
-        )
+        ).layout
         self.vocab_size = config.vocab_size
         self.context_len_max = config.context_len_max
         self.eos_token_ids = config.eos_token_ids

@@ -294,9 +294,7 @@ class PrefillNode:
         job.next_block = handoff.prefix_skip
         writes = self._plan_writes(job, handoff, cached_blocks)
         if writes is not None:
-            for layer in writes.layers:
-                writes.layer_done(layer)
-            writes.finish()
+            writes.all_layers_done()
 
     def _plan_writes(self, job: Job, handoff: Handoff, end_block: int) -> StepWrites | None:
         """Writes of the prompt's blocks from `next_block` to `end_block`, in all layers. None without such blocks."""
@@ -306,8 +304,7 @@ class PrefillNode:
             return None
         src = job.seq.block_table[first : job.next_block]
         dst = handoff.dst_blocks[first - handoff.prefix_skip : job.next_block - handoff.prefix_skip]
-        layers = range(self.pool.layout.num_layers)
-        return handoff.plan_step(np.array(src, dtype=np.int64), np.array(dst, dtype=np.int64), layers)
+        return handoff.plan_step(np.array(src, dtype=np.int64), np.array(dst, dtype=np.int64))
 
     async def _first_token(self, job: Job) -> TokenEvent:
         """Wait for the engine. A handoff that ends before the last layer is posted ends the request at once."""

@@ -68,7 +68,7 @@ class PrefillNodes:
         """
         model = self.model()
         tokens = (*job.checked.prompt, *job.output)
-        hashes = chain_digests(root_digest(b"", job.checked.cache_salt), tokens, model.block_size)
+        hashes = chain_digests(root_digest(model.kv_root, job.checked.cache_salt), tokens, model.block_size)
         job.block_size = model.block_size
         fit = self._fit(job, model)
         if not fit:

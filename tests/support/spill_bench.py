@@ -16,7 +16,6 @@ from engine.scheduler import Sequence, SequenceMode
 from engine.types import NullSink, SamplingParams
 from kvtransfer.native.copy import copy_records
 from node.copiers import BlockCopy, BlockPlaces
-from node.pool import layout_of
 from node.spill import Spill, SpillConfig
 from tests.support.engine_bench import POISON, SMALL, Node, key_of
 
@@ -62,7 +61,7 @@ class SpillNode(Node):
         super().__init__(
             config, num_blocks=num_blocks, tokens_per_step=tokens_per_step, sequences=sequences, runner=runner
         )
-        layout = layout_of(self.runner.kv_spec)
+        layout = self.runner.layout
         self.places = BlockPlaces(layout=layout, device_blocks=num_blocks, host_blocks=host_blocks)
         self.host_memory = np.full(layout.region_bytes(host_blocks), POISON, np.uint8)
         self.copier = HandCopier(self.places, self.region, self.host_memory)
