@@ -140,6 +140,17 @@ class NodeRecord:
         return self.admin_endpoint or self.endpoint
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """A node that has KV of a prompt, as a router knows it."""
+
+    name: str
+    endpoint: str
+    incarnation: Incarnation
+    blocks: int
+    """Leading full blocks of the prompt, in positions."""
+
+
 def check_name(name: str) -> NodeName:
     """`name` as a node name. Raises BatonError BAD_NAME."""
     if not NAME.fullmatch(name):
@@ -241,3 +252,12 @@ def key_from_proto(key: common_pb2.RequestKey) -> RequestKey:
 
 def key_to_proto(key: RequestKey, epoch: int = 0) -> common_pb2.RequestKey:
     return common_pb2.RequestKey(request=key.request, attempt=key.attempt, epoch=epoch)
+
+
+def owner_from_proto(message: common_pb2.Owner) -> Owner:
+    return Owner(
+        name=message.name,
+        endpoint=message.endpoint,
+        incarnation=Incarnation(message.incarnation),
+        blocks=message.blocks,
+    )

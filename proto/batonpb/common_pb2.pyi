@@ -74,6 +74,34 @@ class Resumable(_message.Message):
     state: bytes
     def __init__(self, tag: _Optional[bytes] = ..., state: _Optional[bytes] = ...) -> None: ...
 
+class Owner(_message.Message):
+    __slots__ = ("name", "endpoint", "incarnation", "blocks")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    endpoint: str
+    incarnation: int
+    blocks: int
+    def __init__(self, name: _Optional[str] = ..., endpoint: _Optional[str] = ..., incarnation: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
+
+class PromptSources(_message.Message):
+    __slots__ = ("computed", "cached_device", "cached_host", "cached_disk", "fetched", "fetched_from")
+    COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    CACHED_DEVICE_FIELD_NUMBER: _ClassVar[int]
+    CACHED_HOST_FIELD_NUMBER: _ClassVar[int]
+    CACHED_DISK_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_FROM_FIELD_NUMBER: _ClassVar[int]
+    computed: int
+    cached_device: int
+    cached_host: int
+    cached_disk: int
+    fetched: int
+    fetched_from: str
+    def __init__(self, computed: _Optional[int] = ..., cached_device: _Optional[int] = ..., cached_host: _Optional[int] = ..., cached_disk: _Optional[int] = ..., fetched: _Optional[int] = ..., fetched_from: _Optional[str] = ...) -> None: ...
+
 class RejectedTransport(_message.Message):
     __slots__ = ("transport", "why")
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
