@@ -1,4 +1,4 @@
-"""Tiers below the regions of a mock cluster: what was evicted comes back, byte for byte, and from nobody else's cache."""
+"""Tiers below the regions of a mock cluster: what was evicted comes back, byte for byte, and to its own tenant only."""
 
 from __future__ import annotations
 
