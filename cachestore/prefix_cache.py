@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from baton.ids import BlockId
+from cachestore.holdings import Holdings, Tier
 from cachestore.ledger import Ledger
 
 DIGEST_BYTES = 16
@@ -64,7 +65,7 @@ def chain_digests(
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Entry:
-    """One indexed block. Private to this module but for the identity that cursors keep."""
+    """One indexed block. For cursors its identity counts; the node's store reads it, and changes nothing."""
 
     digest: bytes
     block: BlockId
@@ -120,10 +121,14 @@ class PrefixCache:
         self._heap: list[tuple[int, int, int, Entry]] = []
         self.may_pin: Callable[[], bool] = lambda: True
         """Asked before each block that is pinned: whether whoever has been admitted can do without it."""
+        self.on_idle: Callable[[Entry], None] | None = None
+        """Called with each indexed block that nobody holds any more, those before it in its chain first."""
         self._now = 0
         self._serial = 0
         self.prompt_tokens = self.hit_tokens = 0
         """Totals since the start."""
+        self.holdings = Holdings()
+        """What is here, for other processes. Tiers below add what they have."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -192,6 +197,8 @@ class PrefixCache:
             self._touch(entry)
             if not entry.in_heap and self._is_evictable(entry):
                 self._push(entry)
+            if self.on_idle is not None and not self._ledger.is_held(block):
+                self.on_idle(entry)
 
     def evict_until(self, free: int) -> bool:
         """Evict until the ledger has `free` free blocks. False, with nothing evicted, when that cannot be reached.
@@ -305,6 +312,7 @@ class PrefixCache:
         )
         self._ledger.mark_cached(block)
         self._entries[digest] = entry
+        self.holdings.added(digest, Tier.DEVICE)
         self._by_block[block] = entry
         if parent is not None:
             parent.children[digest] = entry
@@ -366,6 +374,7 @@ class PrefixCache:
             gone.alive = False
             gone.children.clear()
             del self._entries[gone.digest], self._by_block[gone.block]
+            self.holdings.removed(gone.digest, Tier.DEVICE)
             self._ledger.evict(gone.block)
 
 

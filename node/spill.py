@@ -11,7 +11,6 @@ the copy has ended.
 from __future__ import annotations
 
 from collections.abc import Sequence as Several
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -26,12 +25,9 @@ from cachestore.ledger import ConservationError
 from cachestore.spill_policy import CopyBack, CopyOut, SpillPolicy, SpillState, Standing, SwapOut
 from engine.core import Engine
 from engine.scheduler import Sequence
-from kvtransfer.device.host_driver import HostStreams
 from kvtransfer.device.region import DeviceRegion
-from kvtransfer.region import Region
-from kvtransfer.transport import DeviceError
-from node.copiers import BlockCopier, BlockCopy, BlockPlaces
-from node.regions import PoolRegion, clear_frames_of, on_thread, open_host_region
+from node.copiers import BlockCopier, BlockCopy, BlockPlaces, MemoryBelow, open_memory_below
+from node.regions import PoolRegion
 
 HOST_BLOCKS_MAX = 1 << 24
 
@@ -50,13 +46,10 @@ class SpillConfig:
         "blocks that each running sequence should find free after one is swapped out, and before one comes back",
         "Sequences are swapped out and in again all the time (raise it).",
     )
-    pinned_bytes_max: int = setting(
-        64 << 30,
-        "bytes that host_blocks may take where the region is on a GPU: all of them are pinned, for no other use",
-        "host_blocks is refused although the machine has the memory.",
-    )
     copy_blocks_max: int = fixed(64)
     """Blocks of one copy; a longer one is cut."""
+    pinned_bytes_max: int = fixed(1 << 40)
+    """Where the region is on a GPU all of host_blocks are pinned, for no other use."""
 
     def __post_init__(self) -> None:
         check_positive(self, "headroom_blocks", "copy_blocks_max", "pinned_bytes_max")
@@ -386,21 +379,10 @@ class Spill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
-    """The tier below the pool, and who moves blocks there and back."""
+    """The overcommit of a pool, and the host memory behind it."""
 
-    region: Region
-    pinned: bool
-    """For the device, which the pool's region is on."""
+    memory: MemoryBelow
     spill: Spill
-    opened: ExitStack
-
-    def describe(self) -> str:
-        """For people: how large it is."""
-        return f"{self.region.nbytes:,} bytes of {'pinned' if self.pinned else 'host'} memory"
-
-    def close(self) -> None:
-        """Waits for the copies under way. Comes before the end of the pool's region."""
-        self.opened.close()
 
 
 async def open_host_memory(
@@ -413,52 +395,18 @@ async def open_host_memory(
     name: str,
     progress: Progress,
 ) -> HostMemory:
-    """Make the tier, and put the engine under overcommit. `below` is the pool's region.
+    """Make the memory, and put the engine under overcommit. `below` is the pool's region.
 
     Raises BatonError BAD_CONFIG: there is too little memory, or it cannot be pinned.
     """
-    nbytes = layout.region_bytes(config.host_blocks)
+    places = BlockPlaces(layout=layout, device_blocks=blocks.ledger.num_blocks, host_blocks=config.host_blocks)
+    nbytes = places.host_nbytes
     if isinstance(below, DeviceRegion) and nbytes > config.pinned_bytes_max:
         raise BatonError(
             Reason.BAD_CONFIG,
             f"spill.host_blocks is {config.host_blocks}, or {nbytes:,} bytes, all of them pinned since the region "
-            f"is on a device; spill.pinned_bytes_max is {config.pinned_bytes_max:,}. Set fewer blocks, or allow more "
-            "bytes if the machine can do without them.",
+            f"is on a device; at most {config.pinned_bytes_max:,} may be. Set fewer blocks.",
             field="spill.host_blocks",
         )
-    region = await open_host_region(layout, config.host_blocks, f"baton-{name}-host", "spill.host_blocks", progress)
-    places = BlockPlaces(layout=layout, device_blocks=blocks.ledger.num_blocks, host_blocks=config.host_blocks)
-    pinned = isinstance(below, DeviceRegion)
-    with ExitStack() as stack:
-        stack.callback(region.close)
-        if isinstance(below, DeviceRegion):
-            progress("pinning", 0, region.nbytes)
-            try:
-                copier = await on_thread(_pin, below, region, places, name, stack)
-            except BaseException as error:
-                clear_frames_of(error)
-                raise
-            progress("pinning", region.nbytes, region.nbytes)
-        else:
-            copier = BlockCopier(streams=HostStreams(), places=places, device=below, host=region, name=name)
-            stack.callback(copier.close)
-        opened = stack.pop_all()
-    spill = Spill(config=config, engine=engine, blocks=blocks, copier=copier)
-    return HostMemory(region=region, pinned=pinned, spill=spill, opened=opened)
-
-
-def _pin(below: DeviceRegion, region: Region, places: BlockPlaces, name: str, opened: ExitStack) -> BlockCopier:
-    """Blocks. `opened` closes what it makes, also where nobody waits for it any more."""
-    try:
-        pinned = below.driver.register(region.array_U8)
-        opened.callback(pinned.close)
-        copier = BlockCopier(streams=below.driver.streams, places=places, device=below, host=pinned, name=name)
-        opened.callback(copier.close)
-        copier.rehearse()
-    except DeviceError as error:
-        raise BatonError(
-            Reason.BAD_CONFIG,
-            f"Cannot pin {region.nbytes:,} bytes of host memory to spill to: {error}. Set a smaller spill.host_blocks.",
-            field="spill.host_blocks",
-        ) from error
-    return copier
+    memory = await open_memory_below(below, places, name=f"{name}-spill", field="spill.host_blocks", progress=progress)
+    return HostMemory(memory=memory, spill=Spill(config=config, engine=engine, blocks=blocks, copier=memory.copier))
