@@ -56,6 +56,18 @@ class ModelInfo:
     """How the weights are quantised; empty: not at all. The fingerprint does not cover it."""
     quantisation_must_agree: bool = False
     """This node hands over only with nodes of the same quantisation."""
+    layer_groups: int = 1
+    """Groups of layers, each with a block of its own for `block_size` tokens."""
+    kv_root: bytes = b""
+    """Names what makes this node's KV (`cachestore.prefix_cache.kv_root`): only nodes of one root share cached KV."""
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks of a region that hold so many tokens."""
+        return -(-tokens // self.block_size) * self.layer_groups
+
+    def tokens_in(self, blocks: int) -> int:
+        """Tokens that so many blocks hold."""
+        return blocks // self.layer_groups * self.block_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +140,17 @@ class NodeRecord:
         return self.admin_endpoint or self.endpoint
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """A node that has KV of a prompt, as a router knows it."""
+
+    name: str
+    endpoint: str
+    incarnation: Incarnation
+    blocks: int
+    """Leading full blocks of the prompt, in positions."""
+
+
 def check_name(name: str) -> NodeName:
     """`name` as a node name. Raises BatonError BAD_NAME."""
     if not NAME.fullmatch(name):
@@ -179,7 +202,14 @@ def model_to_proto(model: ModelInfo) -> common_pb2.ModelInfo:
 
 
 def model_from_proto(message: common_pb2.ModelInfo) -> ModelInfo:
-    return ModelInfo(**_values(ModelInfo, message, eos_token_ids=tuple(message.eos_token_ids)))
+    return ModelInfo(
+        **_values(
+            ModelInfo,
+            message,
+            eos_token_ids=tuple(message.eos_token_ids),
+            layer_groups=max(1, message.layer_groups),  # 0 from a node that does not know groups
+        )
+    )
 
 
 def _values(cls: type[Any], message: Message, **converted: object) -> dict[str, Any]:
@@ -222,3 +252,12 @@ def key_from_proto(key: common_pb2.RequestKey) -> RequestKey:
 
 def key_to_proto(key: RequestKey, epoch: int = 0) -> common_pb2.RequestKey:
     return common_pb2.RequestKey(request=key.request, attempt=key.attempt, epoch=epoch)
+
+
+def owner_from_proto(message: common_pb2.Owner) -> Owner:
+    return Owner(
+        name=message.name,
+        endpoint=message.endpoint,
+        incarnation=Incarnation(message.incarnation),
+        blocks=message.blocks,
+    )

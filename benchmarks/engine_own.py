@@ -22,7 +22,6 @@ from engine.native.kernels import huge_pages
 from engine.runner import TorchRunner
 from engine.scheduler import SchedulerConfig, Sequence, SequenceMode
 from engine.types import NullSink, SamplingParams
-from node.pool import layout_of
 
 BLOCK_SIZE, NUM_BLOCKS, TOKENS_PER_STEP = 16, 1_024, 2_048
 READ_BYTES, READ_PASSES = 1 << 30, 8
@@ -42,7 +41,7 @@ class OwnEngine:
             for name, s in weight_shapes(config).items()
         }
         self._runner = TorchRunner(config=config, tensors=tensors, block_size=BLOCK_SIZE, quantisation=quantisation)
-        region = np.full(layout_of(self._runner.kv_spec).region_bytes(num_blocks), 1, np.uint8)
+        region = np.full(self._runner.layout.region_bytes(num_blocks), 1, np.uint8)
         self._runner.bind(region, num_blocks)
         self._num_blocks = num_blocks
         self._calls = 0

@@ -64,12 +64,11 @@ class Recorder:
         """Take the time on the engine's thread where a step ends and a layer is posted, and in the writers here."""
         add = self._add
 
-        def planned(self: Handoff, src_blocks_B: Any, dst_blocks_B: Any, layers: range) -> None:
-            add(What.PLANNED, writes=len(layers) * len(src_blocks_B))
+        def planned(self: Handoff, src_blocks_B: Any, dst_blocks_B: Any) -> None:
+            add(What.PLANNED, writes=self.peer.layout.num_layers * len(src_blocks_B))
 
         def posted(self: StepWrites, layer: int) -> None:
-            writes = len(self.dst_blocks_B)
-            add(What.POSTED, layer, writes, writes * self.handoff.peer.layout.record_bytes)
+            add(What.POSTED, layer, self.plan.writes_per_layer, self.plan.layer_nbytes(layer))
 
         def ended(self: WriterPeer, instruction: ReportEnd) -> None:
             assert instruction.end is HandoffEnd.COMMITTED, instruction

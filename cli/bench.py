@@ -34,6 +34,7 @@ from cli.bench_plan import (
     drawn_requests,
     parse_lengths,
     trace_requests,
+    turns,
 )
 from cli.bench_stats import Progress, Slo, check_plot, draw, report_data, report_text
 from cli.client import answer_timeout_option, api_key_option, read_api_key, router_option
@@ -93,6 +94,8 @@ class BenchOptions(LoadConfig):
     prompt_tokens: Lengths
     output_tokens: Lengths
     shared_prefix_tokens: int
+    conversations: int | None
+    turns: int
     prompt_tokens_max: int
     output_tokens_max: int
     temperature: float
@@ -110,6 +113,10 @@ class BenchOptions(LoadConfig):
             (self.concurrency is not None and self.rate is not None, "--concurrency and --rate"),
             (self.url is not None and own, "--url and --model or --mock"),
             (self.model is not None and self.mock, "--model and --mock"),
+            *(
+                (self.conversations is not None and other is not None, f"--conversations and {name}")
+                for name, other in (("--rate", self.rate), ("--trace", self.trace), ("--url", self.url))
+            ),
         )
         for both, names in excluded:
             if both:
@@ -129,6 +136,8 @@ class BenchOptions(LoadConfig):
             lengths = f"requests of {self.trace.name}, lengths times {self.trace_length_scale:g}"
         else:
             lengths = f"prompts of {self.prompt_tokens} tokens, answers of {self.output_tokens}"
+        if self.conversations is not None:
+            lengths = f"{self.conversations} conversations of {self.turns} turns, {lengths}"
         if self.concurrency is not None:
             return f"{self.concurrency} at a time, {lengths}"
         if self.rate is None:
@@ -198,6 +207,13 @@ _bench_options: Final = options(
         "--shared-prefix-tokens", type=click.IntRange(0, LENGTH_MAX), default=0, show_default=True, metavar="N",
         help="All prompts begin with the same N tokens.",
     ),
+    click.option(
+        "--conversations", type=_POSITIVE, metavar="N",
+        help="Send the turns of N conversations: each prompt is all that was said before, and --prompt-tokens more.",
+    ),
+    click.option(
+        "--turns", type=_POSITIVE, default=8, show_default=True, metavar="N", help="Of each conversation, in rounds.",
+    ),
     click.option("--prompt-tokens-max", type=_LENGTH, default=LENGTH_MAX, metavar="N", help="Cut longer prompts off."),
     click.option("--output-tokens-max", type=_LENGTH, default=LENGTH_MAX, metavar="N", help="Cut longer answers off."),
     click.option(
@@ -234,11 +250,14 @@ def bench(output: str, **given: Any) -> int:
       baton bench --concurrency 8 --prompt-tokens lognormal:512:0.6 --output-tokens 64 --requests 200
       baton bench --rate 4 --duration 60 --warm-up 20 --slo-ttft-ms 500 --slo-itl-ms 100 --json run.json --plot run.png
       baton bench --trace conversation_trace.jsonl --trace-speed 0.1 --trace-length-scale 0.05 --duration 120
+      baton bench --conversations 20 --turns 8 --prompt-tokens 60 --output-tokens 200 --concurrency 2 --warm-up 20
       baton bench --model /tmp/demo-model --mixed 1 --concurrency 4
       baton bench --url http://127.0.0.1:8000 --openai-model my-model --concurrency 8
     """
     if given["concurrency"] is given["rate"] is given["trace"] is None:
         given["concurrency"] = CONCURRENCY_DEFAULT
+    if given["requests"] is None and given["conversations"] is not None:
+        given["requests"] = given["conversations"] * given["turns"]
     if given["requests"] is given["duration"] is given["trace"] is None:
         given["requests"] = REQUESTS_DEFAULT
     try:
@@ -372,6 +391,14 @@ def _plan(options: BenchOptions) -> Iterator[Planned]:
             block_tokens=options.trace_block_tokens,
             prompt_tokens_max=options.prompt_tokens_max,
             output_tokens_max=options.output_tokens_max,
+        )
+    elif options.conversations is not None:
+        requests = turns(
+            options.conversations,
+            options.turns,
+            question=options.prompt_tokens,
+            answer=options.output_tokens,
+            seed=options.seed,
         )
     else:
         requests = drawn_requests(

@@ -11,7 +11,8 @@ import asyncio
 import json
 import ssl
 from array import array
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
@@ -43,6 +44,8 @@ class Message(NamedTuple):
     tokens: int
     timed: bool
     """They arrived now. False: a server reported only their number, at the end."""
+    ids: Sequence[int] = ()
+    """The tokens, where the target reports them."""
 
 
 Messages = AsyncGenerator[Message, None]
@@ -96,7 +99,7 @@ class RouterTarget:
             async with stream:
                 async for piece in stream:
                     if piece.ids:
-                        yield Message(len(piece.ids), timed=True)
+                        yield Message(len(piece.ids), timed=True, ids=piece.ids)
         except BatonError as error:
             raise TargetError(error.reason.value, error.message) from error
 
@@ -300,6 +303,10 @@ class Loader:
         self._start_s = 0.0
         self._running: set[asyncio.Task[None]] = set()
         """Requests of an open loop."""
+        self._said: defaultdict[int, list[int]] = defaultdict(list)
+        """By conversation, the tokens of its turns so far."""
+        self._turns: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By conversation: held for a turn."""
 
     @property
     def elapsed_s(self) -> float:
@@ -338,12 +345,25 @@ class Loader:
         """One of the closed loop's: a request after the other."""
         while (planned := self._next()) is not None:
             self.measured.sent += 1
-            await self._request(planned, self._messages(planned), due_s=self.elapsed_s)
+            if planned.conversation is None:
+                await self._request(planned, self._prompt(planned), due_s=self.elapsed_s)
+            else:
+                await self._turn(planned, planned.conversation)
+
+    async def _turn(self, planned: Planned, conversation: int) -> None:
+        """A turn behind the one before. One that fails is left out of what was said."""
+        async with self._turns[conversation]:
+            ids = self._said[conversation] + self._prompt(planned)
+            answer: list[int] = []
+            await self._request(planned, ids, due_s=self.elapsed_s, answer=answer)
+            if answer:
+                self._said[conversation] = ids + answer
 
     async def _send_on_time(self, group: asyncio.TaskGroup) -> None:
         while (planned := self._next()) is not None:
             assert planned.due_s is not None
-            messages = self._messages(planned)  # made before its time comes
+            ids = self._prompt(planned)
+            messages = self._target.prepare(ids, planned.output_tokens)  # made before its time comes
             # At least one turn of the event loop for each: answers are read in the greatest hurry too.
             await asyncio.sleep(max(0.0, planned.due_s - self.elapsed_s))
             self.measured.sent += 1
@@ -356,27 +376,39 @@ class Loader:
                 continue
             if counts:
                 self.measured.late.add(max(0.0, self.elapsed_s - planned.due_s) * 1000)
-            sent = group.create_task(self._request(planned, messages, due_s=planned.due_s))
+            sent = group.create_task(self._request(planned, ids, messages, due_s=planned.due_s))
             self._running.add(sent)
             sent.add_done_callback(self._running.discard)
 
-    def _messages(self, planned: Planned) -> Callable[[], Messages]:
+    def _prompt(self, planned: Planned) -> list[int]:
         low, high = self._config.token_ids
-        ids = prompt_ids(planned, ids_from=low, ids_to=high, seed=self._config.seed)
-        return self._target.prepare(ids, planned.output_tokens)
+        return prompt_ids(planned, ids_from=low, ids_to=high, seed=self._config.seed)
 
-    async def _request(self, planned: Planned, messages: Callable[[], Messages], *, due_s: float) -> None:
+    async def _request(
+        self,
+        planned: Planned,
+        ids: list[int],
+        messages: Callable[[], Messages] | None = None,
+        *,
+        due_s: float,
+        answer: list[int] | None = None,
+    ) -> None:
+        """Send it, as `messages` if they are prepared. The answer's tokens are added to `answer`."""
+        if messages is None:
+            messages = self._target.prepare(ids, planned.output_tokens)
         counts = planned.index >= self._config.warm_up
         if counts:
             self.measured.begin(due_s)
         try:
-            answered = await self._answer(planned, messages, due_s)
+            answered = await self._answer(len(ids), messages, due_s, answer)
         except TargetError as error:
             self.measured.error(error.kind, str(error), at_s=self.elapsed_s, counts=counts)
             return
         self.measured.answer(answered, at_s=due_s + answered.e2e_ms / 1000, counts=counts)
 
-    async def _answer(self, planned: Planned, messages: Callable[[], Messages], due_s: float) -> Answered:
+    async def _answer(
+        self, prompt_tokens: int, messages: Callable[[], Messages], due_s: float, answer: list[int] | None
+    ) -> Answered:
         """Raises TargetError."""
         gaps_ms = array("d")
         timeline = self.measured.timeline
@@ -385,6 +417,8 @@ class Loader:
         async with aclosing(messages()) as stream:
             async for message in stream:
                 tokens += message.tokens
+                if answer is not None:
+                    answer += message.ids
                 if not message.timed:
                     continue
                 at_s = self.elapsed_s
@@ -401,7 +435,7 @@ class Loader:
             ttft_ms=(first_s - due_s) * 1000,
             e2e_ms=(last_s - due_s) * 1000,
             gaps_ms=gaps_ms,
-            prompt_tokens=planned.prompt_tokens,
+            prompt_tokens=prompt_tokens,
             output_tokens=tokens,
         )
 

@@ -221,6 +221,8 @@ class Planned:
     """Seconds after the beginning of the run. None: as soon as a worker of the closed loop is free."""
     pieces: tuple[Piece, ...]
     output_tokens: int
+    conversation: int | None = None
+    """Its number, of a turn: what was said before comes ahead of `pieces`."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -248,6 +250,20 @@ def drawn_requests(
             due_s=None,
             pieces=pieces if shared else pieces[1:],
             output_tokens=min(output.draw(rng), output_tokens_max),
+        )
+
+
+def turns(conversations: int, turns_each: int, *, question: Lengths, answer: Lengths, seed: int) -> Iterator[Planned]:
+    """The turns of conversations: the first turn of each one, then the second of each. So a conversation's KV lies
+    unused while all others have their turn."""
+    rng = random.Random(f"lengths {seed}")
+    for index in range(conversations * turns_each):
+        yield Planned(
+            index=index,
+            due_s=None,
+            pieces=(Piece(_OWN_SEEDS + index, question.draw(rng)),),
+            output_tokens=answer.draw(rng),
+            conversation=index % conversations,
         )
 
 

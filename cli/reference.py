@@ -16,7 +16,6 @@ from engine.core import Engine
 from engine.scheduler import Sequence as EngineSequence
 from engine.scheduler import SequenceMode
 from engine.types import NullSink, SamplingParams, TokenLogprobs
-from node.pool import layout_of
 from router.text import TextCodec
 
 _PROMISE: Final = "reference"
@@ -32,7 +31,7 @@ class Reference:
         )
         self._codec = TextCodec.load(model)
         built = build_runner(config)
-        built.runner.bind(np.zeros(layout_of(built.runner.kv_spec).region_bytes(num_blocks), np.uint8), num_blocks)
+        built.runner.bind(np.zeros(built.runner.layout.region_bytes(num_blocks), np.uint8), num_blocks)
         self._context_len_max = built.runner.context_len_max
         self._blocks = BlockManager(Ledger(num_blocks), config.block_size, built.fingerprint.encode())
         self._engine = Engine(built.runner, self._blocks, config.scheduler())

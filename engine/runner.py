@@ -287,6 +287,7 @@ class ModelRunner:
             block_size=block_size,
             dtype=str(dtypes.pop()).removeprefix("torch."),
         )
+        self.layout = self.kv_spec.layout
         self.vocab_size = config.vocab_size
         self.context_len_max = config.context_len_max
         self.eos_token_ids = config.eos_token_ids

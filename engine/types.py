@@ -19,6 +19,7 @@ import numpy as np
 from batonpb import common_pb2
 
 from baton.ids import BlockId, RequestKey
+from cachestore.layout import Layout, kv_layout
 
 
 class FinishReason(Enum):
@@ -77,9 +78,13 @@ class TokenLogprobs:
     """(token id, log-probability) of the best tokens, best first, equal ones by id."""
 
 
+# NumPy has no bfloat16; a layout needs its size only.
+_DTYPE_BYTES = {"bfloat16": 2}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvSpec:
-    """Shape of a runner's KV cache; the node turns it into a transfer layout."""
+    """Shape of a KV cache that has the same K and V in every layer."""
 
     num_layers: int
     num_kv_heads: int
@@ -88,14 +93,25 @@ class KvSpec:
     dtype: str
     """NumPy-style name: "float32", "bfloat16", "uint8"."""
 
+    @property
+    def layout(self) -> Layout:
+        return kv_layout(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_size=self.block_size,
+            dtype=self.dtype,
+            dtype_bytes=_DTYPE_BYTES.get(self.dtype) or np.dtype(self.dtype).itemsize,
+        )
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SequenceSlice:
     """The part of one sequence that one step computes. Not changed once made (nor frozen, which costs time).
 
-    `tokens[start:stop]` are the new tokens; the KV of `tokens[:start]` is in the region already. `block_table` covers
-    at least `ceil(stop / block_size)` blocks. `tokens` and `block_table` are the sequence's own lists, which do not
-    change while the step runs.
+    `tokens[start:stop]` are the new tokens; the KV of `tokens[:start]` is in the region already. `block_table` has at
+    least `ceil(stop / block_size)` positions, each with a block of each layer group (cachestore/layout.py). `tokens`
+    and `block_table` are the sequence's own lists, which do not change while the step runs.
     """
 
     key: RequestKey
@@ -159,7 +175,7 @@ class NullSink:
 class Runner(Protocol):
     """One model on one device over one region. One thread at a time calls `run`, not always the same one."""
 
-    kv_spec: KvSpec
+    layout: Layout
     vocab_size: int
     context_len_max: int
     eos_token_ids: frozenset[int]
@@ -167,7 +183,7 @@ class Runner(Protocol):
     def bind(self, region_U8: np.ndarray, num_blocks: int) -> None:
         """Use this region (uint8, one dimension, writable) as the paged pool. The caller keeps it alive and frees it.
 
-        Record `(layer, block)` lies at `(layer * num_blocks + block) * record_bytes`, laid out [K|V][K][S][D].
+        Records lie where `layout` says.
         """
         ...
 

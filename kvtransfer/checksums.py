@@ -24,11 +24,11 @@ from baton.errors import BatonError, Reason, bad_field
 from baton.ids import BlockId, GrantId
 from baton.log import get_log
 from baton.tasks import call_loop
-from cachestore.layout import Layout
+from cachestore.layout import Int64Array, Layout
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.protocol.receiver import RecordsChecked, ReportCorrupt
 from kvtransfer.status import WriterPlace
-from kvtransfer.transport import Int64Array, WriteOps
+from kvtransfer.transport import WriteOps
 
 log = get_log("receiver")
 
@@ -69,7 +69,12 @@ class RecordChecksums:
 
     def offsets(self, layout: Layout, num_blocks: int) -> Int64Array:
         """Where these records begin in the receiver's region -> [R]."""
-        return (self.layers_R.astype(np.int64) * num_blocks + self.blocks_R) * layout.record_bytes
+        rows_R = np.array([row for _, row in layout.places], dtype=np.int64)[self.layers_R]
+        return (rows_R * num_blocks + self.blocks_R) * layout.page_bytes
+
+    def nbytes(self, layout: Layout) -> Int64Array:
+        """Their lengths -> [R]."""
+        return np.array(layout.bytes_by_layer, dtype=np.int64)[self.layers_R]
 
 
 def sample_fraction(fraction: float, records: int) -> float:
@@ -93,10 +98,10 @@ def in_sample(grant: GrantId, layer: int, blocks_B: Int64Array, fraction: float)
     return drawn_B
 
 
-def crcs(region: memoryview | DeviceRegion, offsets_R: Int64Array, nbytes: int) -> Uint32Array:
-    """CRC-32 of each record of `nbytes` -> [R]. Reads the region, from a device by way of the host; from any thread."""
+def crcs(region: memoryview | DeviceRegion, offsets_R: Int64Array, nbytes_R: Int64Array) -> Uint32Array:
+    """CRC-32 of each of these records -> [R]. Reads the region, from a device by way of the host; from any thread."""
     found_R = np.empty(len(offsets_R), dtype=np.uint32)
-    for row, start in enumerate(offsets_R.tolist()):
+    for row, (start, nbytes) in enumerate(zip(offsets_R.tolist(), nbytes_R.tolist(), strict=True)):
         end = start + nbytes
         found_R[row] = zlib.crc32(region.read(start, end) if isinstance(region, DeviceRegion) else region[start:end])
     return found_R
@@ -132,9 +137,9 @@ class ChecksumThread:
         self.region: Any = region if isinstance(region, DeviceRegion) else memoryview(region)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"checksum-{name}")
 
-    def submit(self, offsets_R: Int64Array, nbytes: int) -> Future[Uint32Array]:
+    def submit(self, offsets_R: Int64Array, nbytes_R: Int64Array) -> Future[Uint32Array]:
         """The CRCs of these records, later. In the order of the calls."""
-        return self._thread.submit(crcs, self.region, offsets_R, nbytes)
+        return self._thread.submit(crcs, self.region, offsets_R, nbytes_R)
 
     def close(self) -> None:
         """Returns when nothing reads the region any more. Idempotent."""
@@ -166,7 +171,7 @@ class SourceSample:
         self._left -= drawn_B.size
         self._layers.append(np.full(drawn_B.shape, layer, dtype=np.uint32))
         self._blocks.append(dst_blocks_B[drawn_B].astype(np.uint32))
-        self._jobs.append(self._thread.submit(ops.src[drawn_B], int(ops.nbytes[0])))
+        self._jobs.append(self._thread.submit(ops.src[drawn_B], ops.nbytes[drawn_B]))
 
     @property
     def records(self) -> int:
@@ -240,12 +245,12 @@ class RecordChecks:
         sent = self._sent.get(grant)
         if sent is None:
             return
-        offsets_R, nbytes = sent.offsets(self._layout, self._num_blocks), self._layout.record_bytes
+        offsets_R, nbytes_R = sent.offsets(self._layout, self._num_blocks), sent.nbytes(self._layout)
         try:
-            if len(sent) * nbytes <= INLINE_BYTES_MAX:
-                found_R = crcs(self._thread.region, offsets_R, nbytes)
+            if nbytes_R.sum() <= INLINE_BYTES_MAX:
+                found_R = crcs(self._thread.region, offsets_R, nbytes_R)
             else:
-                found_R = await asyncio.wrap_future(self._thread.submit(offsets_R, nbytes))
+                found_R = await asyncio.wrap_future(self._thread.submit(offsets_R, nbytes_R))
             corrupt = differing(sent, found_R)
         except Exception as error:
             log.error("comparing records failed", grant=grant.hex(), exc_info=error)

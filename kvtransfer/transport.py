@@ -1,7 +1,7 @@
 """The contract between the handoff and a transport: what is written, where, and by whom. The same for every transport.
 
 Shape suffixes: B blocks of one handoff step, or of a grant, rising; or write operations
-S segments of a write   R those that run over several records
+S segments of a write   R those that run over several pages
 
 Threads: `WriterLink.post` may be called from the engine thread and returns at once; everything else is called from the
 node's control thread (its asyncio loop). Callbacks are delivered on the control thread.
@@ -16,12 +16,9 @@ from enum import Enum
 from typing import Final, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from baton.ids import BlockId, Epoch, GrantId, Pair
-from cachestore.layout import Layout
-
-Int64Array = npt.NDArray[np.int64]
+from cachestore.layout import Int64Array, Layout
 
 LOOPED_SEGMENTS_MAX: Final = 32
 """Up to this many are checked one by one: that costs less than the array operations do for any number."""
@@ -107,8 +104,18 @@ def check_ops(ops: WriteOps, src_nbytes: int, dst_nbytes: int) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GroupPlan:
+    """One group's blocks. Offsets are those in the region's first row."""
+
+    dst_blocks_B: Int64Array
+    src_B: Int64Array
+    dst_B: Int64Array
+    nbytes_B: Int64Array
+
+
 class RecordPlan:
-    """Whole records of some blocks, the same ones in each layer. Both regions have the same layout. Immutable."""
+    """All records of some positions, layer by layer. Both regions have the same layout. Immutable."""
 
     def __init__(
         self,
@@ -119,35 +126,67 @@ class RecordPlan:
         src_num_blocks: int,
         dst_num_blocks: int,
     ) -> None:
+        """The blocks are listed position after position, as in a block table (cachestore/layout.py)."""
+        groups = layout.num_groups
         assert src_blocks_B.shape == dst_blocks_B.shape, (src_blocks_B.shape, dst_blocks_B.shape)
+        assert len(src_blocks_B) % groups == 0, (len(src_blocks_B), groups)
         # As unsigned numbers, negative ones are large.
         assert (src_blocks_B.astype(np.uint64) < src_num_blocks).all(), (src_blocks_B, src_num_blocks)
         assert (dst_blocks_B.astype(np.uint64) < dst_num_blocks).all(), (dst_blocks_B, dst_num_blocks)
-        record_bytes = layout.record_bytes
-        self._num_layers = layout.num_layers
-        self._src_layer_bytes = src_num_blocks * record_bytes
-        self._dst_layer_bytes = dst_num_blocks * record_bytes
-        self._src_B = src_blocks_B.astype(np.int64) * record_bytes
-        self._dst_B = dst_blocks_B.astype(np.int64) * record_bytes
-        self._nbytes_B = np.full(self._src_B.shape, record_bytes, dtype=np.int64)
+        self._layout = layout
+        self._src_row_bytes = src_num_blocks * layout.page_bytes
+        self._dst_row_bytes = dst_num_blocks * layout.page_bytes
+        self.writes_per_layer = len(src_blocks_B) // groups
+        """One for each position."""
+        self._groups = [
+            self._of_group(group, src_blocks_B[group::groups], dst_blocks_B[group::groups]) for group in range(groups)
+        ]
+
+    def _of_group(self, group: int, src_blocks_B: Int64Array, dst_blocks_B: Int64Array) -> _GroupPlan:
+        page_bytes = self._layout.page_bytes
+        return _GroupPlan(
+            dst_blocks_B=dst_blocks_B,
+            src_B=src_blocks_B.astype(np.int64) * page_bytes,
+            dst_B=dst_blocks_B.astype(np.int64) * page_bytes,
+            nbytes_B=np.full(src_blocks_B.shape, self._layout.record_bytes_of(group), dtype=np.int64),
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return self._layout.num_layers
+
+    @property
+    def nbytes(self) -> int:
+        """Of all layers."""
+        return self.writes_per_layer * self._layout.position_bytes
+
+    def layer_nbytes(self, layer: int) -> int:
+        """What `of_layer` writes."""
+        return self.writes_per_layer * self._layout.bytes_by_layer[layer]
+
+    def dst_blocks(self, layer: int) -> Int64Array:
+        """The receiver's blocks that have this layer's records -> [B]."""
+        return self._groups[self._layout.places[layer][0]].dst_blocks_B
 
     def of_layer(self, layer: int) -> WriteOps:
-        """One operation for each block: its whole record of this layer."""
-        assert 0 <= layer < self._num_layers, (layer, self._num_layers)
+        """One operation for each position: its whole record of this layer."""
+        assert layer >= 0, layer
+        group, row = self._layout.places[layer]
+        plan = self._groups[group]
         return WriteOps(
-            src=self._src_B + layer * self._src_layer_bytes,
-            dst=self._dst_B + layer * self._dst_layer_bytes,
-            nbytes=self._nbytes_B,
+            src=plan.src_B + row * self._src_row_bytes,
+            dst=plan.dst_B + row * self._dst_row_bytes,
+            nbytes=plan.nbytes_B,
         )
 
 
 class WriteRanges:
-    """The bytes of a receiver's region that one grant opens: all layers' records of its blocks. Immutable."""
+    """The bytes of a receiver's region that one grant opens: all pages of its blocks. Immutable."""
 
     def __init__(self, layout: Layout, num_blocks: int, blocks: Iterable[BlockId]) -> None:
         """`num_blocks` is the region's; `blocks` are distinct."""
-        self._record_bytes = layout.record_bytes
-        self._num_records = layout.num_layers * num_blocks
+        self._page_bytes = layout.page_bytes
+        self._num_pages = layout.num_rows * num_blocks
         self._num_blocks = num_blocks
         named = sorted(blocks)
         assert not named or (named[0] >= 0 and named[-1] < num_blocks), num_blocks
@@ -157,13 +196,13 @@ class WriteRanges:
 
     def cover(self, dst_S: np.ndarray, nbytes_S: np.ndarray) -> bool:
         """True if every segment (`nbytes_S[i]` > 0 bytes from `dst_S[i]` >= 0 on, int64) lies wholly inside. A segment
-        may run through neighbouring records, if all of them are open."""
-        total_bytes = self._num_records * self._record_bytes
+        may run through neighbouring pages, if all of them are open."""
+        total_bytes = self._num_pages * self._page_bytes
         if len(dst_S) <= LOOPED_SEGMENTS_MAX:
             return all(map(self._covers, dst_S.tolist(), nbytes_S.tolist()))
         if ((nbytes_S <= 0) | (nbytes_S > total_bytes) | (dst_S < 0) | (dst_S > total_bytes - nbytes_S)).any():
             return False
-        first_S, last_S = dst_S // self._record_bytes, (dst_S + nbytes_S - 1) // self._record_bytes
+        first_S, last_S = dst_S // self._page_bytes, (dst_S + nbytes_S - 1) // self._page_bytes
         block_S = first_S % self._num_blocks
         at_S = np.searchsorted(self._blocks_B, block_S)
         if len(self._blocks_B) == 0 or (self._blocks_B.take(at_S, mode="clip") != block_S).any():
@@ -173,19 +212,19 @@ class WriteRanges:
         return bool((self._open_below(end_R) - self._open_below(first_R) == end_R - first_R).all())
 
     def _covers(self, dst: int, nbytes: int) -> bool:
-        if nbytes <= 0 or dst < 0 or dst + nbytes > self._num_records * self._record_bytes:
+        if nbytes <= 0 or dst < 0 or dst + nbytes > self._num_pages * self._page_bytes:
             return False
-        first, end = dst // self._record_bytes, (dst + nbytes - 1) // self._record_bytes + 1
+        first, end = dst // self._page_bytes, (dst + nbytes - 1) // self._page_bytes + 1
         return self._open_below_one(end) - self._open_below_one(first) == end - first
 
-    def _open_below_one(self, record: int) -> int:
-        layer, block = divmod(record, self._num_blocks)
-        return layer * len(self._blocks) + bisect.bisect_left(self._blocks, block)
+    def _open_below_one(self, page: int) -> int:
+        row, block = divmod(page, self._num_blocks)
+        return row * len(self._blocks) + bisect.bisect_left(self._blocks, block)
 
-    def _open_below(self, record_S: np.ndarray) -> np.ndarray:
-        """How many open records have a smaller index."""
-        layer_S, block_S = record_S // self._num_blocks, record_S % self._num_blocks
-        counts: np.ndarray = layer_S * len(self._blocks_B) + np.searchsorted(self._blocks_B, block_S)
+    def _open_below(self, page_S: np.ndarray) -> np.ndarray:
+        """How many open pages have a smaller index."""
+        row_S, block_S = page_S // self._num_blocks, page_S % self._num_blocks
+        counts: np.ndarray = row_S * len(self._blocks_B) + np.searchsorted(self._blocks_B, block_S)
         return counts
 
 

@@ -24,14 +24,14 @@ from baton.log import get_log
 from baton.repeats import RepeatLog
 from baton.rpc import Channels, rpc_errors
 from baton.tasks import PendingCalls, Tasks
-from cachestore.layout import Layout
+from cachestore.layout import Int64Array, Layout
 from kvtransfer.checksums import ChecksumThread, SourceSample
 from kvtransfer.link import LinkMaker, Offers, PairLink, PeerAddress
 from kvtransfer.protocol import writer as protocol
 from kvtransfer.protocol.receiver import Refusal
 from kvtransfer.protocol.writer import GiveUp, HandoffEnd, WriterMachine, WriterState
 from kvtransfer.status import Moved
-from kvtransfer.transport import Int64Array, RecordPlan, Seal, WriterLink, check_granted
+from kvtransfer.transport import RecordPlan, Seal, WriterLink, check_granted
 
 log = get_log("writer")
 
@@ -125,9 +125,10 @@ class Handoff:
     def may_post(self) -> bool:
         return self.peer.machine.state_of(self.number) is WriterState.WRITING
 
-    def plan_step(self, src_blocks_B: Int64Array, dst_blocks_B: Int64Array, layers: range) -> StepWrites:
-        """What it writes in one engine step. From here on the writes are outstanding; `StepWrites.finish` completes
-        those that were not posted. Raises WriteOutOfBounds: a block that the grant does not open."""
+    def plan_step(self, src_blocks_B: Int64Array, dst_blocks_B: Int64Array) -> StepWrites:
+        """What it writes in one engine step: all records of these blocks, listed position after position. From here on
+        the writes are outstanding; `StepWrites.finish` completes those that were not posted. Raises WriteOutOfBounds: a
+        block that the grant does not open."""
         assert self.link is not None, self
         peer = self.peer
         check_granted(dst_blocks_B, self.dst_blocks)
@@ -138,13 +139,12 @@ class Handoff:
             src_num_blocks=peer.src_num_blocks,
             dst_num_blocks=peer.link.num_blocks,
         )
-        writes = len(layers) * len(src_blocks_B)
-        nbytes = writes * peer.layout.record_bytes
+        writes, nbytes = plan.num_layers * plan.writes_per_layer, plan.nbytes
         peer.handle(protocol.WritesPosted(number=self.number, writes=writes, bytes_written=nbytes))
         self.writes += writes
         self.bytes_written += nbytes
         self.progress_s = peer.loop.time()
-        step = StepWrites(handoff=self, link=self.link, dst_blocks_B=dst_blocks_B, plan=plan, layers=layers)
+        step = StepWrites(handoff=self, link=self.link, plan=plan)
         self.steps.add(step)
         return step
 
@@ -160,14 +160,13 @@ class Handoff:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StepWrites:
-    """The writes of one handoff in one engine step: the same blocks, layer after layer."""
+    """The writes of one handoff in one engine step: the same positions, layer after layer."""
 
     handoff: Handoff
     link: WriterLink
-    dst_blocks_B: Int64Array
     plan: RecordPlan
-    layers: range
     posted: int = 0
+    """Layers."""
     _closed: bool = False
     _posting: threading.Lock = field(default_factory=threading.Lock)
     """Held for a post; once `finish` has had it, nothing is posted any more."""
@@ -175,7 +174,7 @@ class StepWrites:
     def layer_done(self, layer: int) -> None:
         """Post one layer's records, unless the step was finished meanwhile. On the engine thread; returns at once."""
         peer = self.handoff.peer
-        nbytes = len(self.dst_blocks_B) * peer.layout.record_bytes
+        nbytes = self.plan.layer_nbytes(layer)
         with self._posting:
             if self._closed:
                 return
@@ -188,15 +187,21 @@ class StepWrites:
                 raise
             self.posted += 1  # at once: the transport has them, whatever goes wrong from here on
             if self.handoff.sample is not None:
-                self.handoff.sample.take(layer, self.dst_blocks_B, ops)
+                self.handoff.sample.take(layer, self.plan.dst_blocks(layer), ops)
+
+    def all_layers_done(self) -> None:
+        """Post every layer, and finish: for blocks that have been computed before."""
+        for layer in range(self.plan.num_layers):
+            self.layer_done(layer)
+        self.finish()
 
     def finish(self) -> None:
         """On the control thread, after the step, or within it when the handoff was given up: no layer is posted from
         now on. Idempotent."""
         with self._posting:
             self._closed = True
-        missing = (len(self.layers) - self.posted) * len(self.dst_blocks_B)
-        self.posted = len(self.layers)
+        missing = (self.plan.num_layers - self.posted) * self.plan.writes_per_layer
+        self.posted = self.plan.num_layers
         self.handoff.steps.discard(self)
         if missing:
             self.handoff.peer.completed(self.handoff, missing)
@@ -276,7 +281,7 @@ class WriterPeer:
         """Within the limits of unacknowledged bytes and pinned blocks; beyond them nothing new is placed here."""
         return (
             self.machine.can_ask
-            and self.machine.outstanding * self.layout.record_bytes < self._config.unacked_bytes_max
+            and self.machine.outstanding * self.layout.page_bytes < self._config.unacked_bytes_max
             and sum(handoff.pinned_blocks for handoff in self._handoffs.values()) < self._config.pinned_blocks_max
         )
 
@@ -438,7 +443,7 @@ class WriterPeer:
             return
         handoff.link = link
         if self._checksums is not None:
-            records = self.layout.num_layers * len(handoff.dst_blocks)
+            records = self.layout.num_layers * len(handoff.dst_blocks) // self.layout.num_groups
             fraction = self._config.checksum_fraction
             handoff.sample = SourceSample(self._checksums, handoff.grant, fraction=fraction, records=records)
         # Most handoffs are over before it is time to renew: those that are not get a task then.

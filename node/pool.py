@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-import numpy as np
 from batonpb import common_pb2, node_pb2
 
 from baton.cores import Cores, own_cores
@@ -18,12 +17,13 @@ from baton.log import get_log
 from baton.runtime import Progress
 from baton.wire import ModelInfo
 from cachestore.block_manager import BlockManager
-from cachestore.layout import Layout, kv_layout
+from cachestore.layout import Layout
 from cachestore.ledger import Ledger
 from cachestore.pins import PinTable
+from cachestore.prefix_cache import kv_root
 from engine.build import BuiltEngine, ComputeDevice, EngineConfig, build_runner
 from engine.core import Engine
-from engine.types import KvSpec, Runner, sampling_problem
+from engine.types import Runner, sampling_problem
 from kvtransfer.device.staging import StagedRegion, StagingConfig
 from kvtransfer.link import DEFAULT_TRANSPORTS, PROTOCOL_MAX, PROTOCOL_MIN, serving
 from kvtransfer.native.copy import copies_by
@@ -45,14 +45,13 @@ from node.regions import (
     rdma_region,
 )
 from node.spill import HostMemory, SpillConfig, open_host_memory
+from node.store import Store, StoreConfig, open_store
 
 if TYPE_CHECKING:
     from engine.gpu.runner import GpuRunner
 
 log = get_log("transports")
 
-# NumPy has no bfloat16; a transfer needs its size only.
-_DTYPE_BYTES = {"bfloat16": 2}
 POISON = 0xFF
 """Such bytes are NaN in every float type."""
 
@@ -71,6 +70,8 @@ class DevicePool:
     model: ModelInfo
     host: HostMemory | None = None
     """None without overcommit."""
+    store: Store | None = None
+    """None without tiers below the region."""
     device: ComputeDevice = ComputeDevice.CPU
     compute_threads: int = 1
     cores: Cores = Cores(allowed=1, quota=None)
@@ -99,7 +100,7 @@ class DevicePool:
         """Blocks that a request comes to hold where its answer is drawn: for its `known_len` tokens, prompt and answer
         so far, the next one, which is drawn elsewhere, and all that it may draw behind that but the last."""
         end = max(known_len + 1, min(prompt_len + max_tokens, self.model.context_len_max) - 1)
-        return -(-end // self.model.block_size)
+        return self.blocks.blocks_for(end)
 
     def describe(self) -> dict[str, str]:
         """For people: what computes, and where its KV lies."""
@@ -111,7 +112,9 @@ class DevicePool:
         if self.staged is not None:
             facts["staging"] = f"{self.staged.pinned_bytes:,} bytes of pinned memory, {self.staged.used_bytes:,} in use"
         if self.host is not None:
-            facts["below the region"] = self.host.describe()
+            facts["below the region"] = self.host.memory.describe()
+        if self.store is not None:
+            facts["store"] = self.store.describe()
         if self.arithmetic:
             facts["arithmetic"] = self.arithmetic
         if self.on_device is not None:
@@ -119,8 +122,10 @@ class DevicePool:
         return facts | self.engine.describe()
 
     def close(self) -> None:
+        if self.store is not None:
+            self.store.close()
         if self.host is not None:
-            self.host.close()
+            self.host.memory.close()
         if self.staged is not None:
             self.staged.close()
         self.runner.unbind()
@@ -151,37 +156,28 @@ def check_request(tokens: Sequence[int], prompt_len: int, sampling: common_pb2.S
         raise bad_field("output", f"The answer already has its {sampling.max_tokens} tokens (max_tokens).")
 
 
-def layout_of(spec: KvSpec) -> Layout:
-    return kv_layout(
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        block_size=spec.block_size,
-        dtype=spec.dtype,
-        dtype_bytes=_DTYPE_BYTES.get(spec.dtype) or np.dtype(spec.dtype).itemsize,
-    )
-
-
 async def open_device_pool(
     config: EngineConfig,
     *,
     name: str,
     progress: Progress,
     spill: SpillConfig | None = None,
+    store: StoreConfig | None = None,
     decodes: bool = True,
     transports: Sequence[TransportName] = DEFAULT_TRANSPORTS,
     staging: StagingConfig | None = None,
 ) -> DevicePool:
     """Load the model, make the region and warm up, each on a thread of its own, with progress.
 
-    With `spill.host_blocks` there is host memory below the region, and the engine runs under overcommit. On a device,
+    With `spill.host_blocks` there is host memory below the region, and the engine runs under overcommit. With
+    `store.host_bytes` there are tiers that keep the blocks which the prefix cache gives up. On a device,
     graphs are captured where this node `decodes`, and `transports` get what they need: a handle for cuda_ipc, pinned
     memory (`staging`) for tcp.
 
     Raises BatonError: MODEL_MISSING, MODEL_BROKEN, MODEL_UNSUPPORTED, BAD_CONFIG (no room, no such device or backend).
     """
     built = await asyncio.to_thread(build_runner, config, lambda done, total: progress("loading", done, total))
-    layout = layout_of(built.runner.kv_spec)
+    layout = built.runner.layout
     region = await open_pool_region(config, layout, f"baton-{name}", progress, transports)
     with ExitStack() as opened:
         opened.callback(region.close)
@@ -195,12 +191,24 @@ async def open_device_pool(
             padding_blocks = 0
             if built.on_device is not None:
                 padding_blocks = await _warm_up(built.on_device, ledger, decodes=decodes, progress=progress)
-            blocks = BlockManager(ledger, config.block_size, built.fingerprint.encode(), padding_blocks=padding_blocks)
+            blocks = BlockManager(
+                ledger,
+                config.block_size,
+                root_of(built, layout),
+                groups=layout.num_groups,
+                padding_blocks=padding_blocks,
+            )
             engine = Engine(built.runner, blocks, config.scheduler())
             host = None
             if spill is not None and spill.host_blocks:
                 host = await open_host_memory(
                     spill, below=region, layout=layout, engine=engine, blocks=blocks, name=name, progress=progress
+                )
+                opened.callback(host.memory.close)
+            tiers = None
+            if store is not None and store.host_bytes:
+                tiers = await open_store(
+                    store, below=region, layout=layout, blocks=blocks, name=name, progress=progress
                 )
         except BaseException as error:
             clear_frames_of(error)
@@ -216,6 +224,7 @@ async def open_device_pool(
         layout=layout,
         model=_model_info(built, layout, config),
         host=host,
+        store=tiers,
         device=config.device,
         compute_threads=config.compute_threads,
         cores=own_cores(),
@@ -274,12 +283,12 @@ def _room_on_device() -> Iterator[None]:
 def _on_free(
     built: BuiltEngine, region: PoolRegion, layout: Layout, config: EngineConfig
 ) -> Callable[[BlockId], None] | None:
-    """What is done with a freed block; with `poison_freed` it is overwritten in every layer."""
+    """What is done with a freed block; with `poison_freed` it is overwritten, all of its pages."""
     if not config.poison_freed:
         return built.block_freed
     if built.on_device is not None:
         return built.on_device.poison
-    nbytes, shape = layout.region_bytes(config.num_blocks), (layout.num_layers, config.num_blocks, layout.record_bytes)
+    nbytes, shape = layout.region_bytes(config.num_blocks), (layout.num_rows, config.num_blocks, layout.page_bytes)
 
     def poison(block: BlockId) -> None:
         # No view is kept: the region could not be closed then.
@@ -288,6 +297,12 @@ def _on_free(
             built.block_freed(block)
 
     return poison
+
+
+def root_of(built: BuiltEngine, layout: Layout) -> bytes:
+    return kv_root(
+        fingerprint=built.fingerprint, quantisation=built.quantisation, layout_hash=layout.compatibility_hash()
+    )
 
 
 def _model_info(built: BuiltEngine, layout: Layout, config: EngineConfig) -> ModelInfo:
@@ -299,10 +314,12 @@ def _model_info(built: BuiltEngine, layout: Layout, config: EngineConfig) -> Mod
         eos_token_ids=tuple(sorted(built.runner.eos_token_ids)),
         layout_hash=layout.compatibility_hash(),
         block_size=layout.block_size,
+        layer_groups=layout.num_groups,
         protocol_min=PROTOCOL_MIN,
         protocol_max=PROTOCOL_MAX,
         quantisation=built.quantisation,
         quantisation_must_agree=config.quantisation_must_agree,
+        kv_root=root_of(built, layout),
     )
 
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61tonpb/common.proto\x12\x08\x62\x61ton.v1\"*\n\x06Header\x12\x0e\n\x06sender\x18\x01 \x01(\x06\x12\x10\n\x08receiver\x18\x02 \x01(\x06\"=\n\nRequestKey\x12\x0f\n\x07request\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\r\"\'\n\tResumable\x12\x0b\n\x03tag\x18\x01 \x01(\x0c\x12\r\n\x05state\x18\x02 \x01(\x0c\"3\n\x11RejectedTransport\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0b\n\x03why\x18\x02 \x01(\t\"\x86\x01\n\x0b\x42lockCounts\x12\x13\n\x0bquarantined\x18\x01 \x01(\r\x12\x14\n\x0cwriter_owned\x18\x02 \x01(\r\x12\x0c\n\x04held\x18\x03 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x04 \x01(\r\x12\x0c\n\x04\x66ree\x18\x05 \x01(\r\x12\x10\n\x08promised\x18\x06 \x01(\r\x12\x0e\n\x06pinned\x18\x07 \x01(\r\"\xc0\x03\n\x0cSamplingSpec\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\x0c\n\x04seed\x18\x04 \x01(\x06\x12\x0e\n\x06\x63hoice\x18\x05 \x01(\r\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\r\n\x05min_p\x18\t \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x01H\x00\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x0b \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0c \x01(\x01\x12\x39\n\nlogit_bias\x18\r \x03(\x0b\x32%.baton.v1.SamplingSpec.LogitBiasEntry\x12\x12\n\nmin_tokens\x18\x0e \x01(\r\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x01\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobs\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x01\"\xfe\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x17\n\x0f\x63ontext_len_max\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x13\n\x0blayout_hash\x18\x06 \x01(\t\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x14\n\x0cprotocol_min\x18\x08 \x01(\r\x12\x14\n\x0cprotocol_max\x18\t \x01(\r\x12\x14\n\x0cquantisation\x18\n \x01(\t\x12\x1f\n\x17quantisation_must_agree\x18\x0b \x01(\x08*`\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_ROUTER\x10\x01\x12\x10\n\x0cROLE_PREFILL\x10\x02\x12\x0f\n\x0bROLE_DECODE\x10\x03\x12\x0e\n\nROLE_MIXED\x10\x04*\xca\x01\n\tLifecycle\x12\x19\n\x15LIFECYCLE_UNSPECIFIED\x10\x00\x12\x16\n\x12LIFECYCLE_STARTING\x10\x01\x12\x13\n\x0fLIFECYCLE_READY\x10\x02\x12\x16\n\x12LIFECYCLE_CORDONED\x10\x03\x12\x16\n\x12LIFECYCLE_DRAINING\x10\x04\x12\x15\n\x11LIFECYCLE_DRAINED\x10\x05\x12\x15\n\x11LIFECYCLE_STOPPED\x10\x06\x12\x17\n\x13LIFECYCLE_LAME_DUCK\x10\x07*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61tonpb/common.proto\x12\x08\x62\x61ton.v1\"*\n\x06Header\x12\x0e\n\x06sender\x18\x01 \x01(\x06\x12\x10\n\x08receiver\x18\x02 \x01(\x06\"=\n\nRequestKey\x12\x0f\n\x07request\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\r\"\'\n\tResumable\x12\x0b\n\x03tag\x18\x01 \x01(\x0c\x12\r\n\x05state\x18\x02 \x01(\x0c\"L\n\x05Owner\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\x12\x0e\n\x06\x62locks\x18\x04 \x01(\r\"\x89\x01\n\rPromptSources\x12\x10\n\x08\x63omputed\x18\x01 \x01(\r\x12\x15\n\rcached_device\x18\x02 \x01(\r\x12\x13\n\x0b\x63\x61\x63hed_host\x18\x03 \x01(\r\x12\x13\n\x0b\x63\x61\x63hed_disk\x18\x04 \x01(\r\x12\x0f\n\x07\x66\x65tched\x18\x05 \x01(\r\x12\x14\n\x0c\x66\x65tched_from\x18\x06 \x01(\t\"3\n\x11RejectedTransport\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0b\n\x03why\x18\x02 \x01(\t\"\x86\x01\n\x0b\x42lockCounts\x12\x13\n\x0bquarantined\x18\x01 \x01(\r\x12\x14\n\x0cwriter_owned\x18\x02 \x01(\r\x12\x0c\n\x04held\x18\x03 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x04 \x01(\r\x12\x0c\n\x04\x66ree\x18\x05 \x01(\r\x12\x10\n\x08promised\x18\x06 \x01(\r\x12\x0e\n\x06pinned\x18\x07 \x01(\r\"\xc0\x03\n\x0cSamplingSpec\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\x0c\n\x04seed\x18\x04 \x01(\x06\x12\x0e\n\x06\x63hoice\x18\x05 \x01(\r\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\r\n\x05min_p\x18\t \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x01H\x00\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x0b \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0c \x01(\x01\x12\x39\n\nlogit_bias\x18\r \x03(\x0b\x32%.baton.v1.SamplingSpec.LogitBiasEntry\x12\x12\n\nmin_tokens\x18\x0e \x01(\r\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x01\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobs\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x01\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x01\"\xa5\x02\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x17\n\x0f\x63ontext_len_max\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x13\n\x0blayout_hash\x18\x06 \x01(\t\x12\x12\n\nblock_size\x18\x07 \x01(\r\x12\x14\n\x0cprotocol_min\x18\x08 \x01(\r\x12\x14\n\x0cprotocol_max\x18\t \x01(\r\x12\x14\n\x0cquantisation\x18\n \x01(\t\x12\x1f\n\x17quantisation_must_agree\x18\x0b \x01(\x08\x12\x0f\n\x07kv_root\x18\x0c \x01(\x0c\x12\x14\n\x0clayer_groups\x18\r \x01(\r*`\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_ROUTER\x10\x01\x12\x10\n\x0cROLE_PREFILL\x10\x02\x12\x0f\n\x0bROLE_DECODE\x10\x03\x12\x0e\n\nROLE_MIXED\x10\x04*\xca\x01\n\tLifecycle\x12\x19\n\x15LIFECYCLE_UNSPECIFIED\x10\x00\x12\x16\n\x12LIFECYCLE_STARTING\x10\x01\x12\x13\n\x0fLIFECYCLE_READY\x10\x02\x12\x16\n\x12LIFECYCLE_CORDONED\x10\x03\x12\x16\n\x12LIFECYCLE_DRAINING\x10\x04\x12\x15\n\x11LIFECYCLE_DRAINED\x10\x05\x12\x15\n\x11LIFECYCLE_STOPPED\x10\x06\x12\x17\n\x13LIFECYCLE_LAME_DUCK\x10\x07*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,28 +33,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGSPEC_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGSPEC_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=1153
-  _globals['_ROLE']._serialized_end=1249
-  _globals['_LIFECYCLE']._serialized_start=1252
-  _globals['_LIFECYCLE']._serialized_end=1454
-  _globals['_FINISHREASON']._serialized_start=1456
-  _globals['_FINISHREASON']._serialized_end=1551
+  _globals['_ROLE']._serialized_start=1410
+  _globals['_ROLE']._serialized_end=1506
+  _globals['_LIFECYCLE']._serialized_start=1509
+  _globals['_LIFECYCLE']._serialized_end=1711
+  _globals['_FINISHREASON']._serialized_start=1713
+  _globals['_FINISHREASON']._serialized_end=1808
   _globals['_HEADER']._serialized_start=34
   _globals['_HEADER']._serialized_end=76
   _globals['_REQUESTKEY']._serialized_start=78
   _globals['_REQUESTKEY']._serialized_end=139
   _globals['_RESUMABLE']._serialized_start=141
   _globals['_RESUMABLE']._serialized_end=180
-  _globals['_REJECTEDTRANSPORT']._serialized_start=182
-  _globals['_REJECTEDTRANSPORT']._serialized_end=233
-  _globals['_BLOCKCOUNTS']._serialized_start=236
-  _globals['_BLOCKCOUNTS']._serialized_end=370
-  _globals['_SAMPLINGSPEC']._serialized_start=373
-  _globals['_SAMPLINGSPEC']._serialized_end=821
-  _globals['_SAMPLINGSPEC_LOGITBIASENTRY']._serialized_start=737
-  _globals['_SAMPLINGSPEC_LOGITBIASENTRY']._serialized_end=785
-  _globals['_TOKENLOGPROBS']._serialized_start=823
-  _globals['_TOKENLOGPROBS']._serialized_end=894
-  _globals['_MODELINFO']._serialized_start=897
-  _globals['_MODELINFO']._serialized_end=1151
+  _globals['_OWNER']._serialized_start=182
+  _globals['_OWNER']._serialized_end=258
+  _globals['_PROMPTSOURCES']._serialized_start=261
+  _globals['_PROMPTSOURCES']._serialized_end=398
+  _globals['_REJECTEDTRANSPORT']._serialized_start=400
+  _globals['_REJECTEDTRANSPORT']._serialized_end=451
+  _globals['_BLOCKCOUNTS']._serialized_start=454
+  _globals['_BLOCKCOUNTS']._serialized_end=588
+  _globals['_SAMPLINGSPEC']._serialized_start=591
+  _globals['_SAMPLINGSPEC']._serialized_end=1039
+  _globals['_SAMPLINGSPEC_LOGITBIASENTRY']._serialized_start=955
+  _globals['_SAMPLINGSPEC_LOGITBIASENTRY']._serialized_end=1003
+  _globals['_TOKENLOGPROBS']._serialized_start=1041
+  _globals['_TOKENLOGPROBS']._serialized_end=1112
+  _globals['_MODELINFO']._serialized_start=1115
+  _globals['_MODELINFO']._serialized_end=1408
 # @@protoc_insertion_point(module_scope)

@@ -74,6 +74,34 @@ class Resumable(_message.Message):
     state: bytes
     def __init__(self, tag: _Optional[bytes] = ..., state: _Optional[bytes] = ...) -> None: ...
 
+class Owner(_message.Message):
+    __slots__ = ("name", "endpoint", "incarnation", "blocks")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    endpoint: str
+    incarnation: int
+    blocks: int
+    def __init__(self, name: _Optional[str] = ..., endpoint: _Optional[str] = ..., incarnation: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
+
+class PromptSources(_message.Message):
+    __slots__ = ("computed", "cached_device", "cached_host", "cached_disk", "fetched", "fetched_from")
+    COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    CACHED_DEVICE_FIELD_NUMBER: _ClassVar[int]
+    CACHED_HOST_FIELD_NUMBER: _ClassVar[int]
+    CACHED_DISK_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_FROM_FIELD_NUMBER: _ClassVar[int]
+    computed: int
+    cached_device: int
+    cached_host: int
+    cached_disk: int
+    fetched: int
+    fetched_from: str
+    def __init__(self, computed: _Optional[int] = ..., cached_device: _Optional[int] = ..., cached_host: _Optional[int] = ..., cached_disk: _Optional[int] = ..., fetched: _Optional[int] = ..., fetched_from: _Optional[str] = ...) -> None: ...
+
 class RejectedTransport(_message.Message):
     __slots__ = ("transport", "why")
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
@@ -152,7 +180,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "fingerprint", "vocab_size", "context_len_max", "eos_token_ids", "layout_hash", "block_size", "protocol_min", "protocol_max", "quantisation", "quantisation_must_agree")
+    __slots__ = ("name", "fingerprint", "vocab_size", "context_len_max", "eos_token_ids", "layout_hash", "block_size", "protocol_min", "protocol_max", "quantisation", "quantisation_must_agree", "kv_root", "layer_groups")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +192,8 @@ class ModelInfo(_message.Message):
     PROTOCOL_MAX_FIELD_NUMBER: _ClassVar[int]
     QUANTISATION_FIELD_NUMBER: _ClassVar[int]
     QUANTISATION_MUST_AGREE_FIELD_NUMBER: _ClassVar[int]
+    KV_ROOT_FIELD_NUMBER: _ClassVar[int]
+    LAYER_GROUPS_FIELD_NUMBER: _ClassVar[int]
     name: str
     fingerprint: str
     vocab_size: int
@@ -175,4 +205,6 @@ class ModelInfo(_message.Message):
     protocol_max: int
     quantisation: str
     quantisation_must_agree: bool
-    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_len_max: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., layout_hash: _Optional[str] = ..., block_size: _Optional[int] = ..., protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., quantisation: _Optional[str] = ..., quantisation_must_agree: bool = ...) -> None: ...
+    kv_root: bytes
+    layer_groups: int
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_len_max: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., layout_hash: _Optional[str] = ..., block_size: _Optional[int] = ..., protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., quantisation: _Optional[str] = ..., quantisation_must_agree: bool = ..., kv_root: _Optional[bytes] = ..., layer_groups: _Optional[int] = ...) -> None: ...

@@ -151,7 +151,7 @@ class Finished(_message.Message):
     def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stats: _Optional[_Union[RequestStats, _Mapping]] = ...) -> None: ...
 
 class RequestStats(_message.Message):
-    __slots__ = ("prefill_node", "decode_node", "transport", "blocks_written", "blocks_skipped", "bytes_written", "prompt_tokens", "prompt_tokens_cached", "output_tokens", "ttft_ms", "itl_mean_ms", "handoff_exposed_ms", "prompt_tokens_skipped", "resumptions", "line_ms")
+    __slots__ = ("prefill_node", "decode_node", "transport", "blocks_written", "blocks_skipped", "bytes_written", "prompt_tokens", "prompt_tokens_cached", "output_tokens", "ttft_ms", "itl_mean_ms", "handoff_exposed_ms", "prompt_tokens_skipped", "resumptions", "line_ms", "sources")
     PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
     DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +167,7 @@ class RequestStats(_message.Message):
     PROMPT_TOKENS_SKIPPED_FIELD_NUMBER: _ClassVar[int]
     RESUMPTIONS_FIELD_NUMBER: _ClassVar[int]
     LINE_MS_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
     prefill_node: str
     decode_node: str
     transport: str
@@ -182,7 +183,8 @@ class RequestStats(_message.Message):
     prompt_tokens_skipped: int
     resumptions: int
     line_ms: float
-    def __init__(self, prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., transport: _Optional[str] = ..., blocks_written: _Optional[int] = ..., blocks_skipped: _Optional[int] = ..., bytes_written: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., output_tokens: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., itl_mean_ms: _Optional[float] = ..., handoff_exposed_ms: _Optional[float] = ..., prompt_tokens_skipped: _Optional[int] = ..., resumptions: _Optional[int] = ..., line_ms: _Optional[float] = ...) -> None: ...
+    sources: _common_pb2.PromptSources
+    def __init__(self, prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., transport: _Optional[str] = ..., blocks_written: _Optional[int] = ..., blocks_skipped: _Optional[int] = ..., bytes_written: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., output_tokens: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., itl_mean_ms: _Optional[float] = ..., handoff_exposed_ms: _Optional[float] = ..., prompt_tokens_skipped: _Optional[int] = ..., resumptions: _Optional[int] = ..., line_ms: _Optional[float] = ..., sources: _Optional[_Union[_common_pb2.PromptSources, _Mapping]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "ids", "text", "reason", "stats", "logprobs")

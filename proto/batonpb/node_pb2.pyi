@@ -21,7 +21,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("record", "requests", "grants_received", "grants_written", "unacknowledged_writes", "conservation_errors", "pairs", "counters", "answers_unacknowledged", "grants_quarantined", "safe_to_delete", "story", "prefixes", "engine", "ended_empty", "ending", "writers")
+    __slots__ = ("record", "requests", "grants_received", "grants_written", "unacknowledged_writes", "conservation_errors", "pairs", "counters", "answers_unacknowledged", "grants_quarantined", "safe_to_delete", "story", "prefixes", "engine", "ended_empty", "ending", "writers", "fetches")
     RECORD_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     GRANTS_RECEIVED_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class NodeStatus(_message.Message):
     ENDED_EMPTY_FIELD_NUMBER: _ClassVar[int]
     ENDING_FIELD_NUMBER: _ClassVar[int]
     WRITERS_FIELD_NUMBER: _ClassVar[int]
+    FETCHES_FIELD_NUMBER: _ClassVar[int]
     record: _directory_pb2.NodeRecord
     requests: int
     grants_received: int
@@ -56,7 +57,28 @@ class NodeStatus(_message.Message):
     ended_empty: bool
     ending: bool
     writers: _containers.RepeatedCompositeFieldContainer[WriterStatus]
-    def __init__(self, record: _Optional[_Union[_directory_pb2.NodeRecord, _Mapping]] = ..., requests: _Optional[int] = ..., grants_received: _Optional[int] = ..., grants_written: _Optional[int] = ..., unacknowledged_writes: _Optional[int] = ..., conservation_errors: _Optional[int] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ..., counters: _Optional[_Iterable[_Union[Counter, _Mapping]]] = ..., answers_unacknowledged: _Optional[int] = ..., grants_quarantined: _Optional[int] = ..., safe_to_delete: bool = ..., story: _Optional[str] = ..., prefixes: _Optional[_Union[PrefixStatus, _Mapping]] = ..., engine: _Optional[_Union[EngineStatus, _Mapping]] = ..., ended_empty: bool = ..., ending: bool = ..., writers: _Optional[_Iterable[_Union[WriterStatus, _Mapping]]] = ...) -> None: ...
+    fetches: _containers.RepeatedCompositeFieldContainer[FetchStatus]
+    def __init__(self, record: _Optional[_Union[_directory_pb2.NodeRecord, _Mapping]] = ..., requests: _Optional[int] = ..., grants_received: _Optional[int] = ..., grants_written: _Optional[int] = ..., unacknowledged_writes: _Optional[int] = ..., conservation_errors: _Optional[int] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ..., counters: _Optional[_Iterable[_Union[Counter, _Mapping]]] = ..., answers_unacknowledged: _Optional[int] = ..., grants_quarantined: _Optional[int] = ..., safe_to_delete: bool = ..., story: _Optional[str] = ..., prefixes: _Optional[_Union[PrefixStatus, _Mapping]] = ..., engine: _Optional[_Union[EngineStatus, _Mapping]] = ..., ended_empty: bool = ..., ending: bool = ..., writers: _Optional[_Iterable[_Union[WriterStatus, _Mapping]]] = ..., fetches: _Optional[_Iterable[_Union[FetchStatus, _Mapping]]] = ...) -> None: ...
+
+class FetchStatus(_message.Message):
+    __slots__ = ("owner", "owner_incarnation", "fetches", "tokens", "nbytes", "refused", "failed", "seconds")
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    OWNER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    FETCHES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    owner: str
+    owner_incarnation: int
+    fetches: int
+    tokens: int
+    nbytes: int
+    refused: int
+    failed: int
+    seconds: float
+    def __init__(self, owner: _Optional[str] = ..., owner_incarnation: _Optional[int] = ..., fetches: _Optional[int] = ..., tokens: _Optional[int] = ..., nbytes: _Optional[int] = ..., refused: _Optional[int] = ..., failed: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class EngineStatus(_message.Message):
     __slots__ = ("facts", "padding_blocks")
@@ -129,7 +151,7 @@ class PinStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., blocks: _Optional[int] = ..., blocks_pinned: _Optional[int] = ..., lease_left_ms: _Optional[int] = ...) -> None: ...
 
 class PairStatus(_message.Message):
-    __slots__ = ("peer", "peer_incarnation", "transport", "epoch", "bytes_moved", "transports_given_up", "link_failures", "handoffs_corrupt", "records_checksummed", "link_open", "moved", "moved_recently", "rejected_transports", "given_up_left_ms")
+    __slots__ = ("peer", "peer_incarnation", "transport", "epoch", "bytes_moved", "transports_given_up", "link_failures", "handoffs_corrupt", "records_checksummed", "link_open", "moved", "moved_recently", "rejected_transports", "given_up_left_ms", "bytes_fetched")
     PEER_FIELD_NUMBER: _ClassVar[int]
     PEER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +166,7 @@ class PairStatus(_message.Message):
     MOVED_RECENTLY_FIELD_NUMBER: _ClassVar[int]
     REJECTED_TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     GIVEN_UP_LEFT_MS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FETCHED_FIELD_NUMBER: _ClassVar[int]
     peer: str
     peer_incarnation: int
     transport: str
@@ -158,7 +181,8 @@ class PairStatus(_message.Message):
     moved_recently: MovedBytes
     rejected_transports: _containers.RepeatedCompositeFieldContainer[_common_pb2.RejectedTransport]
     given_up_left_ms: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, peer: _Optional[str] = ..., peer_incarnation: _Optional[int] = ..., transport: _Optional[str] = ..., epoch: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., transports_given_up: _Optional[_Iterable[str]] = ..., link_failures: _Optional[int] = ..., handoffs_corrupt: _Optional[int] = ..., records_checksummed: _Optional[int] = ..., link_open: bool = ..., moved: _Optional[_Union[MovedBytes, _Mapping]] = ..., moved_recently: _Optional[_Union[MovedBytes, _Mapping]] = ..., rejected_transports: _Optional[_Iterable[_Union[_common_pb2.RejectedTransport, _Mapping]]] = ..., given_up_left_ms: _Optional[_Iterable[int]] = ...) -> None: ...
+    bytes_fetched: int
+    def __init__(self, peer: _Optional[str] = ..., peer_incarnation: _Optional[int] = ..., transport: _Optional[str] = ..., epoch: _Optional[int] = ..., bytes_moved: _Optional[int] = ..., transports_given_up: _Optional[_Iterable[str]] = ..., link_failures: _Optional[int] = ..., handoffs_corrupt: _Optional[int] = ..., records_checksummed: _Optional[int] = ..., link_open: bool = ..., moved: _Optional[_Union[MovedBytes, _Mapping]] = ..., moved_recently: _Optional[_Union[MovedBytes, _Mapping]] = ..., rejected_transports: _Optional[_Iterable[_Union[_common_pb2.RejectedTransport, _Mapping]]] = ..., given_up_left_ms: _Optional[_Iterable[int]] = ..., bytes_fetched: _Optional[int] = ...) -> None: ...
 
 class MovedBytes(_message.Message):
     __slots__ = ("nbytes", "moving_us", "bytes_per_s")

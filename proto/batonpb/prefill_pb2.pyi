@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("header", "key", "prompt", "sampling", "router", "cache_salt", "output", "avoid_decode", "resumable", "whole")
+    __slots__ = ("header", "key", "prompt", "sampling", "router", "cache_salt", "output", "avoid_decode", "resumable", "whole", "owners")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,7 @@ class PrefillRequest(_message.Message):
     AVOID_DECODE_FIELD_NUMBER: _ClassVar[int]
     RESUMABLE_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
+    OWNERS_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.Header
     key: _common_pb2.RequestKey
     prompt: _containers.RepeatedScalarFieldContainer[int]
@@ -29,7 +30,8 @@ class PrefillRequest(_message.Message):
     avoid_decode: _containers.RepeatedScalarFieldContainer[int]
     resumable: _common_pb2.Resumable
     whole: bool
-    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingSpec, _Mapping]] = ..., router: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., output: _Optional[_Iterable[int]] = ..., avoid_decode: _Optional[_Iterable[int]] = ..., resumable: _Optional[_Union[_common_pb2.Resumable, _Mapping]] = ..., whole: bool = ...) -> None: ...
+    owners: _containers.RepeatedCompositeFieldContainer[_common_pb2.Owner]
+    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingSpec, _Mapping]] = ..., router: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., output: _Optional[_Iterable[int]] = ..., avoid_decode: _Optional[_Iterable[int]] = ..., resumable: _Optional[_Union[_common_pb2.Resumable, _Mapping]] = ..., whole: bool = ..., owners: _Optional[_Iterable[_Union[_common_pb2.Owner, _Mapping]]] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
     __slots__ = ("granted", "first_token", "handed_off")
@@ -52,16 +54,18 @@ class Granted(_message.Message):
     def __init__(self, decode_node: _Optional[str] = ..., decode_incarnation: _Optional[int] = ..., decode_endpoint: _Optional[str] = ...) -> None: ...
 
 class FirstToken(_message.Message):
-    __slots__ = ("token", "finish", "prompt_tokens_cached", "logprobs")
+    __slots__ = ("token", "finish", "prompt_tokens_cached", "logprobs", "sources")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_CACHED_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
     token: int
     finish: _common_pb2.FinishReason
     prompt_tokens_cached: int
     logprobs: _common_pb2.TokenLogprobs
-    def __init__(self, token: _Optional[int] = ..., finish: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., prompt_tokens_cached: _Optional[int] = ..., logprobs: _Optional[_Union[_common_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
+    sources: _common_pb2.PromptSources
+    def __init__(self, token: _Optional[int] = ..., finish: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., prompt_tokens_cached: _Optional[int] = ..., logprobs: _Optional[_Union[_common_pb2.TokenLogprobs, _Mapping]] = ..., sources: _Optional[_Union[_common_pb2.PromptSources, _Mapping]] = ...) -> None: ...
 
 class HandedOff(_message.Message):
     __slots__ = ("transport", "blocks_written", "blocks_skipped", "bytes_written", "handoff_exposed_ms")

@@ -1,11 +1,57 @@
 from batonpb import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class FetchOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FETCH_OUTCOME_UNSPECIFIED: _ClassVar[FetchOutcome]
+    FETCH_OUTCOME_DONE: _ClassVar[FetchOutcome]
+    FETCH_OUTCOME_ABSENT: _ClassVar[FetchOutcome]
+    FETCH_OUTCOME_BUSY: _ClassVar[FetchOutcome]
+    FETCH_OUTCOME_UNFIT: _ClassVar[FetchOutcome]
+    FETCH_OUTCOME_FAILED: _ClassVar[FetchOutcome]
+FETCH_OUTCOME_UNSPECIFIED: FetchOutcome
+FETCH_OUTCOME_DONE: FetchOutcome
+FETCH_OUTCOME_ABSENT: FetchOutcome
+FETCH_OUTCOME_BUSY: FetchOutcome
+FETCH_OUTCOME_UNFIT: FetchOutcome
+FETCH_OUTCOME_FAILED: FetchOutcome
+
+class FetchRequest(_message.Message):
+    __slots__ = ("header", "key", "tokens", "cache_salt", "first_block", "kv_root", "receiver_name", "receiver_endpoint")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    KV_ROOT_FIELD_NUMBER: _ClassVar[int]
+    RECEIVER_NAME_FIELD_NUMBER: _ClassVar[int]
+    RECEIVER_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    header: _common_pb2.Header
+    key: _common_pb2.RequestKey
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    cache_salt: bytes
+    first_block: int
+    kv_root: bytes
+    receiver_name: str
+    receiver_endpoint: str
+    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., first_block: _Optional[int] = ..., kv_root: _Optional[bytes] = ..., receiver_name: _Optional[str] = ..., receiver_endpoint: _Optional[str] = ...) -> None: ...
+
+class FetchReply(_message.Message):
+    __slots__ = ("outcome", "blocks", "reason")
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    outcome: FetchOutcome
+    blocks: int
+    reason: str
+    def __init__(self, outcome: _Optional[_Union[FetchOutcome, str]] = ..., blocks: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ConnectRequest(_message.Message):
     __slots__ = ("header", "writer_name", "writer_endpoint", "model", "transports", "host_name", "host_parts")
@@ -54,7 +100,7 @@ class LivenessReply(_message.Message):
     def __init__(self) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("header", "number", "lowest_live", "key", "prompt", "sampling", "router", "cache_salt", "deadline_left_ms", "output", "resumable", "whole")
+    __slots__ = ("header", "number", "lowest_live", "key", "prompt", "sampling", "router", "cache_salt", "deadline_left_ms", "output", "resumable", "whole", "fetch_blocks")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     LOWEST_LIVE_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +113,7 @@ class ReserveRequest(_message.Message):
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     RESUMABLE_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
+    FETCH_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.Header
     number: int
     lowest_live: int
@@ -79,7 +126,8 @@ class ReserveRequest(_message.Message):
     output: _containers.RepeatedScalarFieldContainer[int]
     resumable: _common_pb2.Resumable
     whole: bool
-    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., number: _Optional[int] = ..., lowest_live: _Optional[int] = ..., key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingSpec, _Mapping]] = ..., router: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., deadline_left_ms: _Optional[int] = ..., output: _Optional[_Iterable[int]] = ..., resumable: _Optional[_Union[_common_pb2.Resumable, _Mapping]] = ..., whole: bool = ...) -> None: ...
+    fetch_blocks: int
+    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., number: _Optional[int] = ..., lowest_live: _Optional[int] = ..., key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingSpec, _Mapping]] = ..., router: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., deadline_left_ms: _Optional[int] = ..., output: _Optional[_Iterable[int]] = ..., resumable: _Optional[_Union[_common_pb2.Resumable, _Mapping]] = ..., whole: bool = ..., fetch_blocks: _Optional[int] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
     __slots__ = ("granted", "busy", "reject")
@@ -136,7 +184,7 @@ class RenewReply(_message.Message):
     def __init__(self, renewed: bool = ..., lease_ms: _Optional[int] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("header", "grant", "writes", "bytes_written", "first_token", "first_logprobs", "checksum_layers", "checksum_blocks", "checksums")
+    __slots__ = ("header", "grant", "writes", "bytes_written", "first_token", "first_logprobs", "checksum_layers", "checksum_blocks", "checksums", "blocks_filled")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     WRITES_FIELD_NUMBER: _ClassVar[int]
@@ -146,6 +194,7 @@ class CommitRequest(_message.Message):
     CHECKSUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FILLED_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.Header
     grant: bytes
     writes: int
@@ -155,7 +204,8 @@ class CommitRequest(_message.Message):
     checksum_layers: _containers.RepeatedScalarFieldContainer[int]
     checksum_blocks: _containers.RepeatedScalarFieldContainer[int]
     checksums: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., grant: _Optional[bytes] = ..., writes: _Optional[int] = ..., bytes_written: _Optional[int] = ..., first_token: _Optional[int] = ..., first_logprobs: _Optional[_Union[_common_pb2.TokenLogprobs, _Mapping]] = ..., checksum_layers: _Optional[_Iterable[int]] = ..., checksum_blocks: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+    blocks_filled: int
+    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., grant: _Optional[bytes] = ..., writes: _Optional[int] = ..., bytes_written: _Optional[int] = ..., first_token: _Optional[int] = ..., first_logprobs: _Optional[_Union[_common_pb2.TokenLogprobs, _Mapping]] = ..., checksum_layers: _Optional[_Iterable[int]] = ..., checksum_blocks: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ..., blocks_filled: _Optional[int] = ...) -> None: ...
 
 class CommitReply(_message.Message):
     __slots__ = ("committed", "reason")

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class TransferStub(object):
-    """The handoff between a writer (the prefill node) and a receiver (the decode node).
+    """How KV moves from a writer to a receiver: the handoff of a request from its prefill node to its decode node, and a
+    fetch of a prompt's leading blocks from a node that has them.
     """
 
     def __init__(self, channel):
@@ -70,10 +71,16 @@ class TransferStub(object):
                 request_serializer=batonpb_dot_transfer__pb2.RevokeRequest.SerializeToString,
                 response_deserializer=batonpb_dot_transfer__pb2.RevokeReply.FromString,
                 _registered_method=True)
+        self.Fetch = channel.unary_unary(
+                '/baton.v1.Transfer/Fetch',
+                request_serializer=batonpb_dot_transfer__pb2.FetchRequest.SerializeToString,
+                response_deserializer=batonpb_dot_transfer__pb2.FetchReply.FromString,
+                _registered_method=True)
 
 
 class TransferServicer(object):
-    """The handoff between a writer (the prefill node) and a receiver (the decode node).
+    """How KV moves from a writer to a receiver: the handoff of a request from its prefill node to its decode node, and a
+    fetch of a prompt's leading blocks from a node that has them.
     """
 
     def Connect(self, request, context):
@@ -124,6 +131,14 @@ class TransferServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Fetch(self, request, context):
+        """Served by a node that has KV (the owner), which becomes the writer: it calls Reserve at the caller, writes, seals
+        and commits, and answers then. A call that is cancelled or runs out of time is given up as a handoff is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TransferServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -162,6 +177,11 @@ def add_TransferServicer_to_server(servicer, server):
                     request_deserializer=batonpb_dot_transfer__pb2.RevokeRequest.FromString,
                     response_serializer=batonpb_dot_transfer__pb2.RevokeReply.SerializeToString,
             ),
+            'Fetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Fetch,
+                    request_deserializer=batonpb_dot_transfer__pb2.FetchRequest.FromString,
+                    response_serializer=batonpb_dot_transfer__pb2.FetchReply.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'baton.v1.Transfer', rpc_method_handlers)
@@ -171,7 +191,8 @@ def add_TransferServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Transfer(object):
-    """The handoff between a writer (the prefill node) and a receiver (the decode node).
+    """How KV moves from a writer to a receiver: the handoff of a request from its prefill node to its decode node, and a
+    fetch of a prompt's leading blocks from a node that has them.
     """
 
     @staticmethod
@@ -353,6 +374,33 @@ class Transfer(object):
             '/baton.v1.Transfer/Revoke',
             batonpb_dot_transfer__pb2.RevokeRequest.SerializeToString,
             batonpb_dot_transfer__pb2.RevokeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Transfer/Fetch',
+            batonpb_dot_transfer__pb2.FetchRequest.SerializeToString,
+            batonpb_dot_transfer__pb2.FetchReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -206,8 +206,9 @@ def test_a_tenants_prompt_does_not_attract_anothers() -> None:
             request.cache_salt = "acme"
             await cluster.client.send(request)
             placement, incarnation = cluster.router._prefill_nodes.placement, cluster.runtimes["prefill-0"].incarnation
+            root = cluster.router.model().kv_root
             known = {
-                salt: placement.cached_blocks(incarnation, chain_digests(root_digest(b"", salt), prompt, SIZE))
+                salt: placement.cached_blocks(incarnation, chain_digests(root_digest(root, salt), prompt, SIZE))
                 for salt in (b"acme", b"globex", b"")
             }
             assert known == {b"acme": 3, b"globex": 0, b"": 0}

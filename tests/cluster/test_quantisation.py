@@ -50,6 +50,8 @@ def test_a_decode_pool_of_four_bits(spec: ClusterSpec) -> None:
         answers = [cluster.run(cluster.client.generate(p, max_tokens=TOKENS, ignore_eos=True)) for p in prompts]
         again = [cluster.run(cluster.client.generate(p, max_tokens=TOKENS, ignore_eos=True)) for p in prompts]
         cluster.run(assert_conserved(cluster))
+        statuses = cluster.run(cluster.statuses())
+        assert statuses["prefill-0"].record.model.kv_root != statuses["decode-0"].record.model.kv_root
     plain = replace(
         spec, flags={service: {"engine.poison_freed": True} for service in (Service.PREFILL, Service.DECODE)}
     )

@@ -37,7 +37,7 @@ from tests.support.write_ops import HeadRange, head_ranges
 
 def records(region_U8: np.ndarray, layout: Layout, num_blocks: int) -> np.ndarray:
     """[layer, block, K|V, head, bytes of the head]."""
-    heads = layout.components[0].num_heads
+    heads = layout.groups[0].components[0].num_heads
     shape = (layout.num_layers, num_blocks, 2, heads, -1)
     return region_U8[: layout.region_bytes(num_blocks)].reshape(shape)
 

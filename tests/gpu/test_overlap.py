@@ -55,9 +55,7 @@ PARAMS: dict[str, SamplingParams] = {
 
 
 def region(runner: Runner) -> np.ndarray:
-    spec = runner.kv_spec
-    per_block = 2 * spec.num_kv_heads * spec.block_size * spec.head_dim * 4
-    return np.full(spec.num_layers * NUM_BLOCKS * per_block, 0xFF, dtype=np.uint8)
+    return np.full(runner.layout.region_bytes(NUM_BLOCKS), 0xFF, dtype=np.uint8)
 
 
 def gpu_runner(*, graph_rows_max: int = 4, overlap_steps: bool = True) -> GpuRunner:

@@ -26,7 +26,7 @@ from engine.core import Engine
 from engine.types import Batch, KvSink, KvSpec, Runner, SequenceSlice, StepResult, TokenLogprobs
 from kvtransfer.link import PROTOCOL_MAX, PROTOCOL_MIN
 from kvtransfer.transport import RegionKind
-from node.pool import DevicePool, layout_of
+from node.pool import DevicePool
 
 LAYERS = 2
 SLOT_BYTES = 4
@@ -35,6 +35,7 @@ ATTEMPTS = 256
 VOCAB = 50_000 * ATTEMPTS
 CONTEXT_MAX = 1_024
 EOS = 0
+KV_ROOT = b"sim"
 """Never drawn."""
 SEED_PLAIN = 2
 """From this sampling seed on a token does not tell its attempt: every attempt draws the same, as real engines do."""
@@ -67,9 +68,9 @@ class SimRunner:
     """An `engine.types.Runner` whose `run` is a computation that takes simulated time."""
 
     def __init__(self, block_size: int, *, step_s: float, token_s: float, rng: Random) -> None:
-        self.kv_spec = KvSpec(
+        self.layout = KvSpec(
             num_layers=LAYERS, num_kv_heads=1, head_dim=SLOT_BYTES, block_size=block_size, dtype="uint8"
-        )
+        ).layout
         self.vocab_size = VOCAB
         self.context_len_max = CONTEXT_MAX
         self.eos_token_ids = frozenset({EOS})
@@ -193,7 +194,7 @@ def reference(prompt: tuple[int, ...], seed: int, attempts: Sequence[int], block
 def make_pool(config: EngineConfig, *, step_s: float, token_s: float, rng: Random) -> DevicePool:
     """What `open_device_pool` makes, on simulated memory. Freed blocks are poisoned."""
     runner = SimRunner(config.block_size, step_s=step_s, token_s=token_s, rng=rng)
-    layout = layout_of(runner.kv_spec)
+    layout = runner.layout
     region = SimRegion(layout.region_bytes(config.num_blocks))
     runner.bind(region.array_U8, config.num_blocks)
     layers, poison = runner.layers, POISON * layout.record_bytes
@@ -203,7 +204,7 @@ def make_pool(config: EngineConfig, *, step_s: float, token_s: float, rng: Rando
             records[block][:] = poison
 
     ledger = Ledger(config.num_blocks, on_free=poison_block)
-    blocks = BlockManager(ledger, config.block_size, b"sim")
+    blocks = BlockManager(ledger, config.block_size, KV_ROOT)
     return DevicePool(
         pins=PinTable(blocks.prefix_cache, num_blocks=config.num_blocks, limits=config.pins),
         runner=cast("Runner", runner),
@@ -222,5 +223,6 @@ def make_pool(config: EngineConfig, *, step_s: float, token_s: float, rng: Rando
             block_size=config.block_size,
             protocol_min=PROTOCOL_MIN,
             protocol_max=PROTOCOL_MAX,
+            kv_root=KV_ROOT,
         ),
     )

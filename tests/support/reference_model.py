@@ -27,7 +27,6 @@ from engine.sampler import gumbel_noise, row_key
 from engine.scheduler import SchedulerConfig, SequenceMode
 from engine.scheduler import Sequence as EngineSequence
 from engine.types import NullSink, SamplingParams
-from node.pool import layout_of
 from tests.support.sampler_ways import filtered_scores
 
 TIE_TOLERANCE = 5e-4
@@ -154,7 +153,7 @@ class OneProcess:
 
     def __init__(self, folder: Path, *, block_size: int, num_blocks: int, tokens_per_step_max: int) -> None:
         self._runner = TorchRunner.load(folder, block_size=block_size)
-        layout = layout_of(self._runner.kv_spec)
+        layout = self._runner.layout
         self._runner.bind(np.full(layout.region_bytes(num_blocks), 0xFF, dtype=np.uint8), num_blocks)
         self._blocks = BlockManager(Ledger(num_blocks), block_size, b"one process")
         limits = SchedulerConfig(tokens_per_step_max=tokens_per_step_max, sequences_max=16, waiting_max=16)

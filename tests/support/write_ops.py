@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cachestore.layout import Layout
-from kvtransfer.transport import Int64Array, RecordPlan, WriteOps
+from cachestore.layout import Int64Array, Layout
+from kvtransfer.transport import RecordPlan, WriteOps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +53,13 @@ def head_ranges(
     """
     assert src_heads.count == dst_heads.count, (src_heads, dst_heads)
     assert src_layout.block_size == dst_layout.block_size and src_layout.dtype == dst_layout.dtype
-    assert len(src_layout.components) == len(dst_layout.components)
+    (src_group,), (dst_group,) = src_layout.groups, dst_layout.groups
+    assert len(src_group.components) == len(dst_group.components)
     src_record_B = (layer * src_num_blocks + src_blocks_B) * src_layout.record_bytes
     dst_record_B = (layer * dst_num_blocks + dst_blocks_B) * dst_layout.record_bytes
     src_W, dst_W, nbytes_W = [], [], []
     src_start = dst_start = 0
-    for src, dst in zip(src_layout.components, dst_layout.components, strict=True):
+    for src, dst in zip(src_group.components, dst_group.components, strict=True):
         assert (src.name, src.slot_bytes) == (dst.name, dst.slot_bytes), (src, dst)
         assert src_heads.first + src_heads.count <= src.num_heads, (src_heads, src)
         assert dst_heads.first + dst_heads.count <= dst.num_heads, (dst_heads, dst)

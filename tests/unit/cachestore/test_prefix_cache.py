@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from baton.ids import BlockId
 from cachestore.ledger import Ledger
-from cachestore.prefix_cache import IndexCursor, PrefixCache, block_digest, chain_digests, pack_tokens, root_digest
+from cachestore.prefix_cache import (
+    IndexCursor,
+    PrefixCache,
+    block_digest,
+    chain_digests,
+    kv_root,
+    pack_tokens,
+    root_digest,
+)
 
 SIZE = 2
 
@@ -27,7 +35,7 @@ class CountingLedger(Ledger):
 
 def make(num_blocks: int, ledger: Ledger | None = None) -> tuple[Ledger, PrefixCache]:
     ledger = ledger or Ledger(num_blocks)
-    return ledger, PrefixCache(ledger, block_size=SIZE, fingerprint=b"model")
+    return ledger, PrefixCache(ledger, block_size=SIZE, kv_root=b"model")
 
 
 def enter(ledger: Ledger, cache: PrefixCache, tokens: list[int], salt: bytes = b"") -> list[BlockId]:
@@ -55,12 +63,24 @@ def test_only_full_blocks_match_and_the_caller_limits_how_many() -> None:
 
 
 def test_tenants_and_models_never_share() -> None:
-    """The chain starts from the fingerprint and the salt, and the boundary between the two cannot be shifted."""
+    """The chain starts from the root and the salt, and the boundary between the two cannot be shifted."""
     ledger, cache = make(8)
     table = enter(ledger, cache, [1, 2], salt=b"a")
     assert cache.match([1, 2], b"a", 1) == table
     assert cache.match([1, 2], b"b", 1) == []
     assert len({root_digest(b"m", b""), root_digest(b"", b"m"), root_digest(b"m", b"m"), root_digest(b"mm", b"")}) == 4
+
+
+def test_the_root_covers_all_that_makes_kv() -> None:
+    """Checkpoint, rounding of the weights and layout each make another root, and boundaries cannot be shifted."""
+
+    def root(*parts: str) -> bytes:
+        fingerprint, quantisation, layout_hash = parts
+        return kv_root(fingerprint=fingerprint, quantisation=quantisation, layout_hash=layout_hash)
+
+    parts = [("a", "", "l"), ("a", "int8", "l"), ("a", "int4", "l"), ("b", "", "l"), ("a", "", "k"), ("", "a", "l")]
+    assert len({root(*each) for each in parts}) == len(parts)
+    assert root("a", "", "l").hex() == "b5e60d55e8acc781e81beb34e213c700"
 
 
 def test_digests_are_fixed() -> None:
@@ -74,7 +94,7 @@ def test_digests_are_fixed() -> None:
 def test_a_hash_collision_is_a_miss() -> None:
     """With a digest that is the same for everything, only the first block gets in, and nothing wrong ever matches."""
     ledger = Ledger(8)
-    cache = PrefixCache(ledger, block_size=SIZE, fingerprint=b"", digest=lambda parent, packed: b"same")
+    cache = PrefixCache(ledger, block_size=SIZE, kv_root=b"", digest=lambda parent, packed: b"same")
     first = enter(ledger, cache, [1, 2, 3, 4])
     enter(ledger, cache, [5, 6])
     enter(ledger, cache, [1, 2], salt=b"other")

@@ -53,6 +53,22 @@ def test_closed_loop_over_grpc(cluster: RunningCluster, tmp_path: Path) -> None:
     assert data["config"]["prompt_tokens"] == "uniform:20:90"
 
 
+def test_conversations(cluster: RunningCluster, tmp_path: Path) -> None:
+    """Three conversations of three turns: the last turns have all that was said before."""
+    figures = tmp_path / "run.json"
+    result = run_baton(
+        "bench", "--router", cluster.cluster.router, "--conversations", "3", "--turns", "3", "--concurrency", "2",
+        "--prompt-tokens", "10", "--output-tokens", "5", "--warm-up", "3", "--json", str(figures),
+    )  # fmt: skip
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith(
+        "2 at a time, 3 conversations of 3 turns, prompts of 10 tokens, answers of 5 to router"
+    )
+    data = json.loads(figures.read_text())
+    assert data["requests"]["answered"] == 6
+    assert data["tokens"] == {"prompt": 3 * (25 + 40), "output": 30}
+
+
 def test_a_trace_over_http(cluster: RunningCluster, tmp_path: Path) -> None:
     """The OpenAI endpoint gives the same number of tokens; the trace's shared block is in the prefix cache the second
     time; an open loop tells how late it was."""
@@ -109,6 +125,7 @@ def test_ctrl_c_prints_what_there_is(tmp_path: Path) -> None:
     ("arguments", "status", "problem"),
     [
         (["--concurrency", "2", "--rate", "1"], 2, "Error: --concurrency and --rate exclude each other.\n"),
+        (["--conversations", "2", "--rate", "1"], 2, "Error: --conversations and --rate exclude each other.\n"),
         (["--prefill", "1"], 2, "give --model or --mock too.\n"),
         (["--prompt-tokens", "0"], 2, "'0' is no distribution of lengths: 0 is not from 1 to 1048576\n"),
         (["--rate", "0"], 2, "Error: Invalid value for '--rate': '0' is not from 1e-09 to 1e+12\n"),

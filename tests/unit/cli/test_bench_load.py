@@ -12,7 +12,7 @@ import pytest
 
 from baton.errors import InvalidField
 from cli.bench_load import IN_FLIGHT_FULL, NO_TOKENS, LoadConfig, Loader, Message, Messages, TargetError, _message
-from cli.bench_plan import Planned, at_times, drawn_requests, parse_lengths
+from cli.bench_plan import Planned, at_times, drawn_requests, parse_lengths, turns
 from cli.bench_stats import Slo, report_data, report_text
 
 _T = TypeVar("_T")
@@ -94,6 +94,29 @@ async def load(server: Server, planned: Iterator[Planned], slo: Slo | None = Non
     loader = Loader(config(**given), planned, server, slo=slo or Slo(), now_s=asyncio.get_running_loop().time)
     await loader.run()
     return loader
+
+
+class Talking(Server):
+    """Answers with the length of the prompt, as many times as it is asked for tokens; its first answer is slow."""
+
+    async def _messages(self, index: int, output_tokens: int) -> Messages:
+        await asyncio.sleep(5 if index == 0 else 1)
+        yield Message(output_tokens, timed=True, ids=[len(self.prompts[index])] * output_tokens)
+
+
+def test_conversations() -> None:
+    """Two conversations of three turns, three requests at a time: a turn has all that was said before it, answers too,
+    and waits for the turn before it."""
+    server = Talking()
+    lengths = parse_lengths("2")
+    planned = turns(2, 3, question=lengths, answer=lengths, seed=0)
+    loader = jump(load(server, planned, concurrency=3))
+    assert loader.measured.answered == 6
+    assert loader.measured.prompt_tokens == 2 * (2 + 6 + 10)
+    assert sorted(map(len, server.prompts)) == [2, 2, 6, 6, 10, 10]
+    for last in (prompt for prompt in server.prompts if len(prompt) == 10):
+        assert (last[2:4], last[6:8]) == ([2, 2], [6, 6])
+        assert last[:6] in server.prompts and last[:2] in server.prompts
 
 
 def test_an_open_loop_does_not_wait() -> None:

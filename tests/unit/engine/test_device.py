@@ -18,7 +18,6 @@ from engine.demo_model import DemoModelParams, write_demo_model
 from engine.model_config import ComputeDtype, Quantisation
 from engine.runner import TorchRunner
 from engine.types import Batch, NullSink, SamplingParams, SequenceSlice
-from node.pool import layout_of
 
 NUM_BLOCKS, BLOCK_SIZE, VOCAB = 40, 4, 300
 GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0, max_tokens=64)
@@ -50,7 +49,7 @@ class Node:
             mirrored=mirrored,
             deterministic=deterministic,
         )
-        nbytes = layout_of(self.runner.kv_spec).region_bytes(NUM_BLOCKS)
+        nbytes = self.runner.layout.region_bytes(NUM_BLOCKS)
         self.region_U8 = np.full(nbytes, 0xFF, dtype=np.uint8)
         self.runner.bind(self.region_U8, NUM_BLOCKS)
         self.free = [BlockId(block) for block in random.Random(3).sample(range(NUM_BLOCKS), NUM_BLOCKS)]

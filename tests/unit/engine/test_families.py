@@ -22,7 +22,6 @@ from engine.model_config import ComputeDtype, ModelFamily, parse_model_config
 from engine.models.decoder import attention_factor, rotary_frequencies
 from engine.runner import TorchRunner
 from engine.types import Batch, SamplingParams, SequenceSlice
-from node.pool import layout_of
 from tests.support.every_row import score
 
 BLOCK_SIZE = 4
@@ -115,7 +114,7 @@ def prompt(length: int) -> list[int]:
 
 def scores(runner: TorchRunner, tokens: Sequence[int], stops: Sequence[int]) -> torch.Tensor:
     """Scores of all tokens, computed in chunks that end at `stops`, over a region full of NaN."""
-    region = np.full(layout_of(runner.kv_spec).region_bytes(NUM_BLOCKS), 0xFF, dtype=np.uint8)
+    region = np.full(runner.layout.region_bytes(NUM_BLOCKS), 0xFF, dtype=np.uint8)
     runner.bind(region, NUM_BLOCKS)
     table = [BlockId(int(b)) for b in np.random.default_rng(5).permutation(NUM_BLOCKS)]
     parts = []
@@ -220,10 +219,12 @@ def test_auto_takes_the_type_of_the_checkpoint(tmp_path: Path) -> None:
     ):
         (folder / "config.json").write_text(json.dumps(config | stated))
         built = build_runner(EngineConfig(model=str(folder), dtype=dtype))
-        assert built.runner.kv_spec.dtype == expected, (stated, dtype)
-    float32, bfloat16 = (replace(built.runner.kv_spec, dtype=name) for name in ("float32", "bfloat16"))
-    assert layout_of(float32).record_bytes == 2 * layout_of(bfloat16).record_bytes
-    assert layout_of(float32).compatibility_hash() != layout_of(bfloat16).compatibility_hash()
+        assert isinstance(built.runner, TorchRunner)
+        spec = built.runner.kv_spec
+        assert spec.dtype == expected, (stated, dtype)
+    float32, bfloat16 = (replace(spec, dtype=name) for name in ("float32", "bfloat16"))
+    assert float32.layout.record_bytes == 2 * bfloat16.layout.record_bytes
+    assert float32.layout.compatibility_hash() != bfloat16.layout.compatibility_hash()
 
 
 def test_every_family_has_a_model_here() -> None:

@@ -412,9 +412,10 @@ def test_run_may_change_threads(demo_runner: TorchRunner) -> None:
 def test_the_runner_tells_what_the_node_must_know(demo_runner: TorchRunner) -> None:
     """KV shape, vocabulary, context and end tokens come from the checkpoint."""
     contract: Runner = demo_runner
-    spec = contract.kv_spec
+    spec = demo_runner.kv_spec
     assert (spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.block_size) == (2, 2, 16, BLOCK_SIZE)
     assert spec.dtype == "float32"
+    assert contract.layout == spec.layout
     assert (demo_runner.vocab_size, demo_runner.context_len_max) == (300, 4096)
     assert demo_runner.eos_token_ids == frozenset({1})
 

@@ -124,10 +124,9 @@ def test_whole_records_have_the_same_sum_on_both_sides(seed: int, src: list[int]
     ops = whole_records(LAYOUT, 1, ids(*src), ids(*dst), src_num_blocks=BLOCKS, dst_num_blocks=BLOCKS)
     for a, b, n in zip(ops.src, ops.dst, ops.nbytes, strict=True):
         target[b : b + n] = source[a : a + n]
-    nbytes = LAYOUT.record_bytes
-    sent = sums([1] * BLOCKS, dst, crcs(source.data, ops.src, nbytes).tolist())
+    sent = sums([1] * BLOCKS, dst, crcs(source.data, ops.src, ops.nbytes).tolist())
     assert sent.crcs_R.tolist() == [zlib.crc32(source[a : a + LAYOUT.record_bytes].tobytes()) for a in ops.src]
-    found = crcs(target.data, sent.offsets(LAYOUT, BLOCKS), nbytes)
+    found = crcs(target.data, sent.offsets(LAYOUT, BLOCKS), sent.nbytes(LAYOUT))
     assert differing(sent, found) is None
 
 
@@ -142,7 +141,7 @@ def test_a_wrong_byte_anywhere_is_found_and_named(seed: int, layer: int, block: 
     region = random_region(seed)
     layers, blocks = np.repeat(np.arange(3), BLOCKS).tolist(), list(range(BLOCKS)) * 3
     blank = sums(layers, blocks, [0] * len(blocks))
-    offsets, nbytes = blank.offsets(LAYOUT, BLOCKS), LAYOUT.record_bytes
+    offsets, nbytes = blank.offsets(LAYOUT, BLOCKS), blank.nbytes(LAYOUT)
     sent = sums(layers, blocks, crcs(region.data, offsets, nbytes).tolist())
     region[(layer * BLOCKS + block) * LAYOUT.record_bytes + byte] ^= bits
     corrupt = differing(sent, crcs(region.data, offsets, nbytes))
@@ -348,7 +347,7 @@ def test_the_receiver_says_what_it_found_and_remembers_it(
 
     monkeypatch.setattr(ChecksumThread, "submit", submit)
     region = random_region(3)
-    good = crcs(region.data, sums([0, 2], [1, 4], [0, 0]).offsets(LAYOUT, BLOCKS), 64).tolist()
+    good = crcs(region.data, sums([0, 2], [1, 4], [0, 0]).offsets(LAYOUT, BLOCKS), ids(64, 64)).tolist()
     one, other = GRANT, GrantId(bytes(16))
 
     async def scene() -> None:
@@ -468,9 +467,7 @@ def test_a_post_whose_sample_fails_is_still_posted() -> None:
     step = StepWrites(
         handoff=cast(Any, handoff),
         link=cast(Any, SimpleNamespace(post=lambda _grant, ops: posted.append(ops))),
-        dst_blocks_B=ids(3, 4),
         plan=RecordPlan(LAYOUT, ids(1, 2), ids(3, 4), src_num_blocks=BLOCKS, dst_num_blocks=BLOCKS),
-        layers=range(3),
     )
     with pytest.raises(RuntimeError):
         step.layer_done(0)

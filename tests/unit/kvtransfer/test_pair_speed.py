@@ -151,9 +151,7 @@ def test_a_layer_counts_from_just_before_its_post_and_not_at_all_where_that_fail
             ),
         ),
         link=cast(Any, SimpleNamespace(post=post)),
-        dst_blocks_B=blocks_B,
         plan=RecordPlan(layout, blocks_B, blocks_B, src_num_blocks=4, dst_num_blocks=4),
-        layers=range(2),
     )
     step.layer_done(0)
     with pytest.raises(WriteOutOfBounds):

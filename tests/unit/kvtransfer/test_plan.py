@@ -7,9 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachestore.layout import Component, Layout, kv_layout
-from kvtransfer.transport import WriteOps
+from baton.ids import BlockId
+from cachestore.layout import Component, LayerGroup, Layout, kv_layout
+from kvtransfer.transport import RecordPlan, WriteOps, WriteRanges
 from tests.support.write_ops import HeadRange, head_ranges, whole_records
+
+KV = (Component(name="k", num_heads=2, slot_bytes=2), Component(name="v", num_heads=2, slot_bytes=2))
 
 
 def apply(ops: WriteOps, src_U8: np.ndarray, dst_U8: np.ndarray) -> None:
@@ -99,23 +102,93 @@ def test_whole_head_range_equals_whole_records() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"num_layers": 4},
+        {"groups": (LayerGroup(layers=(0, 1, 2, 3), components=KV),)},
         {"block_size": 8},
         {"dtype": "float16"},
-        {"components": (Component(name="k", num_heads=2, slot_bytes=2),)},
+        {"groups": (LayerGroup(layers=(0, 1, 2), components=KV[:1]),)},
+        {"groups": (LayerGroup(layers=(0, 2), components=KV), LayerGroup(layers=(1,), components=KV))},
+        {"groups": (LayerGroup(layers=(0, 1), components=KV), LayerGroup(layers=(2,), components=KV))},
     ],
 )
 def test_every_field_of_a_layout_changes_its_hash(change: dict[str, object]) -> None:
     """Two nodes that differ in any one field never hand over."""
     base = layout_of(heads=2)
-    fields = {name: getattr(base, name) for name in ("components", "num_layers", "block_size", "dtype")}
+    fields = {name: getattr(base, name) for name in ("groups", "block_size", "dtype")}
     other = Layout(**{**fields, **change})
     assert other.compatibility_hash() != base.compatibility_hash()
+    assert Layout(**fields).compatibility_hash() == base.compatibility_hash()
 
 
 def test_layout_hash_is_stable_across_processes_and_versions() -> None:
     """A rolling update must not change the hash of an unchanged layout: the value is written down here."""
     assert layout_of(heads=2).compatibility_hash() == "28f96b046766eda7a97d110d4906cc58"
+
+
+@st.composite
+def grouped(draw: st.DrawFn) -> Layout:
+    """One to three groups of layers in any order, records of any size."""
+    num_layers = draw(st.integers(1, 6))
+    group_of = draw(st.lists(st.integers(0, 2), min_size=num_layers, max_size=num_layers))
+    members = [[layer for layer in range(num_layers) if group_of[layer] == group] for group in range(3)]
+    groups = tuple(
+        LayerGroup(
+            layers=tuple(layers),
+            components=tuple(
+                Component(name=f"c{number}", num_heads=draw(st.integers(1, 2)), slot_bytes=draw(st.integers(1, 5)))
+                for number in range(draw(st.integers(1, 3)))
+            ),
+        )
+        for layers in members
+        if layers
+    )
+    return Layout(groups=groups, block_size=draw(st.integers(1, 3)), dtype="uint8")
+
+
+def own_records(layout: Layout, table: list[int], num_blocks: int) -> dict[tuple[int, int], tuple[int, int]]:
+    """(layer, position) -> where its record begins, and its length: by the definition alone."""
+    size = max(sum(c.num_heads * c.slot_bytes for c in group.components) * layout.block_size for group in layout.groups)
+    found = {}
+    for number, group in enumerate(layout.groups):
+        nbytes = sum(c.num_heads * c.slot_bytes for c in group.components) * layout.block_size
+        for row, layer in enumerate(group.layers):
+            for position, block in enumerate(table[number :: len(layout.groups)]):
+                found[layer, position] = ((row * num_blocks + block) * size, nbytes)
+    return found
+
+
+@given(layout=grouped(), data=st.data())
+def test_groups_of_layers_share_a_region_and_every_record_arrives(layout: Layout, data: st.DataObject) -> None:
+    """A table with a block of each group for each position: no two records overlap or leave the region, a plan moves
+    all bytes of all layers and no other, and what the layout says of places and sizes agrees."""
+    positions, num_groups = data.draw(st.integers(0, 3)), layout.num_groups
+    n_src, n_dst = (positions * num_groups + data.draw(st.integers(1, 3)) for _ in range(2))
+    src, dst = (data.draw(st.permutations(range(n)))[: positions * num_groups] for n in (n_src, n_dst))
+    src_U8 = np.random.default_rng(1).integers(1, 255, layout.region_bytes(n_src), dtype=np.uint8)
+    dst_U8, expected_U8 = (np.zeros(layout.region_bytes(n_dst), dtype=np.uint8) for _ in range(2))
+    at_src, at_dst = own_records(layout, src, n_src), own_records(layout, dst, n_dst)
+    for record, (begin, nbytes) in at_src.items():
+        to, _ = at_dst[record]
+        assert not expected_U8[to : to + nbytes].any() and to + nbytes <= len(expected_U8), "records overlap"
+        expected_U8[to : to + nbytes] = src_U8[begin : begin + nbytes]
+    plan = RecordPlan(
+        layout, np.array(src, np.int64), np.array(dst, np.int64), src_num_blocks=n_src, dst_num_blocks=n_dst
+    )
+    ranges = WriteRanges(layout, n_dst, [BlockId(block) for block in dst])
+    for layer in range(layout.num_layers):
+        ops = plan.of_layer(layer)
+        assert (len(ops.src), ops.total_bytes) == (plan.writes_per_layer, plan.layer_nbytes(layer))
+        assert ranges.cover(ops.dst, ops.nbytes)
+        wanted = [at_dst[layer, position][0] for position in range(positions)]
+        blocks = plan.dst_blocks(layer).tolist()
+        assert ops.dst.tolist() == wanted == [layout.offset(layer, block, n_dst) for block in blocks]
+        apply(ops, src_U8, dst_U8)
+    assert np.array_equal(dst_U8, expected_U8)
+    assert plan.nbytes == positions * layout.position_bytes == sum(nbytes for _, nbytes in at_dst.values())
+    for group in range(num_groups):
+        table = dst[group::num_groups]
+        wanted = [at_dst[layer, at][0] for layer in layout.groups[group].layers for at in range(positions)]
+        assert layout.block_offsets(group, table, n_dst).tolist() == wanted
+        assert len(table) * layout.block_bytes(group) == len(wanted) * layout.record_bytes_of(group)
 
 
 def test_block_outside_the_region_is_refused() -> None:

@@ -40,7 +40,7 @@ def test_a_block_outside_the_grant_is_not_posted() -> None:
 
     def plan(*dst: int) -> StepWrites:
         src_blocks_B, dst_blocks_B = np.array([1, 2], np.int64), np.array(dst, np.int64)
-        return Handoff.plan_step(cast(Any, handoff), src_blocks_B, dst_blocks_B, range(3))
+        return Handoff.plan_step(cast(Any, handoff), src_blocks_B, dst_blocks_B)
 
     with pytest.raises(WriteOutOfBounds, match="block 4 is not among the 2 blocks of the grant"):
         plan(3, 4)

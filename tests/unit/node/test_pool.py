@@ -274,11 +274,11 @@ def test_records_on_the_device_are_read_for_their_checksums(config: EngineConfig
 
     def look(pool: DevicePool, doing: list[str]) -> None:
         pool.region.memory[:] = np.arange(pool.region.nbytes, dtype=np.uint8)
-        offsets_R, nbytes = np.array([0, 96, 32, 7], dtype=np.int64), 32
+        offsets_R, nbytes_R = np.array([0, 96, 32, 7], dtype=np.int64), np.full(4, 32, dtype=np.int64)
         thread = checksum_thread(pool.region, name="device")
-        expected = crcs(memoryview(bytes(pool.region.memory)), offsets_R, nbytes)
-        assert crcs(thread.region, offsets_R, nbytes).tolist() == expected.tolist()
-        assert thread.submit(offsets_R, nbytes).result(30).tolist() == expected.tolist()
+        expected = crcs(memoryview(bytes(pool.region.memory)), offsets_R, nbytes_R)
+        assert crcs(thread.region, offsets_R, nbytes_R).tolist() == expected.tolist()
+        assert thread.submit(offsets_R, nbytes_R).result(30).tolist() == expected.tolist()
         thread.close()
 
     asyncio.run(opened(config, decodes=False, look=look))

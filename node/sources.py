@@ -1,0 +1,253 @@
+"""Where a prompt's leading blocks may come from other than computing, and the choice between these ways.
+
+A `PrefixSource` is another node, or a tier below the region. Its blocks go into the prefix cache, evictable, before the
+prompt is queued. The choice is by measured costs. Whatever fails, the prompt is computed: at each moment of a gather,
+the time waited is at most that saved by what has come, and `WAIT_SHARE_MAX` of what computing all of it would take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final, Protocol
+
+from baton.log import get_log
+from baton.wire import Owner
+
+log = get_log("sources")
+
+WAIT_SHARE_MAX: Final = 0.25
+"""Of the time that computing would take: what a source that brings nothing may cost."""
+EXPECTED_SHARE_MAX: Final = 0.5
+"""Of the time that may be waited: more is not asked for at once, so that a source somewhat slower than expected has
+brought something when the time is over."""
+ROUNDS_MAX: Final = 16
+"""Of one gather."""
+FAILURES_MAX: Final = 2
+"""Rounds of one gather that bring nothing."""
+SAMPLES_KEPT: Final = 16
+"""How many measurements a cost remembers, about."""
+
+
+class SourceKind(Enum):
+    """As what the tokens are counted."""
+
+    HOST = "host"
+    DISK = "disk"
+    PEER = "peer"
+
+
+class LinearCost:
+    """What so many units cost: a fixed time and a time for each, by least squares over about the last `SAMPLES_KEPT`
+    measurements. Pure."""
+
+    def __init__(self, *, fixed_s: float, unit_s: float, units: float) -> None:
+        """What is believed before the first measurement, as two measurements: of none and of `units`."""
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._add(0.0, fixed_s)
+        self._add(units, fixed_s + unit_s * units)
+
+    def measured(self, units: float, seconds: float) -> None:
+        keep = 1 - 1 / SAMPLES_KEPT
+        self._weight, self._x, self._y = self._weight * keep, self._x * keep, self._y * keep
+        self._xx, self._xy = self._xx * keep, self._xy * keep
+        self._add(units, seconds)
+
+    def of(self, units: float) -> float:
+        """Seconds for so many."""
+        return self.fixed_s + self.unit_s * units
+
+    @property
+    def fixed_s(self) -> float:
+        return max(0.0, (self._y - self.unit_s * self._x) / self._weight)
+
+    @property
+    def unit_s(self) -> float:
+        spread = self._weight * self._xx - self._x * self._x
+        slope = (self._weight * self._xy - self._x * self._y) / spread if spread > 0 else 0.0
+        # A slope of nothing would call any amount cheap. Neither part is less than none.
+        return min(max(slope, 0.01 * self._y / self._x), self._y / self._x)
+
+    def _add(self, x: float, y: float) -> None:
+        self._weight += 1
+        self._x += x
+        self._y += y
+        self._xx += x * x
+        self._xy += x * y
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefix:
+    """The part of a prompt whose KV may come from elsewhere: its full blocks, less the one with its last token."""
+
+    tokens: Sequence[int]
+    """A whole number of blocks."""
+    salt: bytes
+    chain: Sequence[bytes]
+    """Digest of each of its blocks."""
+    owners: Sequence[Owner] = ()
+    """Nodes that have a part of it, as the router says, best first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What a source can bring: `blocks` positions behind the first `have_blocks`, which are here."""
+
+    source: PrefixSource
+    kind: SourceKind
+    prompt: Prefix
+    have_blocks: int
+    blocks: int
+    fixed_s: float
+    """Expected, whatever the number of blocks."""
+    block_s: float
+    """Expected for each block."""
+    block_bytes: int
+    origin: str = ""
+    """A peer's name."""
+    detail: object = None
+    """The source's own."""
+
+    @property
+    def expected_s(self) -> float:
+        return self.fixed_s + self.block_s * self.blocks
+
+    @property
+    def nbytes(self) -> int:
+        return self.block_bytes * self.blocks
+
+    def cut(self, blocks: int) -> Offer:
+        """The same of no more than so many blocks."""
+        return dataclasses.replace(self, blocks=min(self.blocks, blocks))
+
+    def within(self, seconds: float) -> Offer:
+        """Of as many blocks as are expected in this time; none if not even one is."""
+        most = (seconds - self.fixed_s) / self.block_s if self.block_s > 0 else float(self.blocks)
+        return self.cut(max(0, int(most)) if seconds > self.fixed_s else 0)
+
+
+class PrefixSource(Protocol):
+    """Control thread only."""
+
+    def offer(self, prompt: Prefix, have_blocks: int) -> Offer | None:
+        """What it could bring now behind the first `have_blocks` positions. Pure and immediate; None: nothing, or it
+        has no place for another."""
+        ...
+
+    async def bring(self, offer: Offer) -> int:
+        """Bring the offer's blocks, or its leading ones, into the prefix cache, evictable -> how many positions came.
+
+        Uses spare blocks of the region only, and waits for none. 0 where it fails: it raises nothing of its own. It is
+        cancelled when the time is over, and then returns at once: what is to be undone goes on elsewhere.
+        """
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Gathered:
+    """What a gather brought for one prompt, in positions, by kind."""
+
+    blocks: dict[SourceKind, int] = field(default_factory=dict)
+    origins: list[str] = field(default_factory=list)
+    """Names of peers, in order of use."""
+
+    def add(self, offer: Offer, blocks: int) -> None:
+        self.blocks[offer.kind] = self.blocks.get(offer.kind, 0) + blocks
+        if offer.origin and offer.origin not in self.origins:
+            self.origins.append(offer.origin)
+
+
+class Gatherer:
+    """Decides for each prompt what is brought and from where, and brings it. Control thread only."""
+
+    def __init__(
+        self,
+        *,
+        block_size: int,
+        have: Callable[[Prefix], int],
+        computing: LinearCost,
+        clock: Callable[[], float],
+    ) -> None:
+        """`have` counts the leading positions of a prefix that are in the prefix cache; `computing` is the cost of
+        computing so many tokens, which the node measures."""
+        self._block_size = block_size
+        self._have = have
+        self._computing = computing
+        self._clock = clock
+        self.sources: list[PrefixSource] = []
+        self._under_way: dict[bytes, asyncio.Event] = {}
+        """By the digest of the first block that is being brought: prompts of the same beginning wait for it."""
+        self.requests = 0
+        """Prompts that are being gathered for."""
+
+    def add(self, source: PrefixSource) -> None:
+        self.sources.append(source)
+
+    async def gather(self, prompt: Prefix) -> Gathered:
+        """Bring what comes sooner than it is computed. Raises nothing of its own; cancelling it ends it at once."""
+        got = Gathered()
+        self.requests += 1
+        try:
+            await self._gather(prompt, got)
+        finally:
+            self.requests -= 1
+        return got
+
+    async def _gather(self, prompt: Prefix, got: Gathered) -> None:
+        waited_s = saved_s = 0.0
+        failures = 0
+        for _ in range(ROUNDS_MAX):
+            have = self._have(prompt)
+            offer = self._best(prompt, have)
+            if offer is None:
+                return
+            left_s = WAIT_SHARE_MAX * (saved_s + self._worth_s(offer.blocks)) + saved_s - waited_s
+            offer = offer.within(EXPECTED_SHARE_MAX * left_s)
+            if offer.blocks == 0:
+                return
+            began_s = self._clock()
+            came = await self._bring(offer, left_s)
+            waited_s += self._clock() - began_s
+            saved_s += self._worth_s(came)
+            if came:
+                got.add(offer, came)
+            elif self._have(prompt) <= have:
+                failures += 1
+                if failures >= FAILURES_MAX:
+                    return
+
+    def _best(self, prompt: Prefix, have: int) -> Offer | None:
+        """The offer that saves most time, if any does."""
+        found = [source.offer(prompt, have) for source in self.sources] if have < len(prompt.chain) else []
+        offers = [offer for offer in found if offer is not None and offer.blocks > 0]
+        best = max(offers, key=self._gain_s, default=None)
+        return best if best is not None and self._gain_s(best) > 0 else None
+
+    def _gain_s(self, offer: Offer) -> float:
+        return self._worth_s(offer.blocks) - offer.expected_s
+
+    def _worth_s(self, blocks: int) -> float:
+        """What computing them would add."""
+        return self._computing.unit_s * blocks * self._block_size
+
+    async def _bring(self, offer: Offer, left_s: float) -> int:
+        """Within this time -> positions that came. 0 where another prompt's are waited for."""
+        digest = offer.prompt.chain[offer.have_blocks]
+        other = self._under_way.get(digest)
+        try:
+            async with asyncio.timeout(left_s):
+                if other is not None:
+                    await other.wait()
+                    return 0
+                self._under_way[digest] = over = asyncio.Event()
+                try:
+                    return await offer.source.bring(offer)
+                finally:
+                    del self._under_way[digest]
+                    over.set()
+        except TimeoutError:
+            log.info("blocks did not come in time", kind=offer.kind.value, origin=offer.origin, blocks=offer.blocks)
+            return 0
