@@ -107,8 +107,8 @@ def test_streams_outlive_each_worker_that_is_killed(cluster: RunningCluster) -> 
         for pid in first:
             os.kill(pid, signal.SIGKILL)
             await streams.go_on()
-        assert all(stream.calls > 1 for stream in streams.all)
         await streams.end()
+        assert all(stream.calls > 1 for stream in streams.all)  # some had tokens to read still when theirs was killed
         await replaced(cluster, *first)
         await served(cluster)
         assert (await counters(cluster)).items() >= {("workers", WORKERS), ("workers that have ended", WORKERS)}
