@@ -31,7 +31,7 @@ def test_everything_is_admitted_where_one_use_is_enough() -> None:
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 30), max_size=200), st.integers(1, 3))
 def test_memory_is_bounded_and_what_is_recent_is_known(uses: list[int], uses_min: int) -> None:
-    """Of the last four different blocks (half of what may be remembered) uses are counted exactly, as long as each stays
+    """Of the last four different blocks (half of what may be remembered) uses are counted exactly while each stays
     among them; no block is admitted that was not used often enough."""
     admission = Admission(uses_min=uses_min, remembered_max=REMEMBERED)
     recent: OrderedDict[int, int] = OrderedDict()

@@ -378,7 +378,7 @@ def test_a_call_that_raises_fails_its_blocks(
     class Raising(PlainBlockIo):
         broken = True
 
-        def read(self, *args: object) -> Results:  # type: ignore[override]
+        def read(self, *args: object) -> Results:
             if self.broken:
                 raise ValueError("a bug")
             return super().read(*args)  # type: ignore[arg-type]
@@ -526,7 +526,8 @@ def test_what_it_says_of_itself(bench: DiskBench, tmp_path: Path, monkeypatch: p
 
 def test_a_file_system_without_o_direct(bench: DiskBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes the flag and refuses the first read: the page cache is used, and blocks come back."""
-    preadv, refused = os.preadv, []
+    preadv = os.preadv
+    refused: list[int] = []
 
     def refusing(fd: int, buffers: list[memoryview], at: int) -> int:
         if not refused:
