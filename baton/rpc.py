@@ -89,6 +89,7 @@ PUBLIC_SERVICES: Final = frozenset({"baton.v1.Inference"})
 UNTIMED_STREAMS: Final[Mapping[str, StreamLimit]] = {
     "/baton.v1.Directory/Watch": StreamLimit(of_address=512, in_all=1024),
     "/baton.v1.Decode/Subscribe": StreamLimit(of_address=256, in_all=512),
+    "/baton.v1.Holdings/Watch": StreamLimit(of_address=256, in_all=512),
     "/baton.v1.Transfer/Liveness": StreamLimit(of_address=512, in_all=1024),
     f"/{HEALTH_SERVICE}/Watch": StreamLimit(of_address=256, in_all=512),
     f"/{REFLECTION_SERVICE}/ServerReflectionInfo": StreamLimit(of_address=16, in_all=64),

@@ -306,7 +306,7 @@ class Fetches:
         grant, prefix, new = GrantId(secrets.token_bytes(16)), [], 0
         if fetch is not None and wanted:
             end = min(request.fetch_blocks, fetch.end)
-            prefix = self._cache.match(fetch.prompt.tokens, fetch.prompt.salt, end)
+            prefix = self._cache.match(fetch.prompt.tokens, fetch.prompt.salt, end * self._groups)
             spare = self.spare() - self._pool.ledger.idle_cached(prefix)
             new = min(end * self._groups - len(prefix), max(0, spare) // self._groups * self._groups)
         self._pool.ledger.hold(prefix)  # so that making room does not evict what was just matched
@@ -490,7 +490,7 @@ class FetchOwner:
     def _found(self, request: transfer_pb2.FetchRequest) -> list[BlockId]:
         """The leading blocks that are here, fewer where holding them would take what is promised to requests."""
         positions = len(request.tokens) // self._pool.layout.block_size
-        found = self._blocks.prefix_cache.match(request.tokens, request.cache_salt, positions)
+        found = self._blocks.prefix_cache.match(request.tokens, request.cache_salt, positions * self._groups)
         room = self._ledger.available
         if self._ledger.idle_cached(found) > room:
             found = found[: room // self._groups * self._groups]
