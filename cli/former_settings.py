@@ -111,6 +111,7 @@ _OTHERS: Final[Mapping[str, float]] = {
     "busy_retry_ms": 200,
     "rate_age_ms_max": 10_000,
     "spill.copy_blocks_max": 64,
+    "spill.pinned_bytes_max": 1 << 40,
     "finished_max": 4_096,
     "resumed_wait_ms": 1_500,
     "resumed_hold_ms_max": 5_000,

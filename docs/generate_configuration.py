@@ -51,6 +51,7 @@ _TITLES: Final = {
     "tcp": "Transport tcp",
     "staging": "Pinned memory",
     "spill": "Overcommit",
+    "store": "Store",
     "retries": "Retries",
     "pins": "Pinned prefixes",
 }

@@ -17,6 +17,7 @@ from kvtransfer.transport import TransportName
 from kvtransfer.transports.settings import RdmaConfig, ShmConfig, TcpConfig, UcxConfig
 from kvtransfer.writer import WriterConfig
 from node.regions import region_kind
+from node.store import StoreConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,7 @@ class NodeConfig(ProcessConfig):
     ucx: UcxConfig = field(default_factory=UcxConfig)
     tcp: TcpConfig = field(default_factory=TcpConfig)
     staging: StagingConfig = field(default_factory=StagingConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
     pod: PodConfig = field(default_factory=PodConfig)
     busy_retry_ms: int = fixed(200)
     """A full queue or node is worth another try after this at least."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from random import Random
 from typing import NotRequired, Protocol, TypedDict, Unpack
@@ -36,8 +36,8 @@ TIME_SHARE_MAX = 0.02
 class ConservationWatch:
     """Recounts one ledger (I4) when asked to; counts and logs violations."""
 
-    def __init__(self, ledger: Ledger, clock: Clock, *, beside: Callable[[], None] | None = None) -> None:
-        """`beside` recounts what lies beside the ledger, and raises ConservationError too."""
+    def __init__(self, ledger: Ledger, clock: Clock, *, beside: Sequence[Callable[[], None]] = ()) -> None:
+        """`beside` recount what lies beside the ledger, and raise ConservationError too."""
         self._ledger = ledger
         self._beside = beside
         self._clock = clock
@@ -55,8 +55,8 @@ class ConservationWatch:
     def check(self) -> None:
         try:
             self._ledger.check()
-            if self._beside is not None:
-                self._beside()
+            for check in self._beside:
+                check()
         except ConservationError as error:
             self.errors += 1
             log.error("blocks are not conserved", problem=str(error), errors=self.errors)
@@ -135,6 +135,7 @@ async def serve_node(
             name=config.name,
             progress=serving["progress"],
             spill=spill,
+            store=config.store,
             decodes=decodes,
             transports=config.transports,
             staging=config.staging,
@@ -150,6 +151,9 @@ async def serve_node(
             nodes=lambda: len(runtime.membership.nodes()),
         )
         runtime.server.add("baton.v1.Holdings", holdings_pb2_grpc.add_HoldingsServicer_to_server, holdings)
+        if pool.store is not None:
+            pool.store.start()
+            opened.push_async_callback(pool.store.stop)
         engine_loop = EngineLoop(pool.engine, half.node, name=config.name)
         stepping = asyncio.create_task(engine_loop.run(), name="engine-loop")
         try:
@@ -171,7 +175,8 @@ async def serve_node(
 def _report(runtime: NodeRuntime, half: Half, pool: DevicePool, transports: RegionTransports) -> None:
     """Status, load and upkeep of the node."""
     spill = None if pool.host is None else pool.host.spill
-    watch = ConservationWatch(pool.ledger, runtime.clock, beside=None if spill is None else spill.check)
+    beside = [part.check for part in (spill, pool.store) if part is not None]
+    watch = ConservationWatch(pool.ledger, runtime.clock, beside=beside)
     pins = PinService(pool, runtime.incarnation, runtime.clock)
     runtime.transports = tuple(transport.value for transport in transports.offered)
     facts = transport_facts(pool.transports, pool.region.kind, runtime.transports)
@@ -186,7 +191,7 @@ def _report(runtime: NodeRuntime, half: Half, pool: DevicePool, transports: Regi
         message.conservation_errors = watch.errors
         half.add_status(message)
         if spill is not None:
-            for what, count in spill.report(pool.layout.position_bytes).items():
+            for what, count in spill.report().items():
                 message.counters.add(name=f"spill: {what}", value=count)
         pins.add_status(message.prefixes)
         message.engine.padding_blocks = pool.blocks.padding_blocks

@@ -45,6 +45,7 @@ from node.regions import (
     rdma_region,
 )
 from node.spill import HostMemory, SpillConfig, open_host_memory
+from node.store import Store, StoreConfig, open_store
 
 if TYPE_CHECKING:
     from engine.gpu.runner import GpuRunner
@@ -69,6 +70,8 @@ class DevicePool:
     model: ModelInfo
     host: HostMemory | None = None
     """None without overcommit."""
+    store: Store | None = None
+    """None without tiers below the region."""
     device: ComputeDevice = ComputeDevice.CPU
     compute_threads: int = 1
     cores: Cores = Cores(allowed=1, quota=None)
@@ -97,7 +100,7 @@ class DevicePool:
         """Blocks that a request comes to hold where its answer is drawn: for its `known_len` tokens, prompt and answer
         so far, the next one, which is drawn elsewhere, and all that it may draw behind that but the last."""
         end = max(known_len + 1, min(prompt_len + max_tokens, self.model.context_len_max) - 1)
-        return -(-end // self.model.block_size)
+        return self.blocks.blocks_for(end)
 
     def describe(self) -> dict[str, str]:
         """For people: what computes, and where its KV lies."""
@@ -109,7 +112,9 @@ class DevicePool:
         if self.staged is not None:
             facts["staging"] = f"{self.staged.pinned_bytes:,} bytes of pinned memory, {self.staged.used_bytes:,} in use"
         if self.host is not None:
-            facts["below the region"] = self.host.describe()
+            facts["below the region"] = self.host.memory.describe()
+        if self.store is not None:
+            facts["store"] = self.store.describe()
         if self.arithmetic:
             facts["arithmetic"] = self.arithmetic
         if self.on_device is not None:
@@ -117,8 +122,10 @@ class DevicePool:
         return facts | self.engine.describe()
 
     def close(self) -> None:
+        if self.store is not None:
+            self.store.close()
         if self.host is not None:
-            self.host.close()
+            self.host.memory.close()
         if self.staged is not None:
             self.staged.close()
         self.runner.unbind()
@@ -155,13 +162,15 @@ async def open_device_pool(
     name: str,
     progress: Progress,
     spill: SpillConfig | None = None,
+    store: StoreConfig | None = None,
     decodes: bool = True,
     transports: Sequence[TransportName] = DEFAULT_TRANSPORTS,
     staging: StagingConfig | None = None,
 ) -> DevicePool:
     """Load the model, make the region and warm up, each on a thread of its own, with progress.
 
-    With `spill.host_blocks` there is host memory below the region, and the engine runs under overcommit. On a device,
+    With `spill.host_blocks` there is host memory below the region, and the engine runs under overcommit. With
+    `store.host_bytes` there are tiers that keep the blocks which the prefix cache gives up. On a device,
     graphs are captured where this node `decodes`, and `transports` get what they need: a handle for cuda_ipc, pinned
     memory (`staging`) for tcp.
 
@@ -182,12 +191,24 @@ async def open_device_pool(
             padding_blocks = 0
             if built.on_device is not None:
                 padding_blocks = await _warm_up(built.on_device, ledger, decodes=decodes, progress=progress)
-            blocks = BlockManager(ledger, config.block_size, root_of(built, layout), padding_blocks=padding_blocks)
+            blocks = BlockManager(
+                ledger,
+                config.block_size,
+                root_of(built, layout),
+                groups=layout.num_groups,
+                padding_blocks=padding_blocks,
+            )
             engine = Engine(built.runner, blocks, config.scheduler())
             host = None
             if spill is not None and spill.host_blocks:
                 host = await open_host_memory(
                     spill, below=region, layout=layout, engine=engine, blocks=blocks, name=name, progress=progress
+                )
+                opened.callback(host.memory.close)
+            tiers = None
+            if store is not None and store.host_bytes:
+                tiers = await open_store(
+                    store, below=region, layout=layout, blocks=blocks, name=name, progress=progress
                 )
         except BaseException as error:
             clear_frames_of(error)
@@ -203,6 +224,7 @@ async def open_device_pool(
         layout=layout,
         model=_model_info(built, layout, config),
         host=host,
+        store=tiers,
         device=config.device,
         compute_threads=config.compute_threads,
         cores=own_cores(),
@@ -292,6 +314,7 @@ def _model_info(built: BuiltEngine, layout: Layout, config: EngineConfig) -> Mod
         eos_token_ids=tuple(sorted(built.runner.eos_token_ids)),
         layout_hash=layout.compatibility_hash(),
         block_size=layout.block_size,
+        layer_groups=layout.num_groups,
         protocol_min=PROTOCOL_MIN,
         protocol_max=PROTOCOL_MAX,
         quantisation=built.quantisation,

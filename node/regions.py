@@ -61,19 +61,21 @@ def rdma_region(region: PoolRegion) -> RdmaRegion:
 
 async def open_host_region(layout: Layout, num_blocks: int, name: str, field: str, progress: Progress) -> Region:
     """Prefaulted, on a thread. Raises BatonError BAD_CONFIG for `field`: there is not the memory."""
+    what = f"{num_blocks:,} blocks of {layout.num_rows} x {layout.page_bytes:,} bytes"
+    return await open_host_memory(layout.region_bytes(num_blocks), name, field, what, progress)
+
+
+async def open_host_memory(nbytes: int, name: str, field: str, what: str, progress: Progress) -> Region:
+    """As `open_host_region`, of as many bytes; `what` they are, for people."""
     await asyncio.to_thread(native.preload)
     try:
         return await asyncio.to_thread(
-            Region.create,
-            layout.region_bytes(num_blocks),
-            name,
-            lambda done, total: progress("prefaulting", done, total),
+            Region.create, nbytes, name, lambda done, total: progress("prefaulting", done, total)
         )
     except RegionTooLarge as error:
         raise BatonError(
             Reason.BAD_CONFIG,
-            f"Not enough memory: {error}. These are {num_blocks:,} blocks of {layout.num_rows} x "
-            f"{layout.page_bytes:,} bytes: set a smaller {field}.",
+            f"Not enough memory: {error}. These are {what}: set a smaller {field}.",
             field=field,
         ) from error
 

@@ -177,14 +177,14 @@ class Gatherer:
         self._have = have
         self._computing = computing
         self._clock = clock
-        self._sources: list[PrefixSource] = []
+        self.sources: list[PrefixSource] = []
         self._under_way: dict[bytes, asyncio.Event] = {}
         """By the digest of the first block that is being brought: prompts of the same beginning wait for it."""
         self.requests = 0
         """Prompts that are being gathered for."""
 
     def add(self, source: PrefixSource) -> None:
-        self._sources.append(source)
+        self.sources.append(source)
 
     async def gather(self, prompt: Prefix) -> Gathered:
         """Bring what comes sooner than it is computed. Raises nothing of its own; cancelling it ends it at once."""
@@ -221,7 +221,7 @@ class Gatherer:
 
     def _best(self, prompt: Prefix, have: int) -> Offer | None:
         """The offer that saves most time, if any does."""
-        found = [source.offer(prompt, have) for source in self._sources] if have < len(prompt.chain) else []
+        found = [source.offer(prompt, have) for source in self.sources] if have < len(prompt.chain) else []
         offers = [offer for offer in found if offer is not None and offer.blocks > 0]
         best = max(offers, key=self._gain_s, default=None)
         return best if best is not None and self._gain_s(best) > 0 else None

@@ -11,7 +11,6 @@ the copy has ended.
 from __future__ import annotations
 
 from collections.abc import Sequence as Several
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -26,12 +25,9 @@ from cachestore.ledger import ConservationError
 from cachestore.spill_policy import CopyBack, CopyOut, SpillPolicy, SpillState, Standing, SwapOut
 from engine.core import Engine
 from engine.scheduler import Sequence
-from kvtransfer.device.host_driver import HostStreams
 from kvtransfer.device.region import DeviceRegion
-from kvtransfer.region import Region
-from kvtransfer.transport import DeviceError
-from node.copiers import BlockCopier, BlockCopy, BlockPlaces
-from node.regions import PoolRegion, clear_frames_of, on_thread, open_host_region
+from node.copiers import BlockCopier, BlockCopy, BlockPlaces, MemoryBelow, open_memory_below
+from node.regions import PoolRegion
 
 HOST_BLOCKS_MAX = 1 << 24
 
@@ -50,13 +46,10 @@ class SpillConfig:
         "blocks that each running sequence should find free after one is swapped out, and before one comes back",
         "Sequences are swapped out and in again all the time (raise it).",
     )
-    pinned_bytes_max: int = setting(
-        64 << 30,
-        "bytes that host_blocks may take where the region is on a GPU: all of them are pinned, for no other use",
-        "host_blocks is refused although the machine has the memory.",
-    )
     copy_blocks_max: int = fixed(64)
     """Blocks of one copy; a longer one is cut."""
+    pinned_bytes_max: int = fixed(1 << 40)
+    """Where the region is on a GPU all of host_blocks are pinned, for no other use."""
 
     def __post_init__(self) -> None:
         check_positive(self, "headroom_blocks", "copy_blocks_max", "pinned_bytes_max")
@@ -85,6 +78,8 @@ class _SwappedOut:
 class _Unit:
     """On the device when `device` is set, else in host memory; in a copy, both are. Each holder has one reference."""
 
+    group: int
+    """Layer group whose records it has."""
     device: BlockId | None
     host: HostBlockId | None = None
     holders: list[_SwappedOut] = field(default_factory=list)
@@ -95,11 +90,13 @@ class _Unit:
 
 @dataclass(slots=True, kw_only=True)
 class SpillCounters:
-    """Totals since the start: sequences, and blocks."""
+    """Totals since the start: sequences, blocks, and their bytes."""
 
     swapped_out: int = 0
     copied_out: int = 0
     copied_back: int = 0
+    bytes_out: int = 0
+    bytes_back: int = 0
     merged: int = 0
     """Blocks that came back without a copy."""
 
@@ -107,7 +104,9 @@ class SpillCounters:
 class Spill:
     """Overcommit of one engine: implements `engine.scheduler.Overcommit`."""
 
-    def __init__(self, *, config: SpillConfig, engine: Engine, blocks: BlockManager, copier: BlockCopier) -> None:
+    def __init__(
+        self, *, config: SpillConfig, engine: Engine, blocks: BlockManager, layout: Layout, copier: BlockCopier
+    ) -> None:
         """Takes the engine over as its `overcommit`. Nothing is swapped out or copied yet."""
         self.config = config
         self.host = HostBlocks(config.host_blocks)
@@ -115,8 +114,9 @@ class Spill:
         self._engine = engine
         self._blocks = blocks
         self._ledger = blocks.ledger
+        self._layout = layout
         self._copier = copier
-        self._policy = SpillPolicy(headroom_blocks=config.headroom_blocks)
+        self._policy = SpillPolicy(headroom_blocks=config.headroom_blocks, growth_blocks=blocks.groups)
         self._swapped_out: dict[RequestKey, _SwappedOut] = {}
         self._on_device: dict[BlockId, _Unit] = {}
         self._runners: dict[RequestKey, Sequence] = {}
@@ -126,8 +126,8 @@ class Spill:
         assert engine.scheduler.overcommit is None and not engine.has_work
         engine.scheduler.overcommit = self
 
-    def report(self, block_bytes: int) -> dict[str, int]:
-        """For the node's status; `block_bytes` is the size of one block in all layers."""
+    def report(self) -> dict[str, int]:
+        """For the node's status."""
         return {
             "sequences swapped out": len(self._swapped_out),
             "sequences swapped out since start": self.counters.swapped_out,
@@ -135,8 +135,8 @@ class Spill:
             "host blocks free": self.host.free,
             "host blocks filled": self.host.filled,
             "host blocks in a copy": self.host.copying,
-            "bytes copied out": self.counters.copied_out * block_bytes,
-            "bytes copied back": self.counters.copied_back * block_bytes,
+            "bytes copied out": self.counters.bytes_out,
+            "bytes copied back": self.counters.bytes_back,
             "blocks back without a copy": self.counters.merged,
         }
 
@@ -158,7 +158,7 @@ class Spill:
         if self._broken is not None:
             raise self._broken
         self._runners = {seq.key: seq for seq in runners}
-        needs = {seq.key: int(self._engine.scheduler.needs_block(seq)) for seq in runners}
+        needs = {seq.key: self._engine.scheduler.blocks_needed(seq) for seq in runners}
         pressure = sum(needs.values()) > self._ledger.growable + self._freeing
         instructions = self._policy.before_step(
             growable=max(0, self._ledger.growable),
@@ -181,13 +181,13 @@ class Spill:
         if self._broken is not None or self._swapped_out:
             return False
         self._runners = {seq.key: seq for seq in runners}
-        return sum(map(self._engine.scheduler.needs_block, runners)) <= self._ledger.growable
+        return sum(map(self._engine.scheduler.blocks_needed, runners)) <= self._ledger.growable
 
     def swapped_out(self, seq: Sequence) -> None:
         """See `Overcommit.swapped_out`."""
         owner = self._swapped_out[seq.key] = _SwappedOut(seq)
-        for block in seq.block_table:
-            unit = self._on_device.setdefault(block, _Unit(block))
+        for index, block in enumerate(seq.block_table):
+            unit = self._on_device.setdefault(block, _Unit(index % self._blocks.groups, block))
             unit.holders.append(owner)
             owner.units.append(unit)
         seq.block_table.clear()
@@ -257,18 +257,24 @@ class Spill:
     # Copies.
 
     def _start(self, owner: _SwappedOut, units: list[_Unit], way: _Way) -> None:
-        most = self.config.copy_blocks_max
-        pieces = [units[start : start + most] for start in range(0, len(units), most)]
+        pieces = self._pieces(units)
         owner.copies += len(pieces)
         for piece in pieces:
             copy = BlockCopy(
                 out=way == "out",
+                group=piece[0].group,
                 device=tuple(unit.device for unit in piece if unit.device is not None),
                 host=tuple(unit.host for unit in piece if unit.host is not None),
             )
             self._copier.start(copy, lambda error, piece=piece: self._ended(owner, piece, way, error))  # type: ignore[misc]
         if owner.copies == 0:
             self._copies_ended(owner)
+
+    def _pieces(self, units: list[_Unit]) -> list[list[_Unit]]:
+        """What is copied at once: units of one group, not too many."""
+        most = self.config.copy_blocks_max
+        by_group = [[unit for unit in units if unit.group == group] for group in range(self._blocks.groups)]
+        return [of[start : start + most] for of in by_group for start in range(0, len(of), most)]
 
     def _ended(self, owner: _SwappedOut, units: list[_Unit], way: _Way, error: BaseException | None) -> None:
         if error is not None:
@@ -285,11 +291,14 @@ class Spill:
             else:
                 self._free_host(unit)
                 self._forget_if_unheld(unit)
+        nbytes = len(units) * self._layout.block_bytes(units[0].group)
         if way == "out":
             self.counters.copied_out += len(units)
+            self.counters.bytes_out += nbytes
             self._freeing -= len(units)
         else:
             self.counters.copied_back += len(units)
+            self.counters.bytes_back += nbytes
         self._set_host_room()
         owner.copies -= 1
         if owner.copies == 0:
@@ -320,7 +329,7 @@ class Spill:
         seq, merged = owner.seq, 0
         if blocks_max == 0:
             return 0
-        cached = self._blocks.prefix_cache.match(seq.tokens, seq.cache_salt, seq.computed // self._blocks.block_size)
+        cached = self._blocks.prefix_cache.match(seq.tokens, seq.cache_salt, self._blocks.full_blocks(seq.computed))
         for unit, block in zip(owner.units, cached, strict=False):
             if merged < blocks_max and unit.device is None and block not in self._on_device:
                 self._blocks.ledger.hold([block] * len(unit.holders))
@@ -367,8 +376,9 @@ class Spill:
     def _running(self, seq: Sequence, need: int, pressure: bool) -> Standing:
         spillable = 0
         if pressure:
-            for block in seq.block_table:
-                spillable += self._may_leave(self._on_device.get(block) or _Unit(block), others=1)
+            for index, block in enumerate(seq.block_table):
+                unit = self._on_device.get(block) or _Unit(index % self._blocks.groups, block)
+                spillable += self._may_leave(unit, others=1)
         return Standing(key=seq.key, age=seq.age, promise_left=self._promise_left(seq), need=need, spillable=spillable)
 
     def _standing(self, owner: _SwappedOut, pressure: bool) -> Standing:
@@ -386,21 +396,10 @@ class Spill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
-    """The tier below the pool, and who moves blocks there and back."""
+    """The overcommit of a pool, and the host memory behind it."""
 
-    region: Region
-    pinned: bool
-    """For the device, which the pool's region is on."""
+    memory: MemoryBelow
     spill: Spill
-    opened: ExitStack
-
-    def describe(self) -> str:
-        """For people: how large it is."""
-        return f"{self.region.nbytes:,} bytes of {'pinned' if self.pinned else 'host'} memory"
-
-    def close(self) -> None:
-        """Waits for the copies under way. Comes before the end of the pool's region."""
-        self.opened.close()
 
 
 async def open_host_memory(
@@ -413,52 +412,19 @@ async def open_host_memory(
     name: str,
     progress: Progress,
 ) -> HostMemory:
-    """Make the tier, and put the engine under overcommit. `below` is the pool's region.
+    """Make the memory, and put the engine under overcommit. `below` is the pool's region.
 
     Raises BatonError BAD_CONFIG: there is too little memory, or it cannot be pinned.
     """
-    nbytes = layout.region_bytes(config.host_blocks)
+    places = BlockPlaces(layout=layout, device_blocks=blocks.ledger.num_blocks, host_blocks=config.host_blocks)
+    nbytes = places.host_nbytes
     if isinstance(below, DeviceRegion) and nbytes > config.pinned_bytes_max:
         raise BatonError(
             Reason.BAD_CONFIG,
             f"spill.host_blocks is {config.host_blocks}, or {nbytes:,} bytes, all of them pinned since the region "
-            f"is on a device; spill.pinned_bytes_max is {config.pinned_bytes_max:,}. Set fewer blocks, or allow more "
-            "bytes if the machine can do without them.",
+            f"is on a device; at most {config.pinned_bytes_max:,} may be. Set fewer blocks.",
             field="spill.host_blocks",
         )
-    region = await open_host_region(layout, config.host_blocks, f"baton-{name}-host", "spill.host_blocks", progress)
-    places = BlockPlaces(layout=layout, device_blocks=blocks.ledger.num_blocks, host_blocks=config.host_blocks)
-    pinned = isinstance(below, DeviceRegion)
-    with ExitStack() as stack:
-        stack.callback(region.close)
-        if isinstance(below, DeviceRegion):
-            progress("pinning", 0, region.nbytes)
-            try:
-                copier = await on_thread(_pin, below, region, places, name, stack)
-            except BaseException as error:
-                clear_frames_of(error)
-                raise
-            progress("pinning", region.nbytes, region.nbytes)
-        else:
-            copier = BlockCopier(streams=HostStreams(), places=places, device=below, host=region, name=name)
-            stack.callback(copier.close)
-        opened = stack.pop_all()
-    spill = Spill(config=config, engine=engine, blocks=blocks, copier=copier)
-    return HostMemory(region=region, pinned=pinned, spill=spill, opened=opened)
-
-
-def _pin(below: DeviceRegion, region: Region, places: BlockPlaces, name: str, opened: ExitStack) -> BlockCopier:
-    """Blocks. `opened` closes what it makes, also where nobody waits for it any more."""
-    try:
-        pinned = below.driver.register(region.array_U8)
-        opened.callback(pinned.close)
-        copier = BlockCopier(streams=below.driver.streams, places=places, device=below, host=pinned, name=name)
-        opened.callback(copier.close)
-        copier.rehearse()
-    except DeviceError as error:
-        raise BatonError(
-            Reason.BAD_CONFIG,
-            f"Cannot pin {region.nbytes:,} bytes of host memory to spill to: {error}. Set a smaller spill.host_blocks.",
-            field="spill.host_blocks",
-        ) from error
-    return copier
+    memory = await open_memory_below(below, places, name=f"{name}-spill", field="spill.host_blocks", progress=progress)
+    spill = Spill(config=config, engine=engine, blocks=blocks, layout=layout, copier=memory.copier)
+    return HostMemory(memory=memory, spill=spill)

@@ -11,7 +11,7 @@ from batonpb import common_pb2, inference_pb2
 from router.resume import Place
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False)
 class AnswerPart:
     """Tokens that have come at once, and the text that has become whole with them. Nobody changes it."""
 

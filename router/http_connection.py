@@ -210,7 +210,8 @@ class HttpConnection(asyncio.Protocol):
 
     def write_now(self, data: bytes) -> None:
         if self._discarded is None and not self.transport.is_closing():
-            self._write(data)
+            self._written += len(data)
+            self.transport.write(data)
 
     def ended(self, call: HttpCall, *, keep_alive: bool) -> None:
         """Its answer is written."""
@@ -445,7 +446,7 @@ class HttpCall:
         assert not self._done
         connection = self._connection
         if not self.gone:
-            connection.write_now(self._framed(body))
+            connection.write_now(b"%x\r\n%b\r\n" % (len(body), body) if self._chunked and body else self._framed(body))
         return connection.is_writable
 
     def _framed(self, body: bytes) -> bytes:

@@ -137,7 +137,7 @@ class CallReply(Response):
         lines = f"data: {data}\n\n"
         if self.places is not None:
             lines = f"id: {self.places.token()}\n{lines}"
-        if self._begun and self._is_open and self._direct is not None:
+        if self._is_open and self._begun and self._direct is not None:
             if self._direct.put(lines.encode()):
                 return
         else:
@@ -193,10 +193,12 @@ class _Choice:
         self._follow(place)
 
     def tokens(self, part: AnswerPart) -> None:
-        chunk = self._reply.replies.chunk(self._index, part)
-        self._follow(part.place)
+        reply = self._reply
+        chunk = reply.replies.chunk(self._index, part)
+        if part.place is not None:
+            self._follow(part.place)
         if chunk is not None:
-            self._reply.put(chunk)
+            reply.put(chunk)
 
     def finished(self, finished: inference_pb2.Finished, place: Place | None) -> None:
         replies = self._reply.replies

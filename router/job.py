@@ -280,8 +280,11 @@ class Job:
         """Something has come into the inbox. A client that reads may get many tokens at once, so time counts too."""
         if self.sink.is_open:
             if not self._deferred:
-                self._deferred = True  # until it has its turn, which may be now, and may leave a rest
-                self.turns.do(self._give)
+                if self.turns.begin():
+                    self._give()
+                else:
+                    self._deferred = True
+                    self.turns.later(self._give)
             return
         inbox = self.inbox
         assert inbox is not None
@@ -307,51 +310,56 @@ class Job:
         """Give the client what waits in the inbox. A bug ends this request, and nothing else in the message that its
         tokens came with."""
         self._deferred = False
-        inbox = self.inbox
-        if inbox is None or inbox.over or inbox.empty or self.text_ended or self.cut_off_with or not self.sink.is_open:
+        inbox, sink = self.inbox, self.sink
+        if inbox is None or inbox.over or self.text_ended or self.cut_off_with or not sink.is_open:
             return
-        begin, count = inbox.given, len(inbox.tokens)
-        end = min(count, begin + TOKENS_AT_ONCE_MAX)
+        tokens, logprobs = inbox.tokens, inbox.logprobs
+        begin, count = inbox.given, len(tokens)
+        if begin == count:
+            return
+        end = count if count - begin <= TOKENS_AT_ONCE_MAX else begin + TOKENS_AT_ONCE_MAX
         try:
-            self._take(inbox.first_index + begin, inbox.tokens[begin:end], inbox.logprobs[begin:end])
+            self._take(inbox.first_index + begin, tokens[begin:end], logprobs[begin:end] if logprobs else ())
         except BatonError as error:
             self.cut_off(error)
         except Exception:
             log.exception("an answer broke off", request=self.id)
             self.cut_off(internal_error())
         inbox.given = end
-        if self.sink.is_open:
+        if sink.is_open:
             inbox.read = end
         if self.text_ended or end == count:
             inbox.all_given(ended=self.text_ended)
-        elif self.sink.is_open:
+        elif sink.is_open:
             self._deferred = True
             self.turns.later(self._give)
 
-    def _take(self, first_index: int, ids: list[int], logprobs: list[common_pb2.TokenLogprobs]) -> None:
+    def _take(self, first_index: int, ids: list[int], logprobs: Sequence[common_pb2.TokenLogprobs]) -> None:
         """New tokens of the answer."""
-        self.last_token_s = self.now_s()
+        now_s = self.last_token_s = self.turns.looked_s
         if not self.tokens_received:
-            self.first_token_s = self.last_token_s
+            self.first_token_s = now_s
         self.tokens_received += len(ids)
         self.output += ids
         if self.unseen is not None:
             self.logprobs += logprobs
-        self.pass_on(first_index, ids, logprobs)
+        self.pass_on(first_index, ids, logprobs, now_s)
 
-    def pass_on(self, first_index: int, ids: list[int], logprobs: Sequence[common_pb2.TokenLogprobs] = ()) -> None:
+    def pass_on(
+        self, first_index: int, ids: list[int], logprobs: Sequence[common_pb2.TokenLogprobs], now_s: float
+    ) -> None:
         """Tokens that are part of `output`, on to the client. Raises BatonError NOT_RESUMABLE."""
         taken, text = self.text.push(ids)
-        self.text_ended = self.text.found
-        if self.text_ended:
+        if self.text.found:
+            self.text_ended = True
             ids, logprobs = ids[:taken], logprobs[:taken]
-        self._send(first_index, ids, text, logprobs)
+        self._send(first_index, ids, text, logprobs, now_s)
 
     def end(self) -> None:
         """All tokens have been passed on. Raises BatonError NOT_RESUMABLE."""
         stats, text = self.stats, self.text
         if rest := text.flush():
-            self._send(text.tokens, [], rest, ())
+            self._send(text.tokens, [], rest, (), self.last_token_s)
         if text.found:
             self.finish = common_pb2.FINISH_REASON_STOP
         stats.output_tokens = text.tokens
@@ -362,7 +370,9 @@ class Job:
         if self.unseen is None or self.unseen.end():
             self.sink.finished(inference_pb2.Finished(reason=self.finish, stats=stats), self._place())
 
-    def _send(self, first_index: int, ids: list[int], text: str, logprobs: Sequence[common_pb2.TokenLogprobs]) -> None:
+    def _send(
+        self, first_index: int, ids: list[int], text: str, logprobs: Sequence[common_pb2.TokenLogprobs], now_s: float
+    ) -> None:
         """To the client, what it does not have of it. Raises BatonError NOT_RESUMABLE."""
         if ids and not self.taken_over:
             self.call.take_output(len(ids))  # what the client had is computed again for it
@@ -375,10 +385,9 @@ class Job:
             if ids and self.taken_over:
                 self.call.take_output(len(ids))
         if ids:
-            self.observed.tokens(self.now_s(), len(ids))
-        self.sink.tokens(
-            AnswerPart(first_index=first_index, ids=ids, text=text, logprobs=logprobs, place=self._place())
-        )
+            self.observed.tokens(now_s, len(ids))
+        place = None if self.unseen is None else self._place()
+        self.sink.tokens(AnswerPart(first_index, ids, text, logprobs, place))
 
     def _place(self) -> ResumePlace | None:
         """What the client of a resumable request has with what it gets now, and where the rest is."""

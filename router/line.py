@@ -270,10 +270,16 @@ class Turns:
         self._waiting: deque[Callable[[], None]] = deque()
         self._end_s: float | None = None
         """Of the time in this turn; None in one that has had no work."""
+        self.looked_s = 0.0
+        """When the clock was last looked at: before each piece of work."""
+
+    def begin(self) -> bool:
+        """Whether there is time for one piece of work now, and none waits."""
+        return not self._waiting and self._time_left()
 
     def do(self, work: Callable[[], None]) -> bool:
         """Whether it is done. Each caller has one piece of work at most that waits."""
-        if self._waiting or not self._time_left():
+        if not self.begin():
             self._waiting.append(work)
             return False
         work()
@@ -291,11 +297,12 @@ class Turns:
             self._end_s -= ms / 1000
 
     def _time_left(self) -> bool:
+        now_s = self.looked_s = self._now_s()
         if self._end_s is None:
-            self._end_s = self._now_s() + TURN_MS / 1000
+            self._end_s = now_s + TURN_MS / 1000
             self._call_soon(self._next)
             return True
-        return self._now_s() < self._end_s
+        return now_s < self._end_s
 
     def _next(self) -> None:
         self._end_s = None

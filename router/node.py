@@ -415,7 +415,8 @@ class RouterNode:
         """Whether nothing of the answer is left to compute. What the client says that it has counts as output."""
         said = job.take_said()
         for start in range(0, len(said), TOKENS_AT_ONCE_MAX):
-            job.pass_on(len(job.output) - len(said) + start, said[start : start + TOKENS_AT_ONCE_MAX])
+            ids = said[start : start + TOKENS_AT_ONCE_MAX]
+            job.pass_on(len(job.output) - len(said) + start, ids, (), self._loop.time())
             if job.text_ended:
                 return True
             await asyncio.sleep(0)

@@ -87,19 +87,20 @@ class Replies:
 
     def chunk(self, index: int, part: AnswerPart) -> str | None:
         """The chunk for one part of a stream, as JSON, or None where it has nothing to say."""
-        first, call = index not in self._offsets, self.call
-        if first or (part.ids and (call.logprobs or call.token_ids)):
-            return json.dumps(self._chunk([self._piece(index, part.text, [part], first=first, finish=None)]))
-        if not part.text:
-            return None
-        before, behind = self._frames.get(index) or self._frame(index)
-        return f"{before}{encode_basestring_ascii(part.text)}{behind}"
+        frame = self._frames.get(index)
+        if frame is None:
+            first, call = index not in self._offsets, self.call
+            if first or call.logprobs or call.token_ids:
+                if not first and not part.ids and not part.text:
+                    return None
+                return json.dumps(self._chunk([self._piece(index, part.text, [part], first=first, finish=None)]))
+            frame = self._frames[index] = self._frame(index)
+        return f"{frame[0]}{encode_basestring_ascii(part.text)}{frame[1]}" if part.text else None
 
     def _frame(self, index: int) -> tuple[str, str]:
         text = "\0"
         whole = json.dumps(self._chunk([self._piece(index, text, [], first=False, finish=None)]))
         before, _, behind = whole.rpartition(json.dumps(text))
-        self._frames[index] = before, behind
         return before, behind
 
     def last_chunk(self, index: int, reason: common_pb2.FinishReason) -> Json:

@@ -1,6 +1,6 @@
 """The router's gRPC service: messages in, messages out, everything else in `RouterNode`.
 
-A stream's tokens come to its sink; the handler's task writes them, and what comes meanwhile waits for its next message.
+A stream's tokens come to its sink, which writes them; what comes while a write waits is written behind it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from router.resume import Place, Resume, ResumeToken, check_same, request_digest
 from router.text_workers import SHORT_BYTES_MAX
 
 _T = TypeVar("_T")
+_Write = Coroutine[Any, Any, None]
+"""Of one message."""
 
 INFERENCE_SERVICE: Final = "baton.v1.Inference"
 FIRST_WRITE_MS_MAX: Final = 1_000
@@ -101,19 +103,20 @@ class InferenceService:
         context: Any,
         keyed: KeyedCall | None,
     ) -> None:
-        sink = _Stream(resume)
+        sink = _Stream(resume, context.write)
         answer = asyncio.create_task(self._node.run(request, self._call(request, context, keyed, resume), sink))
         answer.add_done_callback(sink.ended)
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(None) as sink.scope:
-                    await sink.write_all(context.write)
+                    await sink.all_written()
             await answer
         finally:
             sink.scope = None
             if not answer.done():
                 answer.cancel()
                 await asyncio.wait([answer])
+            await sink.close()
             del answer  # an error that it has would refer to itself, by this frame in its traceback
 
     def _call(
@@ -217,26 +220,39 @@ def _shown(raw: bytes) -> ResumeToken:
 
 
 class _Stream:
-    """The sink of one call."""
+    """The sink of one call. A message's write begins in the call of the node's that brings it, and no task wakes up for
+    it: the handler's waits until all is written."""
 
-    def __init__(self, resume: Resume | None) -> None:
+    def __init__(self, resume: Resume | None, write: Callable[[inference_pb2.GenerateEvent], _Write]) -> None:
+        """`write` waits for nothing but futures of the loop."""
         self.on_open: Callable[[], None] | None = None
         self.is_open = True
         self.scope: asyncio.Timeout | None = None
         """Around the writing; None once that has ended."""
         self._resume = resume
+        self._write = write
+        self._loop = asyncio.get_running_loop()
         self._events: deque[inference_pb2.GenerateEvent] = deque()
-        self._news = asyncio.Event()
+        self._writing: _Write | None = None
+        self._first: asyncio.Future[None] | None = None
+        """Done with the call's first write; None before that."""
+        self._failure: BaseException | None = None
+        """Of a write: nothing is written any more."""
+        self._all_written = asyncio.Event()
         self._over = False
 
     def started(self, started: inference_pb2.Started, place: Place | None) -> None:
         self._put(inference_pb2.GenerateEvent(started=started), place)
 
     def tokens(self, part: AnswerPart) -> None:
-        tokens = inference_pb2.Tokens(
-            first_index=part.first_index, ids=part.ids, text=part.text, logprobs=part.logprobs
-        )
-        self._put(inference_pb2.GenerateEvent(tokens=tokens), part.place)
+        event = inference_pb2.GenerateEvent()
+        tokens = event.tokens
+        tokens.first_index = part.first_index
+        tokens.ids.extend(part.ids)
+        tokens.text = part.text
+        if part.logprobs:
+            tokens.logprobs.extend(part.logprobs)
+        self._put(event, part.place)
 
     def finished(self, finished: inference_pb2.Finished, place: Place | None) -> None:
         self._put(inference_pb2.GenerateEvent(finished=finished), place)
@@ -244,43 +260,72 @@ class _Stream:
     def ended(self, answer: asyncio.Task[None]) -> None:
         """Nothing more comes."""
         self._over = True
-        self._news.set()
+        if self._writing is None:
+            self._all_written.set()
         error = None if answer.cancelled() else answer.exception()
         if self.scope is not None and isinstance(error, BatonError) and error.reason in CUT_OFF:
-            self.scope.reschedule(asyncio.get_running_loop().time())
+            self.scope.reschedule(self._loop.time())
 
-    async def write_all(self, write: Callable[[inference_pb2.GenerateEvent], Coroutine[Any, Any, None]]) -> None:
-        """What has come and comes, until the answer is over."""
-        begun = False
-        while True:
-            while self._events:
-                event = self._events.popleft()
-                await (write(event) if begun else _to_its_end(write(event)))
-                begun = True
-            self.is_open = True
-            if self.on_open is not None:
-                self.on_open()
-            if self._events:
-                continue
-            if self._over:
-                return
-            self._news.clear()
-            await self._news.wait()
+    async def all_written(self) -> None:
+        """Until the answer is over and written. Raises what a write raises."""
+        await self._all_written.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    async def close(self) -> None:
+        """Nothing more is written. The call's first write, with its headers, ends before: if the call ended without it,
+        gRPC would send them again with the error, and the call would never end. It is small, and does not wait for the
+        client."""
+        self._events.clear()
+        if self._first is not None and not self._first.done():
+            await asyncio.wait([self._first], timeout=FIRST_WRITE_MS_MAX / 1000)
+        self._failure = None  # it leads back to this
 
     def _put(self, event: inference_pb2.GenerateEvent, place: Place | None) -> None:
         if place is not None and self._resume is not None:
             event.resume_token = self._resume.token(place).encode()
+        if self._failure is not None:
+            return
         self._events.append(event)
-        self.is_open = False
-        self._news.set()
+        if self._writing is None:
+            self._write_all()
+        self.is_open = self._writing is None
 
+    def _write_all(self) -> None:
+        """Write until a write has to wait, or nothing is left."""
+        while self._writing is None and self._events:
+            self._writing = self._write(self._events.popleft())
+            if self._first is None:
+                self._first = self._loop.create_future()
+            self._step()
 
-async def _to_its_end(write: Coroutine[Any, Any, None]) -> None:
-    """A call's first write, with its headers: if it were cut off, gRPC would send them again with the error, and the
-    call would never end. It is small, and does not wait for the client."""
-    task = asyncio.ensure_future(write)
-    try:
-        await asyncio.shield(task)
-    finally:
-        if not task.done():
-            await asyncio.wait([task], timeout=FIRST_WRITE_MS_MAX / 1000)
+    def _step(self) -> None:
+        """Let the write go on, up to the future that it waits for or to its end."""
+        assert self._writing is not None
+        try:
+            future = self._writing.send(None)
+        except StopIteration:
+            pass
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the handler raises it
+            self._failure = error
+            self._events.clear()
+            self._all_written.set()
+        else:
+            future._asyncio_future_blocking = False  # as a task does: it is waited for
+            future.add_done_callback(self._go_on)
+            return
+        self._writing = None
+        assert self._first is not None
+        if not self._first.done():
+            self._first.set_result(None)
+
+    def _go_on(self, _future: asyncio.Future[Any]) -> None:
+        self._step()
+        self._write_all()
+        if self._writing is not None or self._failure is not None:
+            return
+        self.is_open = True
+        if self.on_open is not None:
+            self.on_open()
+        if self._over and self._writing is None:
+            self._all_written.set()

@@ -174,9 +174,9 @@ class ByteStream:
         self._rest = b""  # the beginning of a character
 
     def push(self, ids: Sequence[int]) -> str:
-        pieces = [self._table[id_] for id_ in ids]
-        if not self._rest and len(pieces) == 1 and isinstance(text := pieces[0], str):
+        if not self._rest and len(ids) == 1 and isinstance(text := self._table[ids[0]], str):
             return text
+        pieces = [self._table[id_] for id_ in ids]
         raw = self._rest + b"".join([piece if isinstance(piece, bytes) else piece.encode() for piece in pieces])
         text, used = utf_8_decode(raw, "replace")
         self._rest = raw[used:]

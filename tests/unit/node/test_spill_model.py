@@ -48,7 +48,7 @@ def test_a_model_out_of_device_memory_gives_the_undisturbed_answers(tmp_path: Pa
         )
         try:
             assert pool.host is not None
-            assert pool.describe()["below the region"] == f"{pool.host.region.nbytes:,} bytes of host memory"
+            assert pool.describe()["below the region"] == f"{pool.host.memory.region.nbytes:,} bytes of host memory"
             answers = await answers_of(pool, [(prompt, PARAMS) for prompt in prompts])
             spill = pool.host.spill
             assert spill.counters.swapped_out > 0

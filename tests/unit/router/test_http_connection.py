@@ -286,14 +286,14 @@ def test_a_client_that_resets_its_call_while_it_is_answered(monkeypatch: pytest.
     async def scene(door: Door) -> None:
         client = socket.create_connection(split_endpoint(door.endpoint))
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        write, lost = HttpConnection._write, asyncio.Event()
+        write, lost = HttpConnection.write_now, asyncio.Event()
 
         def write_and_lose(connection: HttpConnection, data: bytes) -> None:
             write(connection, data)
             client.close()
             lost.set()
 
-        monkeypatch.setattr(HttpConnection, "_write", write_and_lose)
+        monkeypatch.setattr(HttpConnection, "write_now", write_and_lose)
         client.sendall(POST + b"9\r\n\r\n")
         await lost.wait()
         await door.all_closed()

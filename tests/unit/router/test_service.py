@@ -8,10 +8,12 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from batonpb import inference_pb2
 
 from baton.errors import BatonError, Reason
+from router.answers import AnswerPart
 from router.config import RouterConfig
-from router.service import InferenceService
+from router.service import InferenceService, _Stream
 
 
 def test_a_client_that_leaves_as_it_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,3 +39,104 @@ def test_a_client_that_leaves_as_it_is_cut_off(monkeypatch: pytest.MonkeyPatch) 
 
     asyncio.run(scene())
     assert broken == []
+
+
+class Writes:
+    """The client's side of a call: each write waits until the test says that it is over."""
+
+    def __init__(self) -> None:
+        self.begun: list[inference_pb2.GenerateEvent] = []
+        self.ends: list[asyncio.Future[None]] = []
+        self.finished = 0
+
+    async def write(self, event: inference_pb2.GenerateEvent) -> None:
+        self.begun.append(event)
+        self.ends.append(asyncio.get_running_loop().create_future())
+        await self.ends[-1]
+        self.finished += 1
+
+
+def part(index: int) -> AnswerPart:
+    return AnswerPart(first_index=index, ids=[index], text=str(index), logprobs=(), place=None)
+
+
+async def turn() -> None:
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+
+
+def test_a_stream_writes_one_message_at_a_time() -> None:
+    """The first write begins in the call that brings its message; the others when the one before them is over. The sink
+    is closed meanwhile, and open again once all is written. The handler waits until the answer is over and written."""
+
+    async def scene() -> None:
+        client, opened = Writes(), []
+        sink = _Stream(None, client.write)
+        sink.on_open = lambda: opened.append(client.finished)
+        sink.started(inference_pb2.Started(request_id="r"), None)
+        assert [event.started.request_id for event in client.begun] == ["r"]
+        states = [sink.is_open]
+        sink.tokens(part(0))
+        sink.tokens(part(1))
+        waits = asyncio.create_task(sink.all_written())
+        for count in (1, 2, 3):
+            await turn()
+            assert len(client.begun) == count
+            assert not waits.done()
+            assert opened == []
+            client.ends[-1].set_result(None)
+        await turn()
+        assert [list(event.tokens.ids) for event in client.begun[1:]] == [[0], [1]]
+        assert opened == [3]
+        assert [*states, sink.is_open] == [False, True]
+        sink.tokens(part(2))
+        answer = asyncio.create_task(asyncio.sleep(0))
+        answer.add_done_callback(sink.ended)
+        await turn()
+        assert not waits.done()
+        client.ends[-1].set_result(None)
+        await waits
+        await sink.close()
+        assert client.finished == 4
+
+    asyncio.run(scene())
+
+
+def test_a_write_that_fails_ends_the_call() -> None:
+    """The handler gets the error. What comes afterwards is dropped, and nothing more is written."""
+
+    async def scene() -> None:
+        client = Writes()
+        sink = _Stream(None, client.write)
+        sink.started(inference_pb2.Started(), None)
+        sink.tokens(part(0))
+        client.ends[0].set_exception(ConnectionResetError("the client has gone"))
+        with pytest.raises(ConnectionResetError):
+            await sink.all_written()
+        sink.tokens(part(1))
+        await sink.close()
+        assert len(client.begun) == 1
+
+    asyncio.run(scene())
+
+
+def test_a_call_that_ends_waits_for_its_first_write_alone() -> None:
+    """Its headers go out with that. A later write, which the client does not take, is not waited for."""
+
+    async def scene() -> None:
+        client = Writes()
+        sink = _Stream(None, client.write)
+        sink.started(inference_pb2.Started(), None)
+        sink.tokens(part(0))
+        closing = asyncio.create_task(sink.close())
+        await turn()
+        assert not closing.done()
+        client.ends[0].set_result(None)
+        await closing
+        assert len(client.begun) == 1
+        sink.tokens(part(1))
+        await sink.close()
+        assert len(client.begun) == 2
+        assert client.finished == 1
+
+    asyncio.run(scene())
