@@ -147,9 +147,11 @@ class HolderIndex:
     def _rows(self, digests: Sequence[bytes]) -> Iterator[tuple[npt.NDArray[np.uint8], int]]:
         """What each holder saves of a block, and of how many blocks in a row that is so: mostly the same nodes have
         many blocks of a chain, and only where this changes is there another row."""
+        if not digests:
+            return
         keys = _keys(b"".join(digests))
-        first = np.array((keys[0], keys[0] | _LOW_MASK)) if len(keys) else keys
-        if all(level.searchsorted(first[:1]) == level.searchsorted(first[1:]) for level in self._levels):
+        first = np.array((keys[0], keys[0] | _LOW_MASK))
+        if all(np.diff(level.searchsorted(first)) == 0 for level in self._levels):
             return  # as of most prompts
         bounds = np.concatenate((keys, keys | _LOW_MASK))
         ranges = [level.searchsorted(bounds).reshape(2, -1) for level in self._levels]

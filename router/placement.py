@@ -307,7 +307,7 @@ class Placement:
         if self._fingerprints == {fingerprint}:
             return self.ready
         models = [record.model for record in self.records]
-        return self.ready & [model is not None and model.fingerprint == fingerprint for model in models]
+        return self.ready & np.array([model is not None and model.fingerprint == fingerprint for model in models])
 
     def may_hold(self, tokens: int) -> Mask:
         """As `may_hold` of each record."""
@@ -390,7 +390,7 @@ class Placement:
             hashes=hashes,
             found=found,
             blocks=blocks,
-            saved_tokens=saved * (block_size / SAVED_WHOLE),
+            saved_tokens=(saved * block_size / SAVED_WHOLE).astype(np.float64),
             fetched_tokens=np.maximum(0, int(found.blocks.max()) - blocks) * block_size,
         )
 
