@@ -56,8 +56,18 @@ class ModelInfo:
     """How the weights are quantised; empty: not at all. The fingerprint does not cover it."""
     quantisation_must_agree: bool = False
     """This node hands over only with nodes of the same quantisation."""
+    layer_groups: int = 1
+    """Groups of layers, each with a block of its own for `block_size` tokens."""
     kv_root: bytes = b""
     """Names what makes this node's KV (`cachestore.prefix_cache.kv_root`): only nodes of one root share cached KV."""
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks of a region that hold so many tokens."""
+        return -(-tokens // self.block_size) * self.layer_groups
+
+    def tokens_in(self, blocks: int) -> int:
+        """Tokens that so many blocks hold."""
+        return blocks // self.layer_groups * self.block_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +202,14 @@ def model_to_proto(model: ModelInfo) -> common_pb2.ModelInfo:
 
 
 def model_from_proto(message: common_pb2.ModelInfo) -> ModelInfo:
-    return ModelInfo(**_values(ModelInfo, message, eos_token_ids=tuple(message.eos_token_ids)))
+    return ModelInfo(
+        **_values(
+            ModelInfo,
+            message,
+            eos_token_ids=tuple(message.eos_token_ids),
+            layer_groups=max(1, message.layer_groups),  # 0 from a node that does not know groups
+        )
+    )
 
 
 def _values(cls: type[Any], message: Message, **converted: object) -> dict[str, Any]:

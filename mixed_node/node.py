@@ -77,7 +77,7 @@ class MixedNode:
             return None
         promise = GrantId(secrets.token_bytes(16))
         table = self._blocks.admit(prefix, new, promise_key=promise, promise=growth)
-        cached_tokens = len(prefix) * self._blocks.block_size
+        cached_tokens = self._blocks.tokens_in(len(prefix))
         seq = job.sequence(table, cached_tokens=cached_tokens, promise_key=promise, mode=SequenceMode.COMPLETE)
         try:
             self._engine.submit(seq)

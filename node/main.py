@@ -191,7 +191,7 @@ def _report(runtime: NodeRuntime, half: Half, pool: DevicePool, transports: Regi
         message.conservation_errors = watch.errors
         half.add_status(message)
         if spill is not None:
-            for what, count in spill.report(pool.layout.position_bytes).items():
+            for what, count in spill.report().items():
                 message.counters.add(name=f"spill: {what}", value=count)
         pins.add_status(message.prefixes)
         message.engine.padding_blocks = pool.blocks.padding_blocks

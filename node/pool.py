@@ -100,7 +100,7 @@ class DevicePool:
         """Blocks that a request comes to hold where its answer is drawn: for its `known_len` tokens, prompt and answer
         so far, the next one, which is drawn elsewhere, and all that it may draw behind that but the last."""
         end = max(known_len + 1, min(prompt_len + max_tokens, self.model.context_len_max) - 1)
-        return -(-end // self.model.block_size)
+        return self.blocks.blocks_for(end)
 
     def describe(self) -> dict[str, str]:
         """For people: what computes, and where its KV lies."""
@@ -191,7 +191,13 @@ async def open_device_pool(
             padding_blocks = 0
             if built.on_device is not None:
                 padding_blocks = await _warm_up(built.on_device, ledger, decodes=decodes, progress=progress)
-            blocks = BlockManager(ledger, config.block_size, root_of(built, layout), padding_blocks=padding_blocks)
+            blocks = BlockManager(
+                ledger,
+                config.block_size,
+                root_of(built, layout),
+                groups=layout.num_groups,
+                padding_blocks=padding_blocks,
+            )
             engine = Engine(built.runner, blocks, config.scheduler())
             host = None
             if spill is not None and spill.host_blocks:
@@ -308,6 +314,7 @@ def _model_info(built: BuiltEngine, layout: Layout, config: EngineConfig) -> Mod
         eos_token_ids=tuple(sorted(built.runner.eos_token_ids)),
         layout_hash=layout.compatibility_hash(),
         block_size=layout.block_size,
+        layer_groups=layout.num_groups,
         protocol_min=PROTOCOL_MIN,
         protocol_max=PROTOCOL_MAX,
         quantisation=built.quantisation,

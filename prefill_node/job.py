@@ -14,6 +14,7 @@ from baton.errors import REGION_BLOCKS_KEY, BatonError, Reason, bad_field
 from baton.ids import BlockId, Incarnation, RequestKey
 from baton.wire import LOCAL_TRANSPORT
 from cachestore.block_manager import BlockManager
+from cachestore.layout import Layout
 from engine.core import TokenEvent
 from engine.scheduler import Sequence, SequenceMode
 from engine.types import FINISH_TO_PROTO, SamplingParams, logprobs_to_proto
@@ -210,15 +211,16 @@ def first_token_event(job: Job, first: TokenEvent, *, block_size: int) -> prefil
     return prefill_pb2.PrefillEvent(first_token=event)
 
 
-def handed_off_event(job: Job, *, num_layers: int, now_s: float) -> prefill_pb2.PrefillEvent:
+def handed_off_event(job: Job, *, layout: Layout, now_s: float) -> prefill_pb2.PrefillEvent:
     if job.handoff is None:
         return prefill_pb2.PrefillEvent(handed_off=prefill_pb2.HandedOff(transport=LOCAL_TRANSPORT))
     handoff, transport = job.handoff, job.handoff.peer.link.transport
     return prefill_pb2.PrefillEvent(
         handed_off=prefill_pb2.HandedOff(
             transport=transport.value if transport is not None else "",
-            blocks_written=handoff.writes // num_layers,
-            blocks_skipped=handoff.prefix_skip,
+            # A position counts once, however many layer groups have a block for it.
+            blocks_written=handoff.writes // layout.num_layers,
+            blocks_skipped=handoff.prefix_skip // layout.num_groups,
             bytes_written=handoff.bytes_written,
             handoff_exposed_ms=(now_s - job.computed_s) * 1000,
         )

@@ -125,7 +125,7 @@ class PrefillNode:
                 if job.handoff is not None:
                     await self._commit(job.handoff)
                 job.over = True
-                yield handed_off_event(job, num_layers=self.pool.layout.num_layers, now_s=self._loop.time())
+                yield handed_off_event(job, layout=self.pool.layout, now_s=self._loop.time())
             job.over = True
         except BatonError:
             job.failed = True
@@ -230,7 +230,7 @@ class PrefillNode:
         return is_kept(
             local.policy,
             prompt_tokens=len(job.tokens),
-            cached_tokens=len(cached) * self._blocks.block_size,
+            cached_tokens=self._blocks.tokens_in(len(cached)),
             decode_nodes=self._others(job),
         )
 
@@ -318,7 +318,7 @@ class PrefillNode:
         self.ledger.unpromise(job.key)
         prefix = self._blocks.match_prompt(job.tokens, job.request.cache_salt)
         table = self._blocks.admit(prefix, self._blocks.blocks_for(len(job.tokens)) - len(prefix))
-        cached_tokens = len(prefix) * self._blocks.block_size
+        cached_tokens = self._blocks.tokens_in(len(prefix))
         job.seq = job.sequence(table, cached_tokens=cached_tokens, promise_key=job.key, mode=SequenceMode.PREFILL_ONLY)
         try:
             if job.handoff is not None and job.handoff.may_post():
@@ -378,7 +378,7 @@ class PrefillNode:
             job = self._admitted.get(piece.key)
             if job is not None and job.handoff is not None and job.handoff.may_post():
                 # A block that is not full is sent at the prompt's end.
-                end = self._blocks.blocks_for(piece.stop) if piece.sample else piece.stop // self._blocks.block_size
+                end = self._blocks.blocks_for(piece.stop) if piece.sample else self._blocks.full_blocks(piece.stop)
                 writes = self._plan_writes(job, job.handoff, end)
                 if writes is not None:
                     sink.writes.append(writes)

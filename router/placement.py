@@ -24,7 +24,7 @@ log = get_log("router")
 
 def region_tokens(record: NodeRecord) -> int:
     """Tokens that the node's region holds when nothing else is in it; 0 while its record does not say."""
-    return record.load.blocks.total * record.model.block_size if record.model is not None else 0
+    return record.model.tokens_in(record.load.blocks.total) if record.model is not None else 0
 
 
 def may_hold(record: NodeRecord, tokens: int) -> bool:
@@ -50,7 +50,7 @@ def answer_tokens(prompt_tokens: int, records: Sequence[NodeRecord], model: Mode
         for record in records
         if record.role.serves(Role.DECODE) and record.lifecycle is Lifecycle.READY and region_tokens(record)
     ]
-    share = min(usable, default=0) // ANSWERS_PER_REGION * model.block_size
+    share = model.tokens_in(min(usable, default=0) // ANSWERS_PER_REGION)
     return min(max(share - prompt_tokens, ANSWER_TOKENS_MIN), model.context_len_max - prompt_tokens)
 
 
@@ -67,7 +67,7 @@ def _most(records: Sequence[NodeRecord], model: ModelInfo, role: Role, *, beside
         if not region_tokens(record):
             return model.context_len_max
         pinned = record.load.blocks.pinned if beside_pins else 0
-        return region_tokens(record) - pinned * model.block_size
+        return region_tokens(record) - model.tokens_in(pinned)
 
     sizes = [
         holds(record)

@@ -139,7 +139,7 @@ class PrefillNodes:
             return _not_ready(f"No known prefill node can hold {job.tokens} tokens; one that has left could.")
         most = max(record.load.blocks.total for record in self._of_model(model))
         pins = ", less what pins and padding keep" if job.too_small else ""
-        need = -(-job.tokens // model.block_size)
+        need = model.blocks_for(job.tokens)
         rooms = f"need {need} blocks; the largest region of a prefill node has {most}{pins}."
         if job.output:
             return _not_resumable(job, f"They {rooms}")
@@ -152,7 +152,7 @@ class PrefillNodes:
         self.placement.update(records)
         for record in records:
             if (model := record.model) is not None:
-                tokens = record.load.blocks.total * model.block_size
+                tokens = model.tokens_in(record.load.blocks.total)
                 self._most_tokens[model.fingerprint] = max(self._most_tokens.get(model.fingerprint, 0), tokens)
         sequences = {record.incarnation: record.sequence for record in records}
         self._drained = {i: sequence for i, sequence in self._drained.items() if sequences.get(i) == sequence}
