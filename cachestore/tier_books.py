@@ -228,7 +228,7 @@ class TierBooks:
             self._release(slot)
 
     def begin_load(self, slots: Iterable[TierSlot], *, use: bool = True) -> None:
-        """These stored blocks are being read: they stay until `end_load`. `use`: for a prompt, not to copy them down."""
+        """These stored blocks are being read: they stay until `end_load`. `use`: not just to copy them down."""
         for slot in slots:
             entry = self._by_slot[slot]
             assert entry.stored and entry.alive, slot

@@ -30,6 +30,7 @@ from baton.ids import BlockId
 from baton.log import get_log
 from baton.runtime import Progress
 from baton.tasks import Tasks, end_task, log_failure
+from baton.wire import TierLoad
 from cachestore.admission import Admission
 from cachestore.block_manager import BlockManager
 from cachestore.holdings import Holdings, Tier
@@ -500,6 +501,27 @@ class Store:
         books = self.host.books
         text = f"{self.host.memory.describe()} for {books.num_slots:,} blocks"
         return text if self.disk is None else f"{text}; {self.disk.file.describe()}"
+
+    def loads(self) -> list[TierLoad]:
+        """Of its tiers, the upper one first."""
+        return [
+            TierLoad(
+                tier=tier.kind.value,
+                blocks=tier.books.blocks,
+                blocks_max=tier.books.num_slots,
+                block_bytes=tier.books.block_bytes,
+                blocks_pinned=tier.books.pinned_blocks,
+                blocks_hit=tier.counters.hit_blocks,
+                blocks_stored=tier.counters.stored_blocks,
+                blocks_evicted=tier.books.evicted,
+                blocks_evicted_unused=tier.books.evicted_unused,
+                blocks_lost=tier.counters.lost_blocks,
+                blocks_refused=tier.counters.refused_blocks,
+                promotions=tier.counters.promotions,
+                promotion_s=tier.counters.promotion_s,
+            )
+            for tier in self.tiers
+        ]
 
     def check(self) -> None:
         """Raises ConservationError."""
