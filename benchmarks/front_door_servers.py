@@ -82,7 +82,7 @@ async def cluster(
     decode = {**engine, "requests_max": STREAMS_MAX}
     spec = ClusterSpec(
         decode=decode_nodes, model=None if mock else str(folder), threads=1,
-        engine_kind=EngineKind.MOCK if mock else None, blocks=STREAMS_MAX * 24 if mock else 12_000,
+        engine_kind=EngineKind.MOCK if mock else None, blocks=STREAMS_MAX * 24 // decode_nodes if mock else 12_000,
         flags={Service.ROUTER: {**sizes, **router}, Service.PREFILL: engine, Service.DECODE: decode},
         env={RATE_ENV: str(rate), NODES_ENV: str(decode_nodes), "PYTHONPATH": f"{tree}:{tree / 'proto'}"},
     )  # fmt: skip

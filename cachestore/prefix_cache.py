@@ -185,8 +185,9 @@ class PrefixCache:
         groups = self.groups
         for index in range(cursor.positions, computed // self.block_size):
             blocks = tuple(block_table[index * groups : (index + 1) * groups])
-            if any(map(self._ledger.is_spoiled, blocks)):
-                return
+            for block in blocks:
+                if self._ledger.is_spoiled(block):
+                    return
             packed = self._pack(tokens, index)
             digest = self._link(cursor.entry, salt, packed)
             entry = self._entries.get(digest)
@@ -313,7 +314,6 @@ class PrefixCache:
     def _insert(
         self, digest: bytes, blocks: tuple[BlockId, ...], packed: bytes, salt: bytes, parent: Entry | None
     ) -> Entry:
-        assert len(blocks) == self.groups, (blocks, self.groups)
         if parent is None:
             self._now += 1
         self._serial += 1
@@ -364,7 +364,11 @@ class PrefixCache:
                 self._push(entry)
 
     def _is_evictable(self, entry: Entry) -> bool:
-        return not entry.pinned and not all(map(self._ledger.is_held, entry.blocks))
+        if not entry.pinned:
+            for block in entry.blocks:  # a loop: `any` costs more than what it asks
+                if not self._ledger.is_held(block):
+                    return True
+        return False
 
     def _pin_if_wanted(self, entry: Entry) -> bool:
         """Whether it is pinned now. Blocks that others were admitted on wait for their next use, or a renewal."""
