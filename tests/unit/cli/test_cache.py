@@ -46,7 +46,7 @@ def tiers(cluster: RunningCluster, node: str) -> dict[str, Any]:
 
 
 def test_tiers_are_shown_and_emptied(cluster: RunningCluster) -> None:
-    """One prompt of four blocks, asked twice: it is in all three tiers of the prefill node. Each is emptied by itself."""
+    """One prompt of four blocks, asked twice: it is in all three tiers of the prefill node; two are emptied."""
     prompt = random_prompt(random.Random(5), 4 * SIZE + 3)
     for _ in range(2):
         cluster.run(cluster.client.generate(prompt, max_tokens=2))

@@ -20,8 +20,8 @@ def test_the_commands() -> None:
     """The list of commands is the one in the documentation."""
     assert COMMANDS == [
         "up", "generate", "chat", "nodes", "describe", "pin", "unpin", "pins", "cache", "cordon", "uncordon", "drain",
-        "undrain", "ca", "key", "doctor", "directory", "router", "prefill", "decode", "mixed", "demo-model", "demo", "bench",
-        "completion",
+        "undrain", "ca", "key", "doctor", "directory", "router", "prefill", "decode", "mixed", "demo-model", "demo",
+        "bench", "completion",
     ]  # fmt: skip
 
 
