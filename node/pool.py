@@ -100,7 +100,7 @@ class DevicePool:
         """Blocks that a request comes to hold where its answer is drawn: for its `known_len` tokens, prompt and answer
         so far, the next one, which is drawn elsewhere, and all that it may draw behind that but the last."""
         end = max(known_len + 1, min(prompt_len + max_tokens, self.model.context_len_max) - 1)
-        return self.blocks.blocks_for(end)
+        return self.model.blocks_for(end)
 
     def tier_loads(self) -> tuple[TierLoad, ...]:
         """What the prefix cache has in the region, and what is below."""
