@@ -6,14 +6,24 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any, Final
 
-from batonpb import common_pb2, node_pb2, pins_pb2, pins_pb2_grpc, transfer_pb2, transfer_pb2_grpc
+from batonpb import (
+    cache_pb2,
+    cache_pb2_grpc,
+    common_pb2,
+    node_pb2,
+    pins_pb2,
+    pins_pb2_grpc,
+    transfer_pb2,
+    transfer_pb2_grpc,
+)
 
 from baton.clock import Clock
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import GrantId, Incarnation, Pair, ReserveNumber
 from baton.log import get_log
 from baton.runtime import NodeRuntime
-from baton.wire import check_header, model_from_proto
+from baton.wire import check_header, check_receiver, model_from_proto
+from cachestore.holdings import Tier
 from kvtransfer.link import check_compatible, choose, host_difference, host_parts, rejected_transports
 from node.pool import DevicePool, check_tokens
 from node.transfers import Transfers
@@ -22,6 +32,7 @@ log = get_log("pins")
 
 NAME_CHARS_MAX: Final = 63
 SALT_BYTES_MAX: Final = 256
+TIERS_BELOW: Final = {"host": Tier.HOST, "disk": Tier.DISK}
 
 
 class PinService(pins_pb2_grpc.NodePinsServicer):
@@ -75,6 +86,25 @@ class PinService(pins_pb2_grpc.NodePinsServicer):
         if len(request.cache_salt) > SALT_BYTES_MAX:
             raise bad_field("cache_salt", f"A salt has at most {SALT_BYTES_MAX} bytes, not {len(request.cache_salt)}.")
         check_tokens("tokens", request.tokens, self._pool.model)
+
+
+class CacheService(cache_pb2_grpc.CacheServicer):
+    """baton.v1.Cache, for operators."""
+
+    def __init__(self, pool: DevicePool, own: Incarnation) -> None:
+        self._pool = pool
+        self._own = own
+
+    async def EmptyTier(self, request: cache_pb2.EmptyTierRequest, context: Any) -> cache_pb2.EmptyTierReply:
+        if request.incarnation:
+            check_receiver(request.incarnation, own=self._own)
+        store, tier = self._pool.store, TIERS_BELOW.get(request.tier)
+        if tier is None or store is None:
+            text = f"This node has no tier '{request.tier}' below its region; `baton cache` shows what there is."
+            raise bad_field("tier", text)
+        count = store.empty(tier)
+        log.info("a tier has been emptied", tier=request.tier, blocks=count)
+        return cache_pb2.EmptyTierReply(blocks=count)
 
 
 class TransferService(transfer_pb2_grpc.TransferServicer):

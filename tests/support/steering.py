@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 from batonpb import common_pb2, prefill_pb2
 
 from baton.ids import Pair
-from baton.wire import NodeRecord, Owner
+from baton.wire import Owner
 from node.sources import LinearCost
 from prefill_node.node import PrefillNode
-from router.placement import Placement
+from router.placement import Choice, Placement
 from tests.support.inprocess_cluster import InProcessCluster, until
 
 
@@ -26,9 +27,6 @@ class Steering:
         self.owners: Sequence[str] = ()
         self.owner_blocks = 1_000_000
         """What the call says of each owner."""
-
-    def pick(self, records: Sequence[NodeRecord]) -> NodeRecord:
-        return next(record for record in records if record.name == self.prefill)
 
     def name_owners(self, request: prefill_pb2.PrefillRequest) -> None:
         del request.owners[:]
@@ -48,8 +46,11 @@ def steered(cluster: InProcessCluster) -> Iterator[Steering]:
         steering.name_owners(request)
         return real_prefill(self, request, **kwargs)
 
-    def pick(_self: Placement, records: Sequence[NodeRecord], *_: Any, **__: Any) -> NodeRecord:
-        return steering.pick(records)
+    real_pick = Placement.pick
+
+    def pick(self: Placement, tokens: Sequence[int], salt: bytes, **kwargs: Any) -> Choice:
+        among = np.array([record.name == steering.prefill for record in self.records])
+        return real_pick(self, tokens, salt, **{**kwargs, "among": among})
 
     with patch.object(PrefillNode, "prefill", prefill), patch.object(Placement, "pick", pick):
         yield steering
