@@ -130,6 +130,8 @@ class PrefixCache:
         """Asked before each position that is pinned: whether whoever has been admitted can do without its blocks."""
         self.on_idle: Callable[[Entry], None] | None = None
         """Called with each indexed position that nobody holds any more, those before it in its chain first."""
+        self.on_pin: Callable[[Sequence[bytes], bool], None] | None = None
+        """Called with each chain that is pinned (True) or unpinned."""
         self._now = 0
         self._serial = 0
         self.prompt_tokens = self.hit_tokens = 0
@@ -183,8 +185,9 @@ class PrefixCache:
         groups = self.groups
         for index in range(cursor.positions, computed // self.block_size):
             blocks = tuple(block_table[index * groups : (index + 1) * groups])
-            if any(map(self._ledger.is_spoiled, blocks)):
-                return
+            for block in blocks:
+                if self._ledger.is_spoiled(block):
+                    return
             packed = self._pack(tokens, index)
             digest = self._link(cursor.entry, salt, packed)
             entry = self._entries.get(digest)
@@ -255,6 +258,8 @@ class PrefixCache:
         """
         self._wanted.update(chain)
         self.settle(chain)
+        if self.on_pin is not None:
+            self.on_pin(chain, True)
 
     def settle(self, chain: Sequence[bytes]) -> None:
         """Pin what of a pinned chain is here and could not be pinned before, as it was promised to somebody."""
@@ -274,6 +279,8 @@ class PrefixCache:
             entry = self._entries.get(digest)
             if entry is not None and entry.pinned:
                 self._unpin(entry)
+        if self.on_pin is not None:
+            self.on_pin(chain, False)
 
     def pinned_of(self, chain: Sequence[bytes]) -> int:
         """How many blocks of this chain are here and pinned."""
@@ -307,7 +314,6 @@ class PrefixCache:
     def _insert(
         self, digest: bytes, blocks: tuple[BlockId, ...], packed: bytes, salt: bytes, parent: Entry | None
     ) -> Entry:
-        assert len(blocks) == self.groups, (blocks, self.groups)
         if parent is None:
             self._now += 1
         self._serial += 1
@@ -358,7 +364,11 @@ class PrefixCache:
                 self._push(entry)
 
     def _is_evictable(self, entry: Entry) -> bool:
-        return not entry.pinned and not all(map(self._ledger.is_held, entry.blocks))
+        if not entry.pinned:
+            for block in entry.blocks:  # a loop: `any` costs more than what it asks
+                if not self._ledger.is_held(block):
+                    return True
+        return False
 
     def _pin_if_wanted(self, entry: Entry) -> bool:
         """Whether it is pinned now. Blocks that others were admitted on wait for their next use, or a renewal."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from batonpb import node_pb2, pins_pb2, pins_pb2_grpc, transfer_pb2, transfer_pb2_grpc
+from batonpb import cache_pb2, cache_pb2_grpc, node_pb2, pins_pb2, pins_pb2_grpc, transfer_pb2, transfer_pb2_grpc
 
 from baton.clock import Clock
 from baton.errors import bad_field
 from baton.ids import Incarnation, ReserveNumber
 from baton.log import get_log
-from baton.wire import check_header
+from baton.wire import check_header, check_receiver
+from cachestore.holdings import Tier
 from node.peers import Peers
 from node.pool import DevicePool, check_tokens
 
@@ -18,6 +19,7 @@ log = get_log("pins")
 
 NAME_CHARS_MAX: Final = 63
 SALT_BYTES_MAX: Final = 256
+TIERS_BELOW: Final = {"host": Tier.HOST, "disk": Tier.DISK}
 
 
 class PinService(pins_pb2_grpc.NodePinsServicer):
@@ -71,6 +73,25 @@ class PinService(pins_pb2_grpc.NodePinsServicer):
         if len(request.cache_salt) > SALT_BYTES_MAX:
             raise bad_field("cache_salt", f"A salt has at most {SALT_BYTES_MAX} bytes, not {len(request.cache_salt)}.")
         check_tokens("tokens", request.tokens, self._pool.model)
+
+
+class CacheService(cache_pb2_grpc.CacheServicer):
+    """baton.v1.Cache, for operators."""
+
+    def __init__(self, pool: DevicePool, own: Incarnation) -> None:
+        self._pool = pool
+        self._own = own
+
+    async def EmptyTier(self, request: cache_pb2.EmptyTierRequest, context: Any) -> cache_pb2.EmptyTierReply:
+        if request.incarnation:
+            check_receiver(request.incarnation, own=self._own)
+        store, tier = self._pool.store, TIERS_BELOW.get(request.tier)
+        if tier is None or store is None:
+            text = f"This node has no tier '{request.tier}' below its region; `baton cache` shows what there is."
+            raise bad_field("tier", text)
+        count = store.empty(tier)
+        log.info("a tier has been emptied", tier=request.tier, blocks=count)
+        return cache_pb2.EmptyTierReply(blocks=count)
 
 
 class WriterService(transfer_pb2_grpc.TransferServicer):

@@ -100,7 +100,7 @@ def test_streams_outlive_each_worker_that_is_killed(cluster: RunningCluster) -> 
     its own. The clients come back, over Last-Event-ID or Attach, and have each token once."""
 
     async def scene() -> None:
-        streams = streams_of(cluster)
+        streams = streams_of(cluster, 2 * TOKENS)  # outlives two starts of a worker on a busy machine
         await streams.start()
         first = workers(cluster)
         assert len(first) == WORKERS

@@ -96,7 +96,7 @@ class Process:
         self.ports: list[SimPort] = []
         self.links: list[SimLink] = []
         self.region: Any = b""
-        self.record_bytes = 1
+        self.page_bytes = 1
         self.pace_s = PACE_S
         """About how long its data links take for one batch."""
         self.ledger: Ledger | None = None
@@ -125,7 +125,7 @@ class Process:
         ledger = self.ledger
         if ledger is None or self.loop.state is ProcessState.DEAD:
             return
-        block = dst // self.record_bytes % ledger.num_blocks
+        block = dst // self.page_bytes % ledger.num_blocks
         owner = ledger._writer[block]
         if owner != grant:
             self.cluster.violation(
@@ -348,9 +348,11 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
     async def open_pool(config: Any, *, spill: Any = None, **_: Any) -> Any:
         assert spill is None or spill.host_blocks == 0, "host memory is not simulated"
         process, profile = current(), cluster.profile
-        pool = make_pool(config, step_s=profile.step_s, token_s=profile.token_s, rng=process.loop.rng)
+        pool = make_pool(
+            config, groups=profile.layer_groups, step_s=profile.step_s, token_s=profile.token_s, rng=process.loop.rng
+        )
         process.region = memoryview(pool.host_region.array_U8)  # type: ignore[arg-type]  # a bytearray here
-        process.record_bytes = pool.layout.record_bytes
+        process.page_bytes = pool.layout.page_bytes
         process.ledger = pool.ledger
         LedgerWatch(pool.ledger, process)
         return pool
