@@ -175,28 +175,26 @@ def granted_event(name: str, incarnation: Incarnation, endpoint: str) -> prefill
     return prefill_pb2.PrefillEvent(granted=granted)
 
 
-def first_token_event(job: Job, first: TokenEvent) -> prefill_pb2.PrefillEvent:
+def first_token(job: Job, first: TokenEvent) -> prefill_pb2.FirstToken:
     assert job.seq is not None and first.token is not None
-    event = prefill_pb2.FirstToken(
+    message = prefill_pb2.FirstToken(
         token=first.token, prompt_tokens_cached=job.seq.cached_tokens, logprobs=logprobs_to_proto(first.logprobs)
     )
     if first.finish is not None:
-        event.finish = FINISH_TO_PROTO[first.finish]
-    return prefill_pb2.PrefillEvent(first_token=event)
+        message.finish = FINISH_TO_PROTO[first.finish]
+    return message
 
 
-def handed_off_event(job: Job, *, num_layers: int, now_s: float) -> prefill_pb2.PrefillEvent:
+def handed_off(job: Job, *, num_layers: int, now_s: float) -> prefill_pb2.HandedOff:
     if job.handoff is None:
-        return prefill_pb2.PrefillEvent(handed_off=prefill_pb2.HandedOff(transport=LOCAL_TRANSPORT))
+        return prefill_pb2.HandedOff(transport=LOCAL_TRANSPORT)
     handoff, transport = job.handoff, job.handoff.peer.link.transport
-    return prefill_pb2.PrefillEvent(
-        handed_off=prefill_pb2.HandedOff(
-            transport=transport.value if transport is not None else "",
-            blocks_written=handoff.writes // num_layers,
-            blocks_skipped=handoff.prefix_skip,
-            bytes_written=handoff.bytes_written,
-            handoff_exposed_ms=(now_s - job.computed_s) * 1000,
-        )
+    return prefill_pb2.HandedOff(
+        transport=transport.value if transport is not None else "",
+        blocks_written=handoff.writes // num_layers,
+        blocks_skipped=handoff.prefix_skip,
+        bytes_written=handoff.bytes_written,
+        handoff_exposed_ms=(now_s - job.computed_s) * 1000,
     )
 
 
