@@ -124,6 +124,8 @@ class NodeLoad:
     """Running sequences whose KV is not all on the device now."""
     host_blocks_filled: int = 0
     host_blocks_free: int = 0
+    fetch_tokens_per_s: float = 0.0
+    """Prompt tokens whose KV it fetches from others, measured; 0 while it has fetched none."""
     transports_given_up: int = 0
     """Transports no longer offered to some peer, counted over the peers."""
     control_loop_lag_ms_max: int = 0
