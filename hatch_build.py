@@ -16,6 +16,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 SOURCES: dict[str, tuple[str, ...]] = {
     "baton/http2_front.c": (),
     "kvtransfer/native/copy.c": (),
+    "kvtransfer/native/disk.c": (),
     "kvtransfer/native/sockets.c": (),
     "kvtransfer/native/rdma_poster.c": (),
     "engine/native/kernels.c": (),

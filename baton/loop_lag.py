@@ -16,7 +16,7 @@ from baton.tasks import end_task
 
 log = get_log("node")
 
-LOOK_MS: Final = 50
+LOOK_MS: Final = 100
 """One sleep. A stall shows if it is longer than what is left of one."""
 LAG_LOG_MS_MIN: Final = 500
 WINDOW_S: Final = 30.0

@@ -46,6 +46,8 @@ class Server:
     model: str = "mock"
     paced: bool = True
     """The mock engine's pace; others are as fast as they can be."""
+    shares: int = 1
+    """It gets one of so many shares of the streams."""
 
     @property
     def pids(self) -> dict[str, int]:
@@ -68,7 +70,15 @@ class TimedCluster(Cluster):
 
 @asynccontextmanager
 async def cluster(
-    name: str, folder: Path, *, rate: float, mock: bool, tree: Path, router: Mapping[str, object], decode_nodes: int = 1
+    name: str,
+    folder: Path,
+    *,
+    rate: float,
+    mock: bool,
+    tree: Path,
+    router: Mapping[str, object],
+    decode_nodes: int = 1,
+    shares: int = 1,
 ) -> AsyncIterator[Server]:
     """A router, a prefill node and decode nodes; of the mock engine, or of the one-layer model in `folder`."""
     engine: dict[str, object] = {"engine.sequences_max": STREAMS_MAX, "engine.tokens_per_step_max": 4_096}
@@ -82,7 +92,7 @@ async def cluster(
     decode = {**engine, "requests_max": STREAMS_MAX}
     spec = ClusterSpec(
         decode=decode_nodes, model=None if mock else str(folder), threads=1,
-        engine_kind=EngineKind.MOCK if mock else None, blocks=STREAMS_MAX * 24 if mock else 12_000,
+        engine_kind=EngineKind.MOCK if mock else None, blocks=STREAMS_MAX * 24 // decode_nodes if mock else 12_000,
         flags={Service.ROUTER: {**sizes, **router}, Service.PREFILL: engine, Service.DECODE: decode},
         env={RATE_ENV: str(rate), NODES_ENV: str(decode_nodes), "PYTHONPATH": f"{tree}:{tree / 'proto'}"},
     )  # fmt: skip
@@ -93,6 +103,7 @@ async def cluster(
         yield Server(
             name=name, front=running.pids[ROUTER_NAME], node=running.pids["decode-0"],
             doors={"http": http, "grpc": running.router}, model="mock" if mock else folder.name, paced=mock,
+            shares=shares,
         )  # fmt: skip
     finally:
         for problem in await running.stop():

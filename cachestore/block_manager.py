@@ -13,14 +13,21 @@ from cachestore.ledger import Ledger
 from cachestore.prefix_cache import PrefixCache
 
 
-def prefix_blocks_max(prompt_len: int, block_size: int) -> int:
+def prefix_blocks_max(prompt_len: int, block_size: int, groups: int = 1) -> int:
     """How many cached blocks a prompt may use where it is computed: its last token is always computed, to draw from."""
     assert prompt_len > 0, prompt_len
-    return (prompt_len - 1) // block_size
+    return (prompt_len - 1) // block_size * groups
 
 
 def growth_blocks(
-    *, prompt_len: int, known_len: int, max_tokens: int, context_len_max: int, block_size: int, blocks_held: int
+    *,
+    prompt_len: int,
+    known_len: int,
+    max_tokens: int,
+    context_len_max: int,
+    block_size: int,
+    blocks_held: int,
+    groups: int = 1,
 ) -> int:
     """Blocks to promise to a sequence that holds `blocks_held` blocks for its `known_len` tokens, for all it may draw.
 
@@ -28,24 +35,39 @@ def growth_blocks(
     drawn is never written.
     """
     end = max(known_len, min(prompt_len + max_tokens, context_len_max) - 1)
-    return max(0, -(-end // block_size) - blocks_held)
+    return max(0, -(-end // block_size) * groups - blocks_held)
 
 
 class BlockManager:
     """Hands out the blocks of one region, and keeps what is left behind as prefix cache.
 
     `kv_root` names what makes this KV (`prefix_cache.kv_root`); chains of different roots never match.
+
+    `block_size` tokens take a block of each of `groups` layer groups. Counts and tables are of blocks, position after
+    position (cachestore/layout.py).
     """
 
-    def __init__(self, ledger: Ledger, block_size: int, kv_root: bytes, *, padding_blocks: int = 0) -> None:
+    def __init__(
+        self, ledger: Ledger, block_size: int, kv_root: bytes, *, groups: int = 1, padding_blocks: int = 0
+    ) -> None:
         """`padding_blocks` of the ledger's held blocks belong to the engine itself, for good."""
         self.ledger = ledger
         self.padding_blocks = padding_blocks
         self.block_size = block_size
-        self.prefix_cache = PrefixCache(ledger, block_size=block_size, kv_root=kv_root)
+        self.groups = groups
+        self.prefix_cache = PrefixCache(ledger, block_size=block_size, kv_root=kv_root, groups=groups)
 
     def blocks_for(self, tokens_count: int) -> int:
-        return -(-tokens_count // self.block_size)
+        """Blocks that hold so many tokens."""
+        return -(-tokens_count // self.block_size) * self.groups
+
+    def full_blocks(self, tokens_count: int) -> int:
+        """Those of them that are full."""
+        return tokens_count // self.block_size * self.groups
+
+    def tokens_in(self, blocks_count: int) -> int:
+        """Tokens that so many blocks hold when they are full."""
+        return blocks_count // self.groups * self.block_size
 
     @property
     def blocks_usable(self) -> int:
@@ -61,7 +83,7 @@ class BlockManager:
     def match_prompt(self, tokens: Sequence[int], salt: bytes) -> list[BlockId]:
         """The longest cached chain that a prompt may use where its next token is drawn. Not held: do so before anything
         else is allocated."""
-        return self.prefix_cache.match(tokens, salt, prefix_blocks_max(len(tokens), self.block_size))
+        return self.prefix_cache.match(tokens, salt, prefix_blocks_max(len(tokens), self.block_size, self.groups))
 
     def can_admit(
         self, prefix_blocks: Sequence[BlockId], new_blocks: int, promise: int, *, host_backed: bool = False

@@ -83,9 +83,9 @@ class Ledger:
         """What can still be drawn from this promise; None when there is no such promise."""
         return self._promises.get(key)
 
-    def can_draw(self, key: Hashable) -> bool:
-        """Whether one more block can be drawn from this promise now. Always so for a device-backed one."""
-        return key not in self._host_backed or self.growable > 0
+    def can_draw(self, key: Hashable, count: int = 1) -> bool:
+        """Whether so many blocks more can be drawn from this promise now. Always so for a device-backed one."""
+        return key not in self._host_backed or self.growable >= count
 
     def can_give(self, count: int, promise: int, *, host_backed: bool) -> bool:
         """Whether `count` blocks and a promise could be given together; evictions may have to come first."""

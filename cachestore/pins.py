@@ -101,8 +101,9 @@ class PinTable:
                 self._cache.pin(old.chain)
             raise BatonError(
                 Reason.PINS_FULL,
-                f"With this prefix of {len(chain)} blocks, {wanted} blocks would be pinned here; at most "
-                f"{self.blocks_max} may be (engine.pins.region_share_max). Unpin one first, or pin a shorter prefix.",
+                f"With this prefix of {len(chain) * self._cache.groups} blocks, {wanted} blocks would be pinned here; "
+                f"at most {self.blocks_max} may be (engine.pins.region_share_max). Unpin one first, or pin a shorter "
+                "prefix.",
             )
         self._cache.pin(chain)
         self._pins[name] = pin = _Pin(chain=chain, version=version, expires_s=now_s + lease_s)
@@ -131,7 +132,7 @@ class PinTable:
     def _state(self, name: str, pin: _Pin, now_s: float) -> PinState:
         return PinState(
             name=name,
-            blocks=len(pin.chain),
+            blocks=len(pin.chain) * self._cache.groups,
             blocks_pinned=self._cache.pinned_of(pin.chain),
             lease_left_s=max(0.0, pin.expires_s - now_s),
         )

@@ -1,5 +1,8 @@
 """Which blocks hold the KV of which tokens: an index of full blocks by the chained hash of everything up to their end.
 
+An entry is a position with a block in each layer group (cachestore/layout.py). Blocks are counted and listed position
+after position, as in a block table.
+
 Pure; owned by the node's control thread. Chained block hashes are the scheme of vLLM's prefix cache; here tokens are
 compared too, so a hash collision costs a miss and never a wrong answer.
 
@@ -65,10 +68,11 @@ def chain_digests(
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Entry:
-    """One indexed block. For cursors its identity counts; the node's store reads it, and changes nothing."""
+    """One indexed position. For cursors its identity counts; the node's store reads it, and changes nothing."""
 
     digest: bytes
-    block: BlockId
+    blocks: tuple[BlockId, ...]
+    """One of each layer group."""
     packed: bytes
     salt: bytes
     parent: Entry | None
@@ -89,7 +93,7 @@ class Entry:
 class IndexCursor:
     """How far the blocks of one sequence have been indexed. Mutated by `PrefixCache.index` only."""
 
-    blocks: int = 0
+    positions: int = 0
     entry: Entry | None = None
 
 
@@ -106,9 +110,12 @@ class PrefixCache:
         *,
         block_size: int,
         kv_root: bytes,
+        groups: int = 1,
         digest: Callable[[bytes, bytes], bytes] = block_digest,
     ) -> None:
-        assert block_size > 0, block_size
+        assert block_size > 0 and groups > 0, (block_size, groups)
+        self.groups = groups
+        """Blocks of one position."""
         self._ledger = ledger
         self.block_size = block_size
         self.kv_root = kv_root
@@ -120,9 +127,11 @@ class PrefixCache:
         # Candidates for eviction, each entry at most once. Stamps in here may be old: `_oldest_idle` corrects them.
         self._heap: list[tuple[int, int, int, Entry]] = []
         self.may_pin: Callable[[], bool] = lambda: True
-        """Asked before each block that is pinned: whether whoever has been admitted can do without it."""
+        """Asked before each position that is pinned: whether whoever has been admitted can do without its blocks."""
         self.on_idle: Callable[[Entry], None] | None = None
-        """Called with each indexed block that nobody holds any more, those before it in its chain first."""
+        """Called with each indexed position that nobody holds any more, those before it in its chain first."""
+        self.on_pin: Callable[[Sequence[bytes], bool], None] | None = None
+        """Called with each chain that is pinned (True) or unpinned."""
         self._now = 0
         self._serial = 0
         self.prompt_tokens = self.hit_tokens = 0
@@ -143,49 +152,51 @@ class PrefixCache:
         self.hit_tokens += hit_tokens
 
     def match(self, tokens: Sequence[int], salt: bytes, blocks_max: int) -> list[BlockId]:
-        """The longest indexed chain of full blocks at the start of `tokens`, at most `blocks_max`.
+        """The blocks of the longest indexed chain of full positions at the start of `tokens`, at most `blocks_max`.
 
         Counts as a use of them. Holds nothing: until the caller does, the next eviction may take them.
         """
         self._now += 1
         found: list[BlockId] = []
         entry: Entry | None = None
-        for index in range(min(blocks_max, len(tokens) // self.block_size)):
+        for index in range(min(blocks_max // self.groups, len(tokens) // self.block_size)):
             packed = self._pack(tokens, index)
             child = self._entries.get(self._link(entry, salt, packed))
             if child is None or not _is_same(child, entry, salt, packed):
                 break
             entry = child
-            found.append(entry.block)
+            found += entry.blocks
         self._touch(entry)
         return found
 
     def index(
         self, tokens: Sequence[int], block_table: Sequence[BlockId], computed: int, salt: bytes, cursor: IndexCursor
     ) -> None:
-        """Enter the full blocks of `tokens[:computed]` that are not in yet. The caller holds all of `block_table`.
+        """Enter the full positions of `tokens[:computed]` that are not in yet. The caller holds all of `block_table`.
 
-        A block whose content is indexed already under another block is left out, and the chain goes on behind the
-        other one. On a hash collision, or from a spoiled block on, the rest of the sequence stays out.
+        A position whose content is indexed already under other blocks is left out, and the chain goes on behind the
+        others. On a hash collision, or from a spoiled block on, the rest of the sequence stays out.
         """
         if cursor.entry is not None and cursor.entry.spoiled:
             return
         if cursor.entry is not None and not cursor.entry.alive:
             # A duplicate of ours that the chain went through has been evicted, and what was behind it with it.
-            cursor.blocks, cursor.entry = 0, None
-        for index in range(cursor.blocks, computed // self.block_size):
-            if self._ledger.is_spoiled(block_table[index]):
-                return
+            cursor.positions, cursor.entry = 0, None
+        groups = self.groups
+        for index in range(cursor.positions, computed // self.block_size):
+            blocks = tuple(block_table[index * groups : (index + 1) * groups])
+            for block in blocks:
+                if self._ledger.is_spoiled(block):
+                    return
             packed = self._pack(tokens, index)
             digest = self._link(cursor.entry, salt, packed)
             entry = self._entries.get(digest)
             if entry is None:
-                assert block_table[index] not in self._by_block, (block_table[index], "indexed with other tokens")
-                entry = self._insert(digest, block_table[index], packed, salt, cursor.entry)
+                entry = self._insert(digest, blocks, packed, salt, cursor.entry)
             elif not _is_same(entry, cursor.entry, salt, packed):
                 return
             self._pin_if_wanted(entry)
-            cursor.blocks, cursor.entry = index + 1, entry
+            cursor.positions, cursor.entry = index + 1, entry
 
     def released(self, blocks: Iterable[BlockId]) -> None:
         """Request references of these blocks have been dropped. A use, and those nobody holds may now be evicted."""
@@ -197,14 +208,15 @@ class PrefixCache:
             self._touch(entry)
             if not entry.in_heap and self._is_evictable(entry):
                 self._push(entry)
-            if self.on_idle is not None and not self._ledger.is_held(block):
+            if self.on_idle is not None and not any(map(self._ledger.is_held, entry.blocks)):
                 self.on_idle(entry)
 
     def evict_until(self, free: int) -> bool:
         """Evict until the ledger has `free` free blocks. False, with nothing evicted, when that cannot be reached.
 
-        Amortised O(log n) for each eviction. An idle block goes although a block behind it is held (which is possible
-        when two sequences computed the same prefix): the one behind is forgotten with it, but stays with its holder.
+        Amortised O(log n) for each eviction. A position with an idle block goes although one of its others, or one
+        behind it, is held (which is possible when a sequence is swapped out, or two computed the same prefix): those
+        are forgotten with it, but stay with their holders.
         """
         if free > self._ledger.reclaimable:
             return False
@@ -220,7 +232,7 @@ class PrefixCache:
     @property
     def pinned_blocks_wanted(self) -> int:
         """Blocks that pins keep, or will keep once they are here."""
-        return len(self._wanted)
+        return len(self._wanted) * self.groups
 
     @property
     def pinned_blocks(self) -> int:
@@ -229,14 +241,14 @@ class PrefixCache:
 
     def pinned_blocks_with(self, chain: Sequence[bytes]) -> int:
         """What `pinned_blocks_wanted` would be with this chain pinned too."""
-        return len(self._wanted) + sum(digest not in self._wanted for digest in chain)
+        return self.pinned_blocks_wanted + self.groups * sum(digest not in self._wanted for digest in chain)
 
     def chain(self, tokens: Sequence[int], salt: bytes) -> tuple[bytes, ...]:
-        """The digests of the full blocks of `tokens`, indexed or not: what `pin` takes."""
+        """The digests of the full positions of `tokens`, indexed or not: what `pin` takes."""
         return tuple(chain_digests(root_digest(self.kv_root, salt), tokens, self.block_size, self._digest))
 
     def indexed(self, digest: bytes) -> bool:
-        """Whether the block of this digest is here, and so all before it in its chain. Not counted as a use."""
+        """Whether the position of this digest is here, and so all before it in its chain. Not counted as a use."""
         return digest in self._entries
 
     def pin(self, chain: Sequence[bytes]) -> None:
@@ -246,6 +258,8 @@ class PrefixCache:
         """
         self._wanted.update(chain)
         self.settle(chain)
+        if self.on_pin is not None:
+            self.on_pin(chain, True)
 
     def settle(self, chain: Sequence[bytes]) -> None:
         """Pin what of a pinned chain is here and could not be pinned before, as it was promised to somebody."""
@@ -265,10 +279,12 @@ class PrefixCache:
             entry = self._entries.get(digest)
             if entry is not None and entry.pinned:
                 self._unpin(entry)
+        if self.on_pin is not None:
+            self.on_pin(chain, False)
 
     def pinned_of(self, chain: Sequence[bytes]) -> int:
         """How many blocks of this chain are here and pinned."""
-        return sum(digest in self._entries and self._entries[digest].pinned for digest in chain)
+        return self.groups * sum(digest in self._entries and self._entries[digest].pinned for digest in chain)
 
     def forget(self, blocks: Iterable[BlockId]) -> None:
         """Remove these blocks and all behind them from the index: their content may be broken, and is not used again.
@@ -282,7 +298,7 @@ class PrefixCache:
                     if each.pinned:
                         self._unpin(each)
                     each.spoiled = True
-                    spoiled.add(each.block)
+                    spoiled.update(each.blocks)
                 self._remove(entry)
         for block in spoiled:
             self._ledger.spoil(block)
@@ -295,13 +311,15 @@ class PrefixCache:
             return self._digest(parent.digest, packed)
         return self._digest(root_digest(self.kv_root, salt), packed)
 
-    def _insert(self, digest: bytes, block: BlockId, packed: bytes, salt: bytes, parent: Entry | None) -> Entry:
+    def _insert(
+        self, digest: bytes, blocks: tuple[BlockId, ...], packed: bytes, salt: bytes, parent: Entry | None
+    ) -> Entry:
         if parent is None:
             self._now += 1
         self._serial += 1
         entry = Entry(
             digest=digest,
-            block=block,
+            blocks=blocks,
             packed=packed,
             salt=salt,
             parent=parent,
@@ -310,10 +328,12 @@ class PrefixCache:
             # Not younger than its parent, without a walk up the chain; `released` brings both up to date.
             stamp=self._now if parent is None else parent.stamp,
         )
-        self._ledger.mark_cached(block)
+        for block in blocks:
+            assert block not in self._by_block, (block, "indexed with other tokens")
+            self._ledger.mark_cached(block)
+            self._by_block[block] = entry
         self._entries[digest] = entry
         self.holdings.added(digest, Tier.DEVICE)
-        self._by_block[block] = entry
         if parent is not None:
             parent.children[digest] = entry
         return entry
@@ -344,24 +364,31 @@ class PrefixCache:
                 self._push(entry)
 
     def _is_evictable(self, entry: Entry) -> bool:
-        return not entry.pinned and not self._ledger.is_held(entry.block)
+        if not entry.pinned:
+            for block in entry.blocks:  # a loop: `any` costs more than what it asks
+                if not self._ledger.is_held(block):
+                    return True
+        return False
 
     def _pin_if_wanted(self, entry: Entry) -> bool:
-        """Whether it is pinned now. A block that others were admitted on has to wait for its next use, or a renewal."""
+        """Whether it is pinned now. Blocks that others were admitted on wait for their next use, or a renewal."""
         if entry.pinned:
             return True
         if self._wanted[entry.digest] == 0 or (entry.parent is not None and not entry.parent.pinned):
             return False
-        if self._ledger.available <= 0 and not self._ledger.is_held(entry.block):
+        idle = self.groups - sum(map(self._ledger.is_held, entry.blocks))
+        if idle and self._ledger.available < idle:
             return False
         if not self.may_pin():
             return False
-        self._ledger.pin(entry.block)
+        for block in entry.blocks:
+            self._ledger.pin(block)
         entry.pinned = True
         return True
 
     def _unpin(self, entry: Entry) -> None:
-        self._ledger.unpin(entry.block)
+        for block in entry.blocks:
+            self._ledger.unpin(block)
         entry.pinned = False
         if not entry.in_heap and self._is_evictable(entry):
             self._push(entry)
@@ -370,12 +397,14 @@ class PrefixCache:
         if entry.parent is not None:
             del entry.parent.children[entry.digest]
         for gone in reversed(_with_descendants(entry)):
-            assert not gone.pinned, (gone.block, "evicted, though it is pinned")
+            assert not gone.pinned, (gone.blocks, "evicted, though it is pinned")
             gone.alive = False
             gone.children.clear()
-            del self._entries[gone.digest], self._by_block[gone.block]
+            del self._entries[gone.digest]
             self.holdings.removed(gone.digest, Tier.DEVICE)
-            self._ledger.evict(gone.block)
+            for block in gone.blocks:
+                del self._by_block[block]
+                self._ledger.evict(block)
 
 
 def _with_descendants(entry: Entry) -> list[Entry]:

@@ -100,9 +100,11 @@ SpillInstruction = SwapOut | CopyOut | CopyBack
 class SpillPolicy:
     """One engine's sequences under overcommit. Mutates itself only; one thread owns it."""
 
-    def __init__(self, *, headroom_blocks: int) -> None:
-        assert headroom_blocks >= 1, headroom_blocks
+    def __init__(self, *, headroom_blocks: int, growth_blocks: int = 1) -> None:
+        """A sequence grows by `growth_blocks` at a time: a block of each layer group."""
+        assert headroom_blocks >= 1 and growth_blocks >= 1, (headroom_blocks, growth_blocks)
         self._headroom_blocks = headroom_blocks
+        self._growth_blocks = growth_blocks
         self._states: dict[RequestKey, SpillState] = {}
         self._out: list[SpillInstruction] = []
 
@@ -217,7 +219,7 @@ class SpillPolicy:
         blocks = min(oldest.absent, growable)
         if blocks > 0 or oldest.absent == 0:
             self._copy_back(oldest.key, blocks)  # first: what is coming back is not copied out for somebody else
-        short = oldest.absent + min(1, oldest.promise_left) - growable
+        short = oldest.absent + min(self._growth_blocks, oldest.promise_left) - growable
         for each in reversed(swapped_out):
             if short > 0 and each.key != oldest.key:
                 blocks = min(short, each.spillable, host_free)

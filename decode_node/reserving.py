@@ -141,7 +141,7 @@ class Reserving:
         self.resumed_first = ResumedFirst(wait_ms=config.resumed_wait_ms, hold_ms_max=config.resumed_hold_ms_max)
         self._blocks_freed, self.requests_ended = LeaveRate(), LeaveRate()
         if self._spill is not None:
-            pool.blocks.prefix_cache.may_pin = lambda: self._all_fit(pins_more=1)
+            pool.blocks.prefix_cache.may_pin = lambda: self._all_fit(pins_more=self._blocks.groups)
 
     def ask(
         self, request: transfer_pb2.ReserveRequest, pair: Pair, receiver: Receiver
@@ -179,7 +179,7 @@ class Reserving:
                     promise_key=grant,
                     mode=SequenceMode.COMPLETE,
                     cache_salt=request.cache_salt,
-                    cached_tokens=len(prefix) * self._blocks.block_size,
+                    cached_tokens=self._blocks.tokens_in(len(prefix)),
                 )
                 self._blocks.prefix_cache.evict_until(new)
             answer = receiver.reserve(

@@ -200,13 +200,23 @@ def build_runner(config: EngineConfig, progress: Callable[[int, int], None] | No
         raise BatonError(Reason.MODEL_BROKEN, str(error), field="engine.model") from error
 
 
+MOCK_TWO_GROUPS = "two-groups"
+"""`engine.model` of a mock engine whose layers have records of two sizes, in two groups."""
+TWO_GROUPS_LAYERS = 6
+TWO_GROUPS_LATENT = (1, 4)
+
+
 def _build_mock(config: EngineConfig) -> BuiltEngine:
     mock = MockConfig(
         block_size=config.block_size,
         model_seed=config.mock_seed,
         layer_delay_s=config.mock_layer_delay_ms / 1000,
     )
+    if config.model == MOCK_TWO_GROUPS:
+        mock = replace(mock, num_layers=TWO_GROUPS_LAYERS, latent_layers=TWO_GROUPS_LATENT)
     identity = f"mock {mock.model_seed} {mock.num_layers} {mock.head_dim} {mock.vocab_size} {mock.draws_eos}"
+    if mock.latent_layers:
+        identity += f" {mock.latent_layers}"
     fingerprint = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
     return BuiltEngine(runner=MockRunner(mock), model_name="mock", fingerprint=fingerprint)
 

@@ -73,6 +73,7 @@ class Engine:
 
     def __init__(self, runner: Runner, blocks: BlockManager, config: SchedulerConfig) -> None:
         assert runner.layout.block_size == blocks.block_size, (runner.layout.block_size, blocks.block_size)
+        assert runner.layout.num_groups == blocks.groups, (runner.layout.num_groups, blocks.groups)
         self._runner = runner
         self._blocks = blocks
         self.scheduler = Scheduler(config, blocks)
@@ -238,7 +239,7 @@ class Engine:
     def _check(self, seq: Sequence) -> None:
         size = self._blocks.block_size
         assert len(seq.tokens) < self._runner.context_len_max, (seq.key, len(seq.tokens))
-        written = seq.block_table[seq.computed // size :]
+        written = seq.block_table[self._blocks.full_blocks(seq.computed) :]
         assert not any(block in self._blocks.prefix_cache for block in written), (seq.key, "would write a shared block")
         if seq.mode is SequenceMode.PREFILL_ONLY:
             return
@@ -249,6 +250,7 @@ class Engine:
             context_len_max=self._runner.context_len_max,
             block_size=size,
             blocks_held=len(seq.block_table),
+            groups=self._blocks.groups,
         )
         left = self._blocks.ledger.promise_left(seq.promise_key)
         assert left is not None, (seq.key, "no promise for growth")

@@ -3,7 +3,10 @@
 The KV bytes of a slot are a digest of the token and of the slot before it, read back from the region; the next token is
 a digest of the whole context in all layers. So one wrong byte in a sequence's records changes all tokens that follow.
 
-Shape suffixes as in `engine.types`; 2 is K and V.
+With `latent_layers` there are two groups of layers: these have smaller records, of one component, and fewer of them
+(cachestore/layout.py).
+
+Shape suffixes as in `engine.types`; C is the components of a record (K and V, or a latent), R rows of pages.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from hashlib import blake2b
 
 import numpy as np
 
-from engine.types import Batch, KvSink, KvSpec, SamplingParams, SequenceSlice, StepResult, TokenLogprobs
+from cachestore.layout import Component, LayerGroup, Layout
+from engine.types import Batch, KvSink, SamplingParams, SequenceSlice, StepResult, TokenLogprobs
 
 _BLAKE2B_BYTES_MAX = 64
 
@@ -26,6 +30,8 @@ class MockConfig:
     """The mock model. Two runners draw the same tokens if and only if all fields but the last two are equal."""
 
     num_layers: int = 4
+    latent_layers: tuple[int, ...] = ()
+    """Those of them that have a latent of `head_dim` bytes in place of K and V, and are a group of their own."""
     head_dim: int = 8
     vocab_size: int = 1000
     model_seed: int = 0
@@ -42,6 +48,7 @@ class MockConfig:
         for name in ("num_layers", "head_dim", "vocab_size", "context_len_max", "block_size"):
             assert getattr(self, name) >= 1, f"{name} is {getattr(self, name)}"
         assert 2 * self.head_dim <= _BLAKE2B_BYTES_MAX, f"head_dim is {self.head_dim}: a slot's K and V are one digest"
+        assert set(self.latent_layers) < set(range(self.num_layers)), f"latent_layers are {self.latent_layers}"
         assert self.layer_delay_s >= 0, f"layer_delay_s is {self.layer_delay_s}"
         assert len(self.banned) < self.vocab_size, "all are end-of-sequence tokens; none is left to draw"
 
@@ -50,11 +57,20 @@ class MockConfig:
         """Tokens that are never drawn, ascending."""
         return [] if self.draws_eos else sorted(t for t in self.eos_token_ids if 0 <= t < self.vocab_size)
 
+    @property
+    def layout(self) -> Layout:
+        """The layers with K and V are the first group."""
+        k, v, latent = (Component(name=name, num_heads=1, slot_bytes=self.head_dim) for name in ("k", "v", "latent"))
+        plain = tuple(layer for layer in range(self.num_layers) if layer not in self.latent_layers)
+        groups = [LayerGroup(layers=plain, components=(k, v))]
+        if self.latent_layers:
+            groups.append(LayerGroup(layers=self.latent_layers, components=(latent,)))
+        return Layout(groups=tuple(groups), block_size=self.block_size, dtype="uint8")
+
 
 def _root(config: MockConfig, layer: int) -> bytes:
-    return blake2b(
-        struct.pack("<qq", config.model_seed, layer), digest_size=2 * config.head_dim, person=b"root"
-    ).digest()
+    nbytes = config.head_dim if layer in config.latent_layers else 2 * config.head_dim
+    return blake2b(struct.pack("<qq", config.model_seed, layer), digest_size=nbytes, person=b"root").digest()
 
 
 def _next_slot(before: bytes, token: int, layer: int) -> bytes:
@@ -78,32 +94,32 @@ class MockRunner:
 
     def __init__(self, config: MockConfig, *, pause: Callable[[float], None] = time.sleep) -> None:
         self.config = config
-        self.layout = KvSpec(
-            num_layers=config.num_layers,
-            num_kv_heads=1,
-            head_dim=config.head_dim,
-            block_size=config.block_size,
-            dtype="uint8",
-        ).layout
+        self.layout = config.layout
         self.vocab_size = config.vocab_size
         self.context_len_max = config.context_len_max
         self.eos_token_ids = config.eos_token_ids
         self._pause = pause
-        self._kv_LN2SD: np.ndarray | None = None
+        self._layers: list[np.ndarray] = []
+        """Of each layer its records, [N][C][S][D]: a view of the region."""
 
     def bind(self, region_U8: np.ndarray, num_blocks: int) -> None:
-        """Use the region as the paged pool; bytes past its last record are not touched."""
-        shape = (self.config.num_layers, num_blocks, 2, self.config.block_size, self.config.head_dim)
-        size = int(np.prod(shape))
+        """Use the region as the paged pool; bytes past its last page are not touched."""
+        layout, size = self.layout, self.layout.region_bytes(num_blocks)
         assert region_U8.dtype == np.uint8, region_U8.dtype
         assert region_U8.ndim == 1, region_U8.shape
         assert region_U8.flags.carray, region_U8.flags
         assert region_U8.size >= size, (region_U8.size, size)
-        self._kv_LN2SD = region_U8[:size].reshape(shape)
+        pages_RNU8 = region_U8[:size].reshape(layout.num_rows, num_blocks, layout.page_bytes)
+        self._layers = []
+        for (group, row), nbytes in zip(layout.places, layout.bytes_by_layer, strict=True):
+            shape = (num_blocks, len(layout.groups[group].components), layout.block_size, self.config.head_dim)
+            records = pages_RNU8[row, :, :nbytes].reshape(shape)
+            assert np.shares_memory(records, region_U8)
+            self._layers.append(records)
 
     def unbind(self) -> None:
         """See `Runner.unbind`."""
-        self._kv_LN2SD = None
+        self._layers = []
 
     def run(self, batch: Batch, sink: KvSink) -> StepResult:
         """Compute the batch layer by layer, then draw. Raises AssertionError: a slice is wrong."""
@@ -127,40 +143,45 @@ class MockRunner:
     def _check(self, piece: SequenceSlice) -> None:
         assert 0 <= piece.start < piece.stop <= len(piece.tokens), (piece.key, piece.start, piece.stop)
         assert piece.stop <= self.context_len_max, (piece.key, piece.stop)
-        assert len(piece.block_table) * self.config.block_size >= piece.stop, (piece.key, len(piece.block_table))
+        positions = len(piece.block_table) // self.layout.num_groups
+        assert positions * self.config.block_size >= piece.stop, (piece.key, len(piece.block_table))
         new = piece.tokens[piece.start : piece.stop]
         assert all(0 <= token < self.vocab_size for token in new), (piece.key, "token id out of range")
 
     def _write(self, piece: SequenceSlice, layer: int) -> None:
-        kv_N2SD = self._layer(layer)
+        records_NCSD, table_N = self._layer(layer), self._table(piece, layer)
         size = self.config.block_size
         if piece.start == 0:
             slot = _root(self.config, layer)
         else:
             before = piece.start - 1
-            slot = kv_N2SD[piece.block_table[before // size], :, before % size].tobytes()
+            slot = records_NCSD[table_N[before // size], :, before % size].tobytes()
         new = bytearray()
         for token in piece.tokens[piece.start : piece.stop]:
             slot = _next_slot(slot, token, layer)
             new += slot
         positions_T = np.arange(piece.start, piece.stop)
-        blocks_T = np.asarray(piece.block_table, dtype=np.int64)[positions_T // size]
-        # An index array on each side of a slice: NumPy puts T first, so this is T, 2, D.
-        kv_N2SD[blocks_T, :, positions_T % size] = np.frombuffer(new, np.uint8).reshape(-1, 2, self.config.head_dim)
+        blocks_T = table_N[positions_T // size]
+        # An index array on each side of a slice: NumPy puts T first, so this is T, C, D.
+        new_TCD = np.frombuffer(new, np.uint8).reshape(len(positions_T), -1, self.config.head_dim)
+        records_NCSD[blocks_T, :, positions_T % size] = new_TCD
 
     def _sample(self, piece: SequenceSlice) -> int:
-        size = self.config.block_size
-        blocks_N = np.asarray(piece.block_table[: -(-piece.stop // size)], dtype=np.int64)
+        positions = -(-piece.stop // self.config.block_size)
         last_slots = b""
         context_digests = b""
         for layer in range(self.config.num_layers):
-            context_NS2D = self._layer(layer)[blocks_N].transpose(0, 2, 1, 3)
-            context = context_NS2D.reshape(-1, 2 * self.config.head_dim)[: piece.stop]
+            context_NSCD = self._layer(layer)[self._table(piece, layer)[:positions]].transpose(0, 2, 1, 3)
+            context = context_NSCD.reshape(positions * self.config.block_size, -1)[: piece.stop]
             last_slots += context[-1].tobytes()
             context_digests += blake2b(np.ascontiguousarray(context).data).digest()
         return _draw(last_slots, context_digests, piece.params, piece.output_index, self.config)
 
     def _layer(self, layer: int) -> np.ndarray:
-        assert self._kv_LN2SD is not None, "run before bind"
-        view_N2SD: np.ndarray = self._kv_LN2SD[layer]
-        return view_N2SD
+        assert self._layers, "run before bind"
+        return self._layers[layer]
+
+    def _table(self, piece: SequenceSlice, layer: int) -> np.ndarray:
+        """The blocks that have this layer's records."""
+        group = self.layout.places[layer][0]
+        return np.asarray(piece.block_table[group :: self.layout.num_groups], dtype=np.int64)

@@ -220,9 +220,9 @@ class Scheduler:
                 return
         raise AssertionError(f"{seq.key} is not in the scheduler")
 
-    def needs_block(self, seq: Sequence) -> bool:
-        """Whether the next step of a decoding sequence starts a new block."""
-        return len(seq.block_table) < self._blocks.blocks_for(seq.planned_len)
+    def blocks_needed(self, seq: Sequence) -> int:
+        """Blocks that the next step of a decoding sequence takes: none, or those of a new position."""
+        return max(0, self._blocks.blocks_for(seq.planned_len) - len(seq.block_table))
 
     def swap_out(self, seq: Sequence) -> None:
         """Take a decoding sequence out until `swap_in`. The caller takes over its block table."""
@@ -320,10 +320,11 @@ class Scheduler:
                 return None
             start, known = seq.planned, seq.planned_len
         assert start == known - 1, (seq.key, start, known)
-        if len(seq.block_table) * self._blocks.block_size < known:
-            if not self._blocks.ledger.can_draw(seq.promise_key):
+        groups = self._blocks.groups
+        if len(seq.block_table) * self._blocks.block_size < known * groups:
+            if not self._blocks.ledger.can_draw(seq.promise_key, groups):
                 return None
-            seq.block_table += self._blocks.allocate(1, promise=seq.promise_key)
+            seq.block_table += self._blocks.allocate(groups, promise=seq.promise_key)
         return _slice(seq, start, known, token_pending=after is not None)
 
 

@@ -77,7 +77,7 @@ class MixedNode:
             return None
         promise = GrantId(secrets.token_bytes(16))
         table = self._blocks.admit(prefix, new, promise_key=promise, promise=growth)
-        cached_tokens = len(prefix) * self._blocks.block_size
+        cached_tokens = self._blocks.tokens_in(len(prefix))
         seq = job.sequence(table, cached_tokens=cached_tokens, promise_key=promise, mode=SequenceMode.COMPLETE)
         try:
             self._engine.submit(seq)
@@ -130,12 +130,7 @@ class MixedNode:
 
     def holds(self) -> Holdings:
         prefill, decode = self.prefill.holds(), self.decode.holds()
-        return dataclasses.replace(
-            decode,
-            requests=prefill.requests + decode.requests,
-            grants_written=prefill.grants_written,
-            unacknowledged_writes=prefill.unacknowledged_writes,
-        )
+        return dataclasses.replace(decode, requests=prefill.requests + decode.requests)
 
     def _room_changed(self) -> None:
         """Not at once: the caller may be in the middle of giving the room to somebody else."""

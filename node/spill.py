@@ -78,6 +78,8 @@ class _SwappedOut:
 class _Unit:
     """On the device when `device` is set, else in host memory; in a copy, both are. Each holder has one reference."""
 
+    group: int
+    """Layer group whose records it has."""
     device: BlockId | None
     host: HostBlockId | None = None
     holders: list[_SwappedOut] = field(default_factory=list)
@@ -88,11 +90,13 @@ class _Unit:
 
 @dataclass(slots=True, kw_only=True)
 class SpillCounters:
-    """Totals since the start: sequences, and blocks."""
+    """Totals since the start: sequences, blocks, and their bytes."""
 
     swapped_out: int = 0
     copied_out: int = 0
     copied_back: int = 0
+    bytes_out: int = 0
+    bytes_back: int = 0
     merged: int = 0
     """Blocks that came back without a copy."""
 
@@ -100,7 +104,9 @@ class SpillCounters:
 class Spill:
     """Overcommit of one engine: implements `engine.scheduler.Overcommit`."""
 
-    def __init__(self, *, config: SpillConfig, engine: Engine, blocks: BlockManager, copier: BlockCopier) -> None:
+    def __init__(
+        self, *, config: SpillConfig, engine: Engine, blocks: BlockManager, layout: Layout, copier: BlockCopier
+    ) -> None:
         """Takes the engine over as its `overcommit`. Nothing is swapped out or copied yet."""
         self.config = config
         self.host = HostBlocks(config.host_blocks)
@@ -108,8 +114,9 @@ class Spill:
         self._engine = engine
         self._blocks = blocks
         self._ledger = blocks.ledger
+        self._layout = layout
         self._copier = copier
-        self._policy = SpillPolicy(headroom_blocks=config.headroom_blocks)
+        self._policy = SpillPolicy(headroom_blocks=config.headroom_blocks, growth_blocks=blocks.groups)
         self._swapped_out: dict[RequestKey, _SwappedOut] = {}
         self._on_device: dict[BlockId, _Unit] = {}
         self._runners: dict[RequestKey, Sequence] = {}
@@ -119,8 +126,8 @@ class Spill:
         assert engine.scheduler.overcommit is None and not engine.has_work
         engine.scheduler.overcommit = self
 
-    def report(self, block_bytes: int) -> dict[str, int]:
-        """For the node's status; `block_bytes` is the size of one block in all layers."""
+    def report(self) -> dict[str, int]:
+        """For the node's status."""
         return {
             "sequences swapped out": len(self._swapped_out),
             "sequences swapped out since start": self.counters.swapped_out,
@@ -128,8 +135,8 @@ class Spill:
             "host blocks free": self.host.free,
             "host blocks filled": self.host.filled,
             "host blocks in a copy": self.host.copying,
-            "bytes copied out": self.counters.copied_out * block_bytes,
-            "bytes copied back": self.counters.copied_back * block_bytes,
+            "bytes copied out": self.counters.bytes_out,
+            "bytes copied back": self.counters.bytes_back,
             "blocks back without a copy": self.counters.merged,
         }
 
@@ -151,7 +158,7 @@ class Spill:
         if self._broken is not None:
             raise self._broken
         self._runners = {seq.key: seq for seq in runners}
-        needs = {seq.key: int(self._engine.scheduler.needs_block(seq)) for seq in runners}
+        needs = {seq.key: self._engine.scheduler.blocks_needed(seq) for seq in runners}
         pressure = sum(needs.values()) > self._ledger.growable + self._freeing
         instructions = self._policy.before_step(
             growable=max(0, self._ledger.growable),
@@ -174,13 +181,13 @@ class Spill:
         if self._broken is not None or self._swapped_out:
             return False
         self._runners = {seq.key: seq for seq in runners}
-        return sum(map(self._engine.scheduler.needs_block, runners)) <= self._ledger.growable
+        return sum(map(self._engine.scheduler.blocks_needed, runners)) <= self._ledger.growable
 
     def swapped_out(self, seq: Sequence) -> None:
         """See `Overcommit.swapped_out`."""
         owner = self._swapped_out[seq.key] = _SwappedOut(seq)
-        for block in seq.block_table:
-            unit = self._on_device.setdefault(block, _Unit(block))
+        for index, block in enumerate(seq.block_table):
+            unit = self._on_device.setdefault(block, _Unit(index % self._blocks.groups, block))
             unit.holders.append(owner)
             owner.units.append(unit)
         seq.block_table.clear()
@@ -250,18 +257,24 @@ class Spill:
     # Copies.
 
     def _start(self, owner: _SwappedOut, units: list[_Unit], way: _Way) -> None:
-        most = self.config.copy_blocks_max
-        pieces = [units[start : start + most] for start in range(0, len(units), most)]
+        pieces = self._pieces(units)
         owner.copies += len(pieces)
         for piece in pieces:
             copy = BlockCopy(
                 out=way == "out",
+                group=piece[0].group,
                 device=tuple(unit.device for unit in piece if unit.device is not None),
                 host=tuple(unit.host for unit in piece if unit.host is not None),
             )
             self._copier.start(copy, lambda error, piece=piece: self._ended(owner, piece, way, error))  # type: ignore[misc]
         if owner.copies == 0:
             self._copies_ended(owner)
+
+    def _pieces(self, units: list[_Unit]) -> list[list[_Unit]]:
+        """What is copied at once: units of one group, not too many."""
+        most = self.config.copy_blocks_max
+        by_group = [[unit for unit in units if unit.group == group] for group in range(self._blocks.groups)]
+        return [of[start : start + most] for of in by_group for start in range(0, len(of), most)]
 
     def _ended(self, owner: _SwappedOut, units: list[_Unit], way: _Way, error: BaseException | None) -> None:
         if error is not None:
@@ -278,11 +291,14 @@ class Spill:
             else:
                 self._free_host(unit)
                 self._forget_if_unheld(unit)
+        nbytes = len(units) * self._layout.block_bytes(units[0].group)
         if way == "out":
             self.counters.copied_out += len(units)
+            self.counters.bytes_out += nbytes
             self._freeing -= len(units)
         else:
             self.counters.copied_back += len(units)
+            self.counters.bytes_back += nbytes
         self._set_host_room()
         owner.copies -= 1
         if owner.copies == 0:
@@ -313,7 +329,7 @@ class Spill:
         seq, merged = owner.seq, 0
         if blocks_max == 0:
             return 0
-        cached = self._blocks.prefix_cache.match(seq.tokens, seq.cache_salt, seq.computed // self._blocks.block_size)
+        cached = self._blocks.prefix_cache.match(seq.tokens, seq.cache_salt, self._blocks.full_blocks(seq.computed))
         for unit, block in zip(owner.units, cached, strict=False):
             if merged < blocks_max and unit.device is None and block not in self._on_device:
                 self._blocks.ledger.hold([block] * len(unit.holders))
@@ -360,8 +376,9 @@ class Spill:
     def _running(self, seq: Sequence, need: int, pressure: bool) -> Standing:
         spillable = 0
         if pressure:
-            for block in seq.block_table:
-                spillable += self._may_leave(self._on_device.get(block) or _Unit(block), others=1)
+            for index, block in enumerate(seq.block_table):
+                unit = self._on_device.get(block) or _Unit(index % self._blocks.groups, block)
+                spillable += self._may_leave(unit, others=1)
         return Standing(key=seq.key, age=seq.age, promise_left=self._promise_left(seq), need=need, spillable=spillable)
 
     def _standing(self, owner: _SwappedOut, pressure: bool) -> Standing:
@@ -409,4 +426,5 @@ async def open_host_memory(
             field="spill.host_blocks",
         )
     memory = await open_memory_below(below, places, name=f"{name}-spill", field="spill.host_blocks", progress=progress)
-    return HostMemory(memory=memory, spill=Spill(config=config, engine=engine, blocks=blocks, copier=memory.copier))
+    spill = Spill(config=config, engine=engine, blocks=blocks, layout=layout, copier=memory.copier)
+    return HostMemory(memory=memory, spill=spill)

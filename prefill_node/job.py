@@ -8,18 +8,20 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from batonpb import prefill_pb2
+from batonpb import common_pb2, prefill_pb2
 
 from baton.errors import REGION_BLOCKS_KEY, BatonError, Reason, bad_field
 from baton.ids import BlockId, Incarnation, RequestKey
 from baton.wire import LOCAL_TRANSPORT
 from cachestore.block_manager import BlockManager
+from cachestore.layout import Layout
 from engine.core import TokenEvent
 from engine.scheduler import Sequence, SequenceMode
 from engine.types import FINISH_TO_PROTO, SamplingParams, logprobs_to_proto
 from kvtransfer.protocol.writer import HandoffEnd
 from kvtransfer.writer import Handoff, Metadata
 from node.pool import DevicePool, check_request
+from node.sources import Gathered, SourceKind
 from prefill_node.local_policy import LocalPolicy
 
 
@@ -79,6 +81,8 @@ class Job:
     """The first token, or the ABORTED event."""
     chain: tuple[bytes, ...] | None = None
     """Digests of the blocks that may come from the prefix cache. Computed when first needed."""
+    gathered: Gathered | None = None
+    """What tiers and other nodes brought; None: nobody was asked."""
     handoff: Handoff | None = None
     kept: bool = False
     """It is to run here: its promise includes the answer's growth."""
@@ -175,24 +179,47 @@ def granted_event(name: str, incarnation: Incarnation, endpoint: str) -> prefill
     return prefill_pb2.PrefillEvent(granted=granted)
 
 
-def first_token(job: Job, first: TokenEvent) -> prefill_pb2.FirstToken:
+def prompt_sources(job: Job, *, block_size: int) -> common_pb2.PromptSources:
+    """Where the KV of its tokens came from. What was brought and evicted again before its turn is computed."""
+    assert job.seq is not None
+    brought = Gathered() if job.gathered is None else job.gathered
+    left = cached = job.seq.cached_tokens
+    tokens = {}
+    for kind in (SourceKind.PEER, SourceKind.DISK, SourceKind.HOST):
+        tokens[kind] = min(left, brought.blocks.get(kind, 0) * block_size)
+        left -= tokens[kind]
+    return common_pb2.PromptSources(
+        computed=len(job.tokens) - cached,
+        cached_device=left,
+        cached_host=tokens[SourceKind.HOST],
+        cached_disk=tokens[SourceKind.DISK],
+        fetched=tokens[SourceKind.PEER],
+        fetched_from=", ".join(brought.origins) if tokens[SourceKind.PEER] else "",
+    )
+
+
+def first_token(job: Job, first: TokenEvent, *, block_size: int) -> prefill_pb2.FirstToken:
     assert job.seq is not None and first.token is not None
     message = prefill_pb2.FirstToken(
-        token=first.token, prompt_tokens_cached=job.seq.cached_tokens, logprobs=logprobs_to_proto(first.logprobs)
+        token=first.token,
+        prompt_tokens_cached=job.seq.cached_tokens,
+        logprobs=logprobs_to_proto(first.logprobs),
+        sources=prompt_sources(job, block_size=block_size),
     )
     if first.finish is not None:
         message.finish = FINISH_TO_PROTO[first.finish]
     return message
 
 
-def handed_off(job: Job, *, num_layers: int, now_s: float) -> prefill_pb2.HandedOff:
+def handed_off(job: Job, *, layout: Layout, now_s: float) -> prefill_pb2.HandedOff:
     if job.handoff is None:
         return prefill_pb2.HandedOff(transport=LOCAL_TRANSPORT)
     handoff, transport = job.handoff, job.handoff.peer.link.transport
     return prefill_pb2.HandedOff(
         transport=transport.value if transport is not None else "",
-        blocks_written=handoff.writes // num_layers,
-        blocks_skipped=handoff.prefix_skip,
+        # A position counts once, however many layer groups have a block for it.
+        blocks_written=handoff.writes // layout.num_layers,
+        blocks_skipped=handoff.prefix_skip // layout.num_groups,
         bytes_written=handoff.bytes_written,
         handoff_exposed_ms=(now_s - job.computed_s) * 1000,
     )

@@ -23,7 +23,7 @@ from baton.ids import BlockId, RequestKey
 from baton.retry_time import ROOM_SHARE, retry_after_ms, spread_of, wait_s
 from baton.runtime import NodeRuntime
 from baton.tracing import forward_metadata
-from baton.wire import NodeLoad, check_header, key_from_proto
+from baton.wire import NodeLoad, check_header, key_from_proto, owner_from_proto
 from cachestore.block_manager import prefix_blocks_max
 from engine.core import TokenEvent
 from engine.scheduler import SequenceMode
@@ -37,8 +37,9 @@ from engine.types import (
 )
 from kvtransfer.protocol.writer import HandoffEnd
 from kvtransfer.writer import Handoff, Metadata, StepWrites
-from node.peers import Peers
 from node.pool import DevicePool
+from node.sources import Gatherer, LinearCost, Prefix
+from node.transfers import Transfers
 from prefill_node.config import PrefillConfig
 from prefill_node.decode_nodes import DecodeNodes
 from prefill_node.job import (
@@ -59,13 +60,17 @@ STEPS_AHEAD: Final = 2
 """The current step, and the step whose grants are requested meanwhile."""
 GRANT_WAIT_MS_MAX: Final = 50
 """Requests do not wait longer than this for the grant of one before them."""
+COMPUTING_FIXED_S: Final = 0.005
+COMPUTING_TOKEN_S: Final = 1e-4
+COMPUTING_TOKENS: Final = 512
+"""What a step of so many tokens is believed to cost before the first one."""
 
 
 class PrefillNode:
     """State of one prefill node; control thread only. Implements node.engine_loop.StepHost."""
 
     def __init__(
-        self, *, config: PrefillConfig, pool: DevicePool, peers: Peers, local: LocalRunner | None = None
+        self, *, config: PrefillConfig, pool: DevicePool, transfers: Transfers, local: LocalRunner | None = None
     ) -> None:
         """`local` is the other half of a mixed node."""
         self.config = config
@@ -73,7 +78,8 @@ class PrefillNode:
         self.ledger = pool.ledger
         self._engine = pool.engine
         self._blocks = pool.blocks
-        self._peers = peers
+        self._transfers = transfers
+        self._peers = peers = transfers.peers
         self.decode_nodes = DecodeNodes(config=config, pool=pool, peers=peers)
         self._loop = asyncio.get_running_loop()
         self._local = local
@@ -83,19 +89,33 @@ class PrefillNode:
             tokens_per_step_max=config.engine.tokens_per_step_max, age_ms_max=config.rate_age_ms_max
         )
         self._requests_taken = 0
+        self._gathering: dict[RequestKey, Job] = {}
+        self._computing = LinearCost(fixed_s=COMPUTING_FIXED_S, unit_s=COMPUTING_TOKEN_S, units=COMPUTING_TOKENS)
+        self.gatherer = Gatherer(
+            block_size=pool.blocks.block_size, have=self._have, computing=self._computing, clock=self._loop.time
+        )
+        if pool.store is not None:
+            pool.store.spare = lambda: self.spare_blocks
+            pool.store.room_changed = self.look_again
+            self.gatherer.add(pool.store)
+        transfers.fetches.spare = lambda: self.spare_blocks
+        self.gatherer.add(transfers.fetches, needs_owners=True)
 
     async def prefill(
         self, request: prefill_pb2.PrefillRequest, *, deadline_s: float, metadata: Metadata
     ) -> AsyncGenerator[prefill_pb2.PrefillEvent, None]:
-        """One request: queue, grant, compute while the layers are sent (`step_begins`), first token, commit.
+        """One request: gather what others have of it, queue, grant, compute while the layers are sent (`step_begins`),
+        first token, commit.
 
         A mixed node may keep a request instead: its decode half then computes it from the start. Closing the iterator
         at any point gives the request up and frees everything.
 
         Raises BatonError: QUEUE_FULL, NO_DECODE_NODE, DECODE_FULL, INCOMPATIBLE_NODE, HANDOFF_FAILED, ...
         """
-        job = self._enqueue(request, deadline_s, metadata)
+        job = self._take(request, deadline_s, metadata)
         try:
+            await self._gather(job)
+            self._enqueue(job)
             await job.turn  # until engine and region have room for the whole prompt
             yield await self._place(job) if job.needs_decode else prefill_pb2.PrefillEvent(granted=NOBODY)
             if not job.local:
@@ -103,16 +123,17 @@ class PrefillNode:
             first = await self._first_token(job)
             if job.local:
                 self._commit_here(job)
+            token = first_token(job, first, block_size=self._blocks.block_size)
             hands_off = first.finish is None and job.needs_decode
             if not (hands_off and request.whole):
-                yield prefill_pb2.PrefillEvent(first_token=first_token(job, first))
+                yield prefill_pb2.PrefillEvent(first_token=token)
             if hands_off:
                 if job.handoff is not None:
                     await self._commit(job.handoff)
                 job.over = True
-                done = handed_off(job, num_layers=self.pool.layout.num_layers, now_s=self._loop.time())
+                done = handed_off(job, layout=self.pool.layout, now_s=self._loop.time())
                 if request.whole:
-                    done.first_token.CopyFrom(first_token(job, first))
+                    done.first_token.CopyFrom(token)
                 yield prefill_pb2.PrefillEvent(handed_off=done)
             job.over = True
         except BatonError:
@@ -123,7 +144,7 @@ class PrefillNode:
 
     # The steps of a request's life, in order.
 
-    def _enqueue(self, request: prefill_pb2.PrefillRequest, deadline_s: float, metadata: Metadata) -> Job:
+    def _take(self, request: prefill_pb2.PrefillRequest, deadline_s: float, metadata: Metadata) -> Job:
         key = key_from_proto(request.key)
         self._check(request, key)
         job = Job(
@@ -136,10 +157,37 @@ class PrefillNode:
             turn=self._loop.create_future(),
             drawn=self._loop.create_future(),
         )
-        self._queue.add(job)
         self._requests_taken += 1
-        self._admit()
         return job
+
+    async def _gather(self, job: Job) -> None:
+        """Bring leading blocks from tiers and other nodes, as far as they come sooner than they are computed."""
+        if not self.gatherer.has_sources(owners=bool(job.request.owners)):
+            return
+        self._gathering[job.key] = job
+        try:
+            job.gathered = await self.gatherer.gather(self._prefix(job))
+        finally:
+            del self._gathering[job.key]
+
+    def _prefix(self, job: Job) -> Prefix:
+        chain = self._chain(job)
+        tokens = job.tokens[: len(chain) * self._blocks.block_size]
+        owners = [owner_from_proto(owner) for owner in job.request.owners]
+        return Prefix(tokens=tokens, salt=job.request.cache_salt, chain=chain, owners=owners)
+
+    def _have(self, prompt: Prefix) -> int:
+        """Leading positions of it that are in the prefix cache, which has the start of a chain."""
+        return bisect_left(prompt.chain, True, key=lambda digest: not self._blocks.prefix_cache.indexed(digest))
+
+    @property
+    def spare_blocks(self) -> int:
+        """Blocks for what is brought: those that no promise, and nothing in the queue, is for."""
+        return self.ledger.available - sum(self._blocks.blocks_for(len(job.tokens)) for job in self._queue)
+
+    def _enqueue(self, job: Job) -> None:
+        self._queue.add(job)
+        self._admit()
 
     def look_again(self) -> None:
         """Something that the queue may wait for has changed outside this half."""
@@ -191,7 +239,7 @@ class PrefillNode:
         return is_kept(
             local.policy,
             prompt_tokens=len(job.tokens),
-            cached_tokens=len(cached) * self._blocks.block_size,
+            cached_tokens=self._blocks.tokens_in(len(cached)),
             decode_nodes=self._others(job),
         )
 
@@ -279,7 +327,7 @@ class PrefillNode:
         self.ledger.unpromise(job.key)
         prefix = self._blocks.match_prompt(job.tokens, job.request.cache_salt)
         table = self._blocks.admit(prefix, self._blocks.blocks_for(len(job.tokens)) - len(prefix))
-        cached_tokens = len(prefix) * self._blocks.block_size
+        cached_tokens = self._blocks.tokens_in(len(prefix))
         job.seq = job.sequence(table, cached_tokens=cached_tokens, promise_key=job.key, mode=SequenceMode.PREFILL_ONLY)
         try:
             if job.handoff is not None and job.handoff.may_post():
@@ -339,7 +387,7 @@ class PrefillNode:
             job = self._admitted.get(piece.key)
             if job is not None and job.handoff is not None and job.handoff.may_post():
                 # A block that is not full is sent at the prompt's end.
-                end = self._blocks.blocks_for(piece.stop) if piece.sample else piece.stop // self._blocks.block_size
+                end = self._blocks.blocks_for(piece.stop) if piece.sample else self._blocks.full_blocks(piece.stop)
                 writes = self._plan_writes(job, job.handoff, end)
                 if writes is not None:
                     sink.writes.append(writes)
@@ -350,7 +398,10 @@ class PrefillNode:
         if isinstance(sink, StepSink):
             for writes in sink.writes:
                 writes.finish()
-            self._rate.step_ended(sink.tokens, began_s=sink.began_s, now_s=self._loop.time())
+            began_s, now_s = max(sink.began_s, self._rate.ended_s), self._loop.time()
+            self._rate.step_ended(sink.tokens, began_s=sink.began_s, now_s=now_s)
+            if sink.tokens:
+                self._computing.measured(sink.tokens, now_s - began_s)
         for event in events:
             self._left_engine(event)
         self._admit()  # the queue may wait for the blocks of those that left
@@ -393,15 +444,19 @@ class PrefillNode:
 
     # Upkeep.
 
+    def upkeep(self) -> None:
+        """Called every second."""
+        self.decode_nodes.upkeep()
+
     @property
     def requests(self) -> int:
-        return len(self._queue) + len(self._admitted)
+        return len(self._gathering) + len(self._queue) + len(self._admitted)
 
     def load(self) -> NodeLoad:
         return NodeLoad(
-            waiting_requests=len(self._queue),
+            waiting_requests=len(self._gathering) + len(self._queue),
             running_requests=sum(not job.local for job in self._admitted.values()),
-            waiting_tokens=self._tokens_left((*self._admitted.values(), *self._queue)),
+            waiting_tokens=self._tokens_left((*self._admitted.values(), *self._queue, *self._gathering.values())),
             blocks=self.ledger.books(),
             prefill_tokens_per_s=self._rate.per_s(self._loop.time()),
             requests_taken=self._requests_taken,
@@ -409,7 +464,7 @@ class PrefillNode:
         )
 
     def holds(self) -> Holdings:
-        return dataclasses.replace(self._peers.holds(), requests=self.requests)
+        return dataclasses.replace(self._transfers.holds(), requests=self.requests)
 
     def _tokens_left(self, jobs: Iterable[Job]) -> int:
         """Tokens left to compute for these requests, in this order: without cached and computed ones, and with a shared
@@ -421,20 +476,24 @@ class PrefillNode:
             computed = 0 if job.seq is None else job.seq.computed
             if computed >= len(job.tokens):
                 continue  # only its handoff is left
-            if job.chain is None:
-                reusable = prefix_blocks_max(len(job.tokens), size) * size
-                job.chain = cache.chain(job.tokens[:reusable], job.request.cache_salt)
+            chain = self._chain(job)
             # The cache has the start of a chain, so bisection finds the first block that is missing.
-            missing = bisect_left(
-                job.chain, True, key=lambda digest: digest not in expected and not cache.indexed(digest)
-            )
-            expected.update(job.chain[missing:])
+            missing = bisect_left(chain, True, key=lambda digest: digest not in expected and not cache.indexed(digest))
+            expected.update(chain[missing:])
             left += len(job.tokens) - (missing * size if job.seq is None else computed)
         return left
 
+    def _chain(self, job: Job) -> tuple[bytes, ...]:
+        """Digests of the blocks that may come from elsewhere than computing."""
+        if job.chain is None:
+            size = self._blocks.block_size
+            reusable = prefix_blocks_max(len(job.tokens), size) * size
+            job.chain = self._blocks.prefix_cache.chain(job.tokens[:reusable], job.request.cache_salt)
+        return job.chain
+
     def _check(self, request: prefill_pb2.PrefillRequest, key: RequestKey) -> None:
         check_fits(request, self.pool)
-        alike = sum(job.resumed == bool(request.output) for job in self._queue)
+        alike = sum(job.resumed == bool(request.output) for job in (*self._queue, *self._gathering.values()))
         if alike >= self.config.queue_max:
             room_s = wait_s(ROOM_SHARE * self._tokens_left(self._queue), self._rate.last_per_s)
             raise BatonError(
@@ -442,7 +501,8 @@ class PrefillNode:
                 f"{alike} requests are waiting here already, the limit.",
                 retry_after_ms=retry_after_ms(room_s, ms_min=self.config.busy_retry_ms, spread=spread_of(key.request)),
             )
-        if key in self._admitted or self._engine.has(key) or any(job.key == key for job in self._queue):
+        taken = key in self._admitted or key in self._gathering or self._engine.has(key)
+        if taken or any(job.key == key for job in self._queue):
             raise BatonError(Reason.REQUEST_EXISTS, f"Attempt {key.attempt} of request {key.request} is here already.")
 
 

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
@@ -47,8 +48,11 @@ if TYPE_CHECKING:
 
 log = get_log("worker")
 
-REPORT_MS: Final = 100
-UPKEEP_S: Final = 1.0
+BEAT_MS: Final = 100
+"""Between two looks at what the parent is to know, and at how late the loop is."""
+REPORT_BEATS_MAX: Final = 2
+"""Of which so many may pass without a report: the parent gives a silent worker no connection after `SILENT_S`."""
+UPKEEP_BEATS: Final = 10
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -127,6 +131,8 @@ class Worker:
             directory_trouble=lambda: self._view.trouble,
             closed=self._closed,
         )
+        self._reported = worker_pb2.WorkerReport()
+        self._beats_silent = 0
         self._closed_numbers: list[int] = []
         self._repeats = RepeatLog(log, self._loop.time)
         self._stop: asyncio.Future[float] = self._loop.create_future()
@@ -139,11 +145,10 @@ class Worker:
         self._serving.stand_behind_front(native, 0)
         await self._server.start("127.0.0.1:0")
         self._listen_to_parent()
-        self._loop_lag.start()
-        self._tasks.spawn(self._report_forever())
-        self._tasks.spawn(self._upkeep_forever())
         collect_seldom()
         self._channel.send(worker_pb2.FromWorker(ready=worker_pb2.WorkerReady()))
+        self._report()
+        self._tasks.spawn(self._beat_forever())
         log.info("worker ready", pid=os.getpid())
         grace_s = await self._stop
         await asyncio.gather(self._server.stop(grace_s), self._serving.stop())
@@ -152,7 +157,6 @@ class Worker:
             self._desk.tell()
         await self._tasks.cancel()
         self._repeats.close()
-        await self._loop_lag.close()
         await self._channels.close()
         await self._channel.close()
 
@@ -172,7 +176,7 @@ class Worker:
     def _listen_to_parent(self) -> None:
         channel = self._channel
         channel.on_socket("connection", self._take)
-        channel.on("nodes", lambda news: self._serving.node.follow_directory(self._view.follow_nodes(news)))
+        channel.on("nodes", self._follow_nodes)
         channel.on("lifecycle", self._follow_lifecycle)
         channel.on("siblings", self._follow_siblings)
         channel.on("stop_within_ms", self._begin_to_stop)
@@ -216,6 +220,10 @@ class Worker:
         self._serving.follow_lifecycle(self._view)
         self._report()
 
+    def _follow_nodes(self, news: worker_pb2.NodesKnown) -> None:
+        self._serving.node.follow_directory(self._view.follow_nodes(news))
+        self._reported = worker_pb2.WorkerReport()  # what is on its way counts from here: as much as before is news too
+
     def _follow_siblings(self, news: worker_pb2.Siblings) -> None:
         self._serving.node.follow_siblings({Incarnation(each.incarnation): each.tokens for each in news.shares})
 
@@ -242,18 +250,22 @@ class Worker:
             lifecycle=self._view.lifecycle_number,
             grpc_open=self._serving.taker.is_able(Door.GRPC),
         )
-        self._channel.send(worker_pb2.FromWorker(report=report))
+        self._beats_silent += 1
+        if report != self._reported or self._beats_silent >= REPORT_BEATS_MAX:
+            self._reported, self._beats_silent = report, 0
+            self._channel.send(worker_pb2.FromWorker(report=report))
 
-    async def _report_forever(self) -> None:
-        while True:
+    async def _beat_forever(self) -> None:
+        """One timer for all that a worker does again and again: each wakes the process, which costs more than the
+        work."""
+        for number in count(1):
+            began_s = self._loop.time()
+            await asyncio.sleep(BEAT_MS / 1000)
+            self._loop_lag.look(self._loop.time() - began_s - BEAT_MS / 1000)
+            if number % UPKEEP_BEATS == 0:
+                self._serving.upkeep()
+                self._repeats.upkeep()
             self._report()
-            await asyncio.sleep(REPORT_MS / 1000)
-
-    async def _upkeep_forever(self) -> None:
-        while True:
-            await asyncio.sleep(UPKEEP_S)
-            self._serving.upkeep()
-            self._repeats.upkeep()
 
 
 async def _work(sock: socket.socket) -> None:

@@ -30,6 +30,7 @@ from baton.lifecycle import Readiness
 from baton.log import get_log, logging_set_up
 from baton.tasks import Tasks
 from baton.wire import ModelInfo, NodeRecord, Role, record_to_proto
+from cachestore.holder_index import HolderIndex
 from router.config import RouterConfig
 from router.doors import Door, Doors
 from router.http_slots import Slot
@@ -44,9 +45,10 @@ if TYPE_CHECKING:
 
 log = get_log("workers")
 
-TICK_MS: Final = 50
-SIBLINGS_TICKS: Final = 2
-"""Ticks between two messages of what the others have on their way."""
+TICK_MS: Final = 200
+"""Between two looks for workers that have stopped, or are to be started again."""
+SIBLINGS_MS: Final = 100
+"""How long news of what the others have on their way waits for more of it."""
 METRICS_MS_MAX: Final = 500
 """How long a worker may take to say what it has counted; then what it said last counts."""
 LAST_WORDS_MS_MAX: Final = 1_000
@@ -72,6 +74,8 @@ class WorkerProcess:
     ready: bool = False
     stopping: bool = False
     report: worker_pb2.WorkerReport = field(default_factory=worker_pb2.WorkerReport)
+    siblings: dict[int, int] = field(default_factory=dict)
+    """What it was told that the others have on their way."""
     told: dict[NodeName, NodeRecord] = field(default_factory=dict)
     trouble: str = ""
     """Of the directory, as it was told."""
@@ -121,12 +125,14 @@ class WorkerPool:
         self._supervision = Supervision(config.workers, now_s=clock.monotonic_s())
         self._workers: dict[int, WorkerProcess] = {}
         self._records: Sequence[NodeRecord] = ()
-        self._nodes = PrefillNodes(blocks_max=1)
+        self._nodes = PrefillNodes(HolderIndex(), clock.monotonic_s)
         loop = asyncio.get_running_loop()
         self._all_ready: asyncio.Future[None] = loop.create_future()
         self._tasks = Tasks(loop, log, broken="a worker is no longer watched")
         self._ticking = Tasks(loop, log, broken="workers are no longer watched")
         self._stopping = False
+        self._loop = loop
+        self._telling_siblings: asyncio.TimerHandle | None = None
         self.ended = 0
         """Workers that have ended unasked."""
         self.dead_figures: Figures | None = None
@@ -155,6 +161,8 @@ class WorkerPool:
         await self._tasks.drain(grace_ms + 1000 * STOP_MARGIN_S)
         await self._ticking.cancel()
         await self._tasks.cancel()
+        if self._telling_siblings is not None:
+            self._telling_siblings.cancel()
         self._all_ready.cancel()
 
     # What they do.
@@ -236,6 +244,7 @@ class WorkerPool:
             return
         changed = [record for record in self._records if worker.told.get(record.name) != record]
         worker.told = {record.name: record for record in self._records}
+        worker.siblings = {}  # a node's new report may have the worker begin to count anew
         worker.trouble = self._directory_trouble()
         news = worker_pb2.NodesKnown(
             changed=map(record_to_proto, changed), names=list(worker.told), trouble=worker.trouble
@@ -256,35 +265,39 @@ class WorkerPool:
             )
             worker.channel.send(worker_pb2.ToWorker(lifecycle=news))
 
+    def _tell_siblings_soon(self) -> None:
+        if self._telling_siblings is None:
+            self._telling_siblings = self._loop.call_later(SIBLINGS_MS / 1000, self._tell_siblings)
+
     def _tell_siblings(self) -> None:
-        """Each what all others have on their way."""
+        """Each what all others have on their way, where it does not know."""
+        self._telling_siblings = None
         total: Counter[int] = Counter()
         for worker in self._workers.values():
-            for share in worker.report.shares:
-                total[share.incarnation] += share.tokens
+            total.update({share.incarnation: share.tokens for share in worker.report.shares})
         for worker in self._workers.values():
-            if worker.ready:
-                own = {share.incarnation: share.tokens for share in worker.report.shares}
-                others = {i: count - own.get(i, 0) for i, count in total.items()}
-                shares = [worker_pb2.PrefillShare(incarnation=i, tokens=n) for i, n in others.items() if n]
+            own = {share.incarnation: share.tokens for share in worker.report.shares}
+            others = {i: left for i, count in total.items() if (left := count - own.get(i, 0))}
+            if worker.ready and others != worker.siblings:
+                worker.siblings = others
+                shares = [worker_pb2.PrefillShare(incarnation=i, tokens=n) for i, n in others.items()]
                 worker.channel.send(worker_pb2.ToWorker(siblings=worker_pb2.Siblings(shares=shares)))
 
     # How they live.
 
     async def _tick_forever(self) -> None:
-        ticks = 0
         while True:
-            for due in self._supervision.tick(self._clock.monotonic_s()):
-                if isinstance(due, Kill):
-                    worker = self._workers[due.worker]
-                    log.error("a worker is killed", worker=due.worker, pid=worker.process.pid, why=due.why)
-                    _kill(worker.process)
-                else:
-                    self._tasks.spawn(self._live(due.worker))
-            ticks += 1
-            if ticks % SIBLINGS_TICKS == 0:
-                self._tell_siblings()
+            self._tick()
             await self._clock.sleep_s(TICK_MS / 1000)
+
+    def _tick(self) -> None:
+        for due in self._supervision.tick(self._clock.monotonic_s()):
+            if isinstance(due, Kill):
+                worker = self._workers[due.worker]
+                log.error("a worker is killed", worker=due.worker, pid=worker.process.pid, why=due.why)
+                _kill(worker.process)
+            else:
+                self._tasks.spawn(self._live(due.worker))
 
     async def _live(self, number: int) -> None:
         """One worker, from its start to its end."""
@@ -307,6 +320,7 @@ class WorkerPool:
             await worker.channel.close()
             await worker.process.wait()
             self._bury(worker)
+        self._tick()
 
     async def _spawn(self, number: int) -> WorkerProcess:
         ours, theirs = socket.socketpair()
@@ -348,6 +362,7 @@ class WorkerPool:
             worker.keys.begin()
         self._tell_nodes(worker)
         self._tell_lifecycle(worker)
+        self._tell_siblings_soon()
         self._doors.add(worker)
         if not self._all_ready.done() and sum(each.ready for each in self._workers.values()) == self._config.workers:
             self._all_ready.set_result(None)
@@ -359,6 +374,8 @@ class WorkerPool:
     def _take_report(self, worker: WorkerProcess, report: worker_pb2.WorkerReport) -> None:
         if not worker.ready:
             return
+        if report.shares or worker.report.shares:
+            self._tell_siblings_soon()
         worker.report = report
         self._supervision.heard(worker.number, self._clock.monotonic_s())
         self._doors.resume()

@@ -65,8 +65,7 @@ def landed_layers(cluster: InProcessCluster, expected_LN2SD: np.ndarray, first: 
     (job,) = decode_state(cluster.decode["decode-0"]).jobs
     runner = cluster.decode["decode-0"].pool.runner
     assert isinstance(runner, MockRunner)
-    assert runner._kv_LN2SD is not None
-    records_LN2SD = runner._kv_LN2SD[:, list(job.blocks[first:last])]
+    records_LN2SD = [records_N2SD[list(job.blocks[first:last])] for records_N2SD in runner._layers]
     size = BLOCK * (last - first)
     return [
         records.transpose(0, 2, 1, 3).reshape(size, -1).tobytes()

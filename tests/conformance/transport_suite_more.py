@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from baton.ids import Epoch
-from cachestore.layout import Layout, kv_layout
-from kvtransfer.transport import Seal, TransportName, WriteOps, WriteRanges
+from cachestore.layout import Component, LayerGroup, Layout, kv_layout
+from kvtransfer.transport import RecordPlan, Seal, TransportName, WriteOps, WriteRanges
 from tests.conformance.transport_kits import ConnectErrors, Kit, endpoint_from_json
 from tests.conformance.transport_suite import (
     EPOCH,
@@ -83,6 +83,38 @@ async def head_ranges_land_in_records_of_another_width(kit: Kit) -> None:
             taken = records(source_U8, src, src_blocks)[:, src_B][:, :, :, from_heads.first :][:, :, :, :count]
             wanted[:, dst_B, :, to_heads.first : to_heads.first + count] = taken
             assert np.array_equal(r.region.array_U8, before_U8), (src, dst)
+
+
+async def records_of_two_layer_groups_land_in_their_blocks(kit: Kit) -> None:
+    """Layers 0, 2 and 3 have records of K and V, layers 1 and 4 shorter ones in blocks of their own, between pages
+    that no record fills: every layer of seven positions is written, and no byte beside its records."""
+    k, v, latent = (Component(name=name, num_heads=2, slot_bytes=48) for name in ("k", "v", "latent"))
+    layout = Layout(
+        groups=(LayerGroup(layers=(0, 2, 3), components=(k, v)), LayerGroup(layers=(1, 4), components=(latent,))),
+        block_size=16,
+        dtype="uint8",
+    )
+    src_blocks, dst_blocks = 30, 24
+    assert layout.region_bytes(src_blocks) <= REGION_NBYTES
+    source_U8, rng = source_bytes(5, REGION_NBYTES), np.random.default_rng(3)
+    src_B, dst_B = rng.permutation(src_blocks)[:14], rng.permutation(dst_blocks)[:14]
+    plan = RecordPlan(layout, src_B, dst_B, src_num_blocks=src_blocks, dst_num_blocks=dst_blocks)
+    wanted = np.zeros(REGION_NBYTES, np.uint8)
+    for layer, nbytes in enumerate(layout.bytes_by_layer):
+        group = 1 if layer in (1, 4) else 0
+        assert nbytes == (1536, 3072)[group == 0]
+        for src, dst in zip(src_B[group::2], dst_B[group::2], strict=True):
+            at, to = layout.offset(layer, src, src_blocks), layout.offset(layer, dst, dst_blocks)
+            wanted[to : to + nbytes] = source_U8[at : at + nbytes]
+    async with receiving(kit) as r, linked(r, source_U8) as (it, events):
+        for layer in range(layout.num_layers):
+            it.post(GRANT, plan.of_layer(layer))
+        await events.until(lambda e: len(e.completed) == layout.num_layers)
+        writes = layout.num_layers * plan.writes_per_layer
+        it.seal(Seal(grant=GRANT, epoch=EPOCH, writes=writes, bytes_written=plan.nbytes))
+        await r.events.until(lambda e: len(e.seals) == 1)
+        assert (writes, plan.nbytes) == (35, 7 * (3 * 3072 + 2 * 1536))
+        assert np.array_equal(r.region.array_U8, wanted)
 
 
 async def random_ops_of_any_length_land_as_posted(kit: Kit) -> None:
@@ -297,6 +329,7 @@ async def a_write_outside_its_grant_ends_the_link(kit: Kit) -> None:
 
 MORE_CASES = (
     head_ranges_land_in_records_of_another_width,
+    records_of_two_layer_groups_land_in_their_blocks,
     random_ops_of_any_length_land_as_posted,
     many_writers_at_once_each_in_its_own_blocks,
     a_receiver_that_pauses_gets_everything_when_it_goes_on,

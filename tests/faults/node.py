@@ -127,8 +127,7 @@ def _wrap_landing(points: Failpoints, marks: Marks) -> None:
             checks, layout = self.checks, self._layout
             region = checks._thread.region
             assert isinstance(region, memoryview)
-            last_layer = (layout.num_layers - 1) * checks._num_blocks
-            region[(last_layer + grant.blocks[1]) * layout.record_bytes + 5] ^= 0x10
+            region[layout.offset(layout.num_layers - 1, grant.blocks[1], checks._num_blocks) + 5] ^= 0x10
         real_seal_landed(self, pair, seal)
 
     _replace(Receiver, "seal_landed", seal_landed)

@@ -23,10 +23,13 @@ import decode_node.main
 import decode_node.reserving
 import decode_node.service
 import node.engine_loop
+import node.fetching
 import node.main
 import node.peers
 import node.pool
 import node.receiver
+import node.service
+import node.transfers
 import prefill_node.main
 import router.main
 import router.serving
@@ -96,7 +99,7 @@ class Process:
         self.ports: list[SimPort] = []
         self.links: list[SimLink] = []
         self.region: Any = b""
-        self.record_bytes = 1
+        self.page_bytes = 1
         self.pace_s = PACE_S
         """About how long its data links take for one batch."""
         self.ledger: Ledger | None = None
@@ -125,7 +128,7 @@ class Process:
         ledger = self.ledger
         if ledger is None or self.loop.state is ProcessState.DEAD:
             return
-        block = dst // self.record_bytes % ledger.num_blocks
+        block = dst // self.page_bytes % ledger.num_blocks
         owner = ledger._writer[block]
         if owner != grant:
             self.cluster.violation(
@@ -348,9 +351,11 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
     async def open_pool(config: Any, *, spill: Any = None, **_: Any) -> Any:
         assert spill is None or spill.host_blocks == 0, "host memory is not simulated"
         process, profile = current(), cluster.profile
-        pool = make_pool(config, step_s=profile.step_s, token_s=profile.token_s, rng=process.loop.rng)
+        pool = make_pool(
+            config, groups=profile.layer_groups, step_s=profile.step_s, token_s=profile.token_s, rng=process.loop.rng
+        )
         process.region = memoryview(pool.host_region.array_U8)  # type: ignore[arg-type]  # a bytearray here
-        process.record_bytes = pool.layout.record_bytes
+        process.page_bytes = pool.layout.page_bytes
         process.ledger = pool.ledger
         LedgerWatch(pool.ledger, process)
         return pool
@@ -386,12 +391,12 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         (cli.directory, "Clock", SimClock),
         (cli.directory, "random", SimpleNamespace(Random=lambda: Random(current().loop.rng.getrandbits(64)))),
         *((main, "Clock", SimClock) for main in mains),
-        *((module, "secrets", secrets) for module in (*mains, router.serving, decode_node.reserving)),
+        *((module, "secrets", secrets) for module in (*mains, router.serving, decode_node.reserving, node.fetching)),
         *((main, "NodeRuntime", capture("runtime", one_server)) for main in mains),
         (router.serving, "RouterNode", capture("router", RouterNode)),
         *watched_routers(current),
         (prefill_node.main, "PrefillNode", capture("prefill", PrefillNode)),
-        (prefill_node.main, "Peers", capture("peers", Peers)),
+        (node.transfers, "Peers", capture("peers", Peers)),
         (node.main, "open_device_pool", open_pool),
         (node.peers, "ShmWriterLink", SimShmLink),
         (node.peers, "TcpWriterLink", SimTcpLink),
@@ -401,7 +406,7 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         (node.receiver, "Receiver", capture("receiver", Receiver, watch_receiver)),
         (node.receiver, "_open_port", open_port),
         (decode_node.main, "DecodeService", capture("decode_service", DecodeService, watch_decode_service)),
-        (decode_node.service, "host_parts", lambda: [current().host] * 4),
+        (node.service, "host_parts", lambda: [current().host] * 4),
         (node.engine_loop, "ThreadPoolExecutor", _NoThread),
         (asyncio.tasks._all_tasks, "add", id),  # type: ignore[attr-defined]  # a list that nobody asks for
     ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Generator, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import lru_cache
 from random import Random
 from typing import Any, cast
@@ -67,10 +68,14 @@ class SimRegion:
 class SimRunner:
     """An `engine.types.Runner` whose `run` is a computation that takes simulated time."""
 
-    def __init__(self, block_size: int, *, step_s: float, token_s: float, rng: Random) -> None:
-        self.layout = KvSpec(
-            num_layers=LAYERS, num_kv_heads=1, head_dim=SLOT_BYTES, block_size=block_size, dtype="uint8"
-        ).layout
+    def __init__(self, block_size: int, *, groups: int, step_s: float, token_s: float, rng: Random) -> None:
+        """All layers are one group, or each is one."""
+        assert groups in (1, LAYERS), groups
+        plain = KvSpec(num_layers=LAYERS, num_kv_heads=1, head_dim=SLOT_BYTES, block_size=block_size, dtype="uint8")
+        self.layout = plain.layout
+        if groups > 1:
+            (kv,) = self.layout.groups
+            self.layout = replace(self.layout, groups=tuple(replace(kv, layers=(layer,)) for layer in range(LAYERS)))
         self.vocab_size = VOCAB
         self.context_len_max = CONTEXT_MAX
         self.eos_token_ids = frozenset({EOS})
@@ -85,15 +90,19 @@ class SimRunner:
         self._slots = memoryview(b"").cast("I")
         """The region by slots: of each record first those of K, then those of V."""
         self.layers: list[list[memoryview]] = []
-        """The region by layers and records."""
+        """The records that each layer may have: those of its row of the region."""
 
     def bind(self, region: bytearray, num_blocks: int) -> None:
         record = 2 * self._size * SLOT_BYTES
         view = memoryview(region)
         self._num_blocks = num_blocks
         self._slots = view.cast("I")
-        records = [view[at : at + record] for at in range(0, LAYERS * num_blocks * record, record)]
-        self.layers = [records[base : base + num_blocks] for base in range(0, LAYERS * num_blocks, num_blocks)]
+        records = [view[at : at + record] for at in range(0, self.layout.num_rows * num_blocks * record, record)]
+        self.layers = [records[row * num_blocks : (row + 1) * num_blocks] for _, row in self.layout.places]
+
+    def _table(self, piece: SequenceSlice, layer: int) -> Sequence[BlockId]:
+        groups = self.layout.num_groups
+        return piece.block_table if groups == 1 else piece.block_table[self.layout.places[layer][0] :: groups]
 
     def unbind(self) -> None:
         """Nothing to let go of."""
@@ -116,10 +125,11 @@ class SimRunner:
         return result
 
     def _write(self, slices: Sequence[SequenceSlice], layer: int) -> None:
-        slots, size, base, root = self._slots, self._size, layer * self._num_blocks, _ROOTS[layer]
+        slots, size, root = self._slots, self._size, _ROOTS[layer]
+        base = self.layout.places[layer][1] * self._num_blocks
         record, crc, pack = 2 * size, crc32, _pack_token
         for piece in slices:
-            table, tokens, start = piece.block_table, piece.tokens, piece.start
+            table, tokens, start = self._table(piece, layer), piece.tokens, piece.start
             if start == 0:
                 at, slot = -1, root
             else:
@@ -132,12 +142,11 @@ class SimRunner:
 
     def _sample(self, piece: SequenceSlice) -> int:
         full, rest = divmod(piece.stop, self._size)
-        table = piece.block_table
-        whole = table[:full]
         keys, values = self._parts[rest * SLOT_BYTES]
         crc = 0
-        for records in self.layers:
-            parts = [records[block] for block in whole]
+        for layer, records in enumerate(self.layers):
+            table = self._table(piece, layer)
+            parts = [records[block] for block in table[:full]]
             if rest:
                 record = records[table[full]]
                 parts += (record[keys], record[values])
@@ -191,20 +200,20 @@ def reference(prompt: tuple[int, ...], seed: int, attempts: Sequence[int], block
     return answer
 
 
-def make_pool(config: EngineConfig, *, step_s: float, token_s: float, rng: Random) -> DevicePool:
+def make_pool(config: EngineConfig, *, groups: int, step_s: float, token_s: float, rng: Random) -> DevicePool:
     """What `open_device_pool` makes, on simulated memory. Freed blocks are poisoned."""
-    runner = SimRunner(config.block_size, step_s=step_s, token_s=token_s, rng=rng)
+    runner = SimRunner(config.block_size, groups=groups, step_s=step_s, token_s=token_s, rng=rng)
     layout = runner.layout
     region = SimRegion(layout.region_bytes(config.num_blocks))
     runner.bind(region.array_U8, config.num_blocks)
-    layers, poison = runner.layers, POISON * layout.record_bytes
+    layers, poison = runner.layers, POISON * layout.page_bytes
 
     def poison_block(block: BlockId) -> None:
         for records in layers:
             records[block][:] = poison
 
     ledger = Ledger(config.num_blocks, on_free=poison_block)
-    blocks = BlockManager(ledger, config.block_size, KV_ROOT)
+    blocks = BlockManager(ledger, config.block_size, KV_ROOT, groups=groups)
     return DevicePool(
         pins=PinTable(blocks.prefix_cache, num_blocks=config.num_blocks, limits=config.pins),
         runner=cast("Runner", runner),
@@ -221,6 +230,7 @@ def make_pool(config: EngineConfig, *, step_s: float, token_s: float, rng: Rando
             eos_token_ids=(EOS,),
             layout_hash=layout.compatibility_hash(),
             block_size=config.block_size,
+            layer_groups=groups,
             protocol_min=PROTOCOL_MIN,
             protocol_max=PROTOCOL_MAX,
             kv_root=KV_ROOT,

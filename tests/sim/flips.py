@@ -106,5 +106,5 @@ def flipping(*, seed: int, chance: float, fraction: float = 1.0) -> Iterator[Fli
 
 def _flip(receiver: Receiver, rng: Random, block: int) -> None:
     layout, region = receiver._layout, current().region
-    record = rng.randrange(layout.num_layers) * receiver.grants.ledger.num_blocks + block
-    region[record * layout.record_bytes + rng.randrange(layout.record_bytes)] ^= 1 << rng.randrange(8)
+    record = layout.offset(rng.randrange(layout.num_layers), block, receiver.grants.ledger.num_blocks)
+    region[record + rng.randrange(layout.record_bytes)] ^= 1 << rng.randrange(8)

@@ -48,6 +48,7 @@ class Profile:
     """Requests under way at a time."""
     pause_s: float = 0.3
     """About how long a client waits before it asks again: the longer, the more happens between two requests."""
+    layer_groups: int = 1
     prefill_blocks: int = 64
     decode_blocks: int = 120
     decode_sequences: int = 16
@@ -170,7 +171,9 @@ RESETS = replace(
 )
 """Data links that break while messages are late: what was written under a grant arrives when its blocks are
 another's."""
-PROFILES = {p.name: p for p in (SMALL, PAIR, ROUTERS, WIDE, TANGLED, OVERTAKEN, STALLED, RESETS)}
+GROUPED = replace(SMALL, name="grouped", layer_groups=2, prefill_blocks=128, decode_blocks=240)
+"""Every layer is a group with blocks of its own."""
+PROFILES = {p.name: p for p in (SMALL, PAIR, ROUTERS, WIDE, TANGLED, OVERTAKEN, STALLED, RESETS, GROUPED)}
 
 
 def router_config(name: str, endpoint: str, profile: Profile) -> RouterConfig:

@@ -45,6 +45,14 @@ def test_short_runs_under_faults(first: int) -> None:
     assert faults > BATCH
 
 
+def test_two_groups_of_layers_under_faults() -> None:
+    """Every position has two blocks: as in the short runs, every answer is right and every block accounted for."""
+    for seed in range(1, 4):
+        outcome = simulate_or_fail(suite_config(seed, profile="grouped"))
+        assert outcome.figures.asked == outcome.figures.ended > SUITE_REQUESTS
+        assert outcome.faults
+
+
 def test_without_faults_nothing_is_lost() -> None:
     """In a healthy cluster every request that its client waits for is answered whole."""
     figures = simulate_or_fail(RunConfig(seed=1, requests=150, profile="wide", fault_gap_s=0)).figures

@@ -6,11 +6,12 @@ Every block is filled with 0xEE when it becomes free, so that a read of freed or
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
-from cachestore.block_manager import BlockManager, growth_blocks, prefix_blocks_max
+from cachestore.block_manager import BlockManager, growth_blocks
 from cachestore.ledger import Ledger
 from engine.core import Engine, TokenEvent
 from engine.mock import MockConfig, MockRunner
@@ -19,6 +20,8 @@ from engine.types import FinishReason, NullSink, SamplingParams
 
 POISON = 0xEE
 SMALL = MockConfig(num_layers=2, vocab_size=50, block_size=4, context_len_max=256)
+GROUPED = replace(SMALL, num_layers=5, latent_layers=(0, 3))
+"""Two groups of layers: every position has two blocks."""
 
 
 class PoisonLedger(Ledger):
@@ -76,12 +79,12 @@ class Node:
     ) -> None:
         self.config = config
         self.runner = runner or MockRunner(config)
-        self.record_bytes = 2 * config.block_size * config.head_dim
-        self.region = np.full(config.num_layers * num_blocks * self.record_bytes, POISON, np.uint8)
-        self.records = self.region.reshape(config.num_layers, num_blocks, self.record_bytes)
+        layout = config.layout
+        self.region = np.full(layout.region_bytes(num_blocks), POISON, np.uint8)
+        self.pages = self.region.reshape(layout.num_rows, num_blocks, layout.page_bytes)
         self.runner.bind(self.region, num_blocks)
         self.ledger = PoisonLedger(num_blocks, self._poison)
-        self.blocks = BlockManager(self.ledger, config.block_size, b"mock")
+        self.blocks = BlockManager(self.ledger, config.block_size, b"mock", groups=layout.num_groups)
         self.engine = Engine(
             self.runner,
             self.blocks,
@@ -90,7 +93,7 @@ class Node:
         self.events: list[TokenEvent] = []
 
     def _poison(self, block: BlockId) -> None:
-        self.records[:, block] = POISON
+        self.pages[:, block] = POISON
 
     def sequence(
         self,
@@ -104,7 +107,7 @@ class Node:
     ) -> Sequence | None:
         """Admit: match, hold, allocate, promise. None when there is no room now."""
         tokens = [*prompt, *(output or [])]
-        prefix = self.blocks.prefix_cache.match(tokens, salt, prefix_blocks_max(len(tokens), self.config.block_size))
+        prefix = self.blocks.match_prompt(tokens, salt)
         held = self.blocks.blocks_for(len(tokens))
         growth = growth_blocks(
             prompt_len=len(prompt),
@@ -113,12 +116,13 @@ class Node:
             context_len_max=self.config.context_len_max,
             block_size=self.config.block_size,
             blocks_held=held,
+            groups=self.blocks.groups,
         )
         if mode is SequenceMode.PREFILL_ONLY:
             growth = 0
         if not self.blocks.can_admit(prefix, held - len(prefix), growth):
             return None
-        cached = len(prefix) * self.config.block_size
+        cached = self.blocks.tokens_in(len(prefix))
         return Sequence(
             key=key_of(name),
             params=params,

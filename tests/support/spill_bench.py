@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cachestore.block_manager import growth_blocks, prefix_blocks_max
+from cachestore.block_manager import growth_blocks
 from cachestore.spill_policy import SpillState
 from engine.core import TokenEvent
 from engine.mock import MockConfig, MockRunner
@@ -72,6 +72,7 @@ class SpillNode(Node):
             ),
             engine=self.engine,
             blocks=self.blocks,
+            layout=layout,
             copier=copier,
         )
         self.entered: dict[str, Sequence] = {}
@@ -83,7 +84,7 @@ class SpillNode(Node):
         """Admit under overcommit. False when there is no room now."""
         size = self.config.block_size
         held = self.blocks.blocks_for(len(prompt))
-        prefix = self.blocks.prefix_cache.match(prompt, salt, prefix_blocks_max(len(prompt), size))
+        prefix = self.blocks.match_prompt(prompt, salt)
         growth = growth_blocks(
             prompt_len=len(prompt),
             known_len=len(prompt),
@@ -91,11 +92,12 @@ class SpillNode(Node):
             context_len_max=self.config.context_len_max,
             block_size=size,
             blocks_held=held,
+            groups=self.blocks.groups,
         )
         assert held + growth <= self.ledger.num_blocks, "each sequence alone must fit on the device"
         if held + growth > self.blocks.blocks_usable:
             return False
-        new, cached = held - len(prefix), len(prefix) * size
+        new, cached = held - len(prefix), self.blocks.tokens_in(len(prefix))
         if not self.blocks.can_admit(prefix, new, growth, host_backed=True):
             return False
         seq = Sequence(

@@ -329,6 +329,48 @@ def test_equals_a_naive_model(script: list[tuple[str, object, object]]) -> None:
     assert ledger.check().free == 24
 
 
+@settings(max_examples=150, deadline=None)
+@given(st.lists(steps, max_size=40))
+def test_two_groups_behave_as_one_with_two_blocks_for_one(script: list[tuple[str, object, object]]) -> None:
+    """The same random life of a region of 12 blocks, and of one of 24 with two blocks for every position: the same
+    positions are found and evicted at every step."""
+    ledger, cache = make(12)
+    twice = Ledger(24)
+    grouped = PrefixCache(twice, block_size=SIZE, kv_root=b"model", groups=2)
+    pair_of: dict[BlockId, tuple[BlockId, ...]] = {}
+    live: list[tuple[list[BlockId], list[BlockId]]] = []
+    for word, first, second in script:
+        if word in ("enter", "match"):
+            assert isinstance(first, list)
+            assert isinstance(second, bytes)
+            positions_max = (len(first) - 1) // SIZE if word == "match" else 0
+            found, pairs = cache.match(first, second, positions_max), grouped.match(first, second, 2 * positions_max)
+            assert pairs == [block for one in found for block in pair_of[one]]
+            new = -(-len(first) // SIZE) - len(found)
+            if ledger.free < new:
+                continue
+            ledger.hold(found)
+            twice.hold(pairs)
+            one, two = [*found, *ledger.take(new)], [*pairs, *twice.take(2 * new)]
+            pair_of |= {block: tuple(two[2 * at : 2 * at + 2]) for at, block in enumerate(one)}
+            cache.index(first, one, len(first), second, IndexCursor())
+            grouped.index(first, two, len(first), second, IndexCursor())
+            live.append((one, two))
+        elif word == "leave" and live:
+            assert isinstance(first, int)
+            one, two = live.pop(first % len(live))
+            leave(ledger, cache, one)
+            leave(twice, grouped, two)
+        elif word == "evict":
+            assert isinstance(first, int)
+            assert cache.evict_until(first) == grouped.evict_until(2 * first)
+        assert len(cache) == len(grouped)
+        for one_block, pair in pair_of.items():
+            if one_block in cache:
+                assert all(block in grouped for block in pair)
+        assert twice.check().cached == 2 * ledger.check().cached
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=20), st.lists(st.integers(0, 20), max_size=8))
 def test_indexing_in_pieces_equals_indexing_at_once(tokens: list[int], cuts: list[int]) -> None:

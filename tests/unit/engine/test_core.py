@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engine.mock import MockConfig, MockRunner
 from engine.scheduler import EngineFullError, Sequence, SequenceMode
 from engine.types import NO_TOKEN, Batch, FinishReason, KvSink, NullSink, SamplingParams, StepResult, TokenLogprobs
-from tests.support.engine_bench import SMALL, Node, key_of, params_of
+from tests.support.engine_bench import GROUPED, SMALL, Node, key_of, params_of
 from tests.support.mock_reference import mock_reference
 
 WAIT_S = 20
@@ -184,7 +184,7 @@ def test_prefill_here_decode_there() -> None:
     assert (here.tokens("a"), here.finish("a"), here.engine.has_work) == (reference[:1], [], False)
     assert here.ledger.check().held == 3
     table = there.blocks.admit([], 3, promise_key="a", promise=2)
-    there.records[:, table] = here.records[:, seq.block_table]
+    there.pages[:, table] = here.pages[:, seq.block_table]
     here.blocks.release(seq.block_table)
     here.ledger.unpromise("a")
     here.assert_nothing_held()
@@ -444,14 +444,17 @@ def run_and_abort(node: Node, victim: str, when: str, at: int) -> bool:
     sequences=st.integers(1, 6),
     extra_budget=st.integers(0, 40),
     seeded=st.booleans(),
+    config=st.sampled_from([SMALL, GROUPED]),
 )
 def test_random_work_gives_the_reference(
-    seed: int, num_blocks: int, sequences: int, extra_budget: int, seeded: bool
+    seed: int, num_blocks: int, sequences: int, extra_budget: int, seeded: bool, config: MockConfig
 ) -> None:
-    """Prompts of 1 to 60 tokens, many of them with a common beginning, arrive when there is room for them, some are
-    aborted, some are retries that bring output along; memory is short, so that the cache is evicted all the time."""
+    """One group of layers, or two. Prompts of 1 to 60 tokens, many of them with a common beginning, arrive when
+    there is room for them, some are aborted, some are retries that bring output along; memory is short, so that the
+    cache is evicted all the time."""
     rng = random.Random(seed)
-    node = Node(num_blocks=num_blocks, sequences=sequences, tokens_per_step=sequences + extra_budget)
+    num_blocks = num_blocks * config.layout.num_groups + rng.randrange(2)
+    node = Node(config, num_blocks=num_blocks, sequences=sequences, tokens_per_step=sequences + extra_budget)
     common = [rng.randrange(1, 50) for _ in range(40)]
     jobs = {str(n): random_job(rng, common, seeded) for n in range(12)}
     pending = list(jobs)
@@ -474,7 +477,7 @@ def test_random_work_gives_the_reference(
         node.events += node.engine.postprocess(batch, result)
         node.ledger.check()
     for name, (prompt, output, params) in jobs.items():
-        want = mock_reference(prompt, params, params.max_tokens - len(output), config=SMALL, output=output)
+        want = mock_reference(prompt, params, params.max_tokens - len(output), config=config, output=output)
         reported = node.tokens(name)
         assert reported == (want[: len(reported)] if name in aborted else want)
         assert node.finish(name) == [FinishReason.ABORTED if name in aborted else FinishReason.LENGTH]

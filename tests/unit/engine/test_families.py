@@ -220,8 +220,9 @@ def test_auto_takes_the_type_of_the_checkpoint(tmp_path: Path) -> None:
         (folder / "config.json").write_text(json.dumps(config | stated))
         built = build_runner(EngineConfig(model=str(folder), dtype=dtype))
         assert isinstance(built.runner, TorchRunner)
-        assert built.runner.kv_spec.dtype == expected, (stated, dtype)
-    float32, bfloat16 = (replace(built.runner.kv_spec, dtype=name) for name in ("float32", "bfloat16"))
+        spec = built.runner.kv_spec
+        assert spec.dtype == expected, (stated, dtype)
+    float32, bfloat16 = (replace(spec, dtype=name) for name in ("float32", "bfloat16"))
     assert float32.layout.record_bytes == 2 * bfloat16.layout.record_bytes
     assert float32.layout.compatibility_hash() != bfloat16.layout.compatibility_hash()
 

@@ -110,6 +110,37 @@ def test_every_byte_of_every_record_counts() -> None:
     assert runner.run(Batch(slices=(last,)), NullSink()) == good
 
 
+def test_every_byte_of_every_group_counts() -> None:
+    """Two groups of layers with a block each for every position: any byte of either group's records changes the token
+    drawn, and so do two blocks that are mixed up. What no record covers changes nothing."""
+    config = MockConfig(num_layers=3, latent_layers=(1,), vocab_size=2**40, block_size=4)
+    layout = config.layout
+    assert [(layout.record_bytes_of(g), layout.block_bytes(g)) for g in range(2)] == [(64, 128), (32, 32)]
+    node = Node(config, num_blocks=6)
+    tokens, table = [3, 1, 4, 1, 5, 9], [4, 0, 1, 3]
+    node.runner.run(Batch(slices=(one_slice(tokens, table, params_of()),)), NullSink())
+    last = one_slice(tokens, table, params_of(), start=5)
+    good = node.runner.run(Batch(slices=(last,)), NullSink())
+    before, matters = node.region.copy(), np.zeros(node.region.shape, bool)
+    for at in range(len(node.region)):
+        node.region[at] ^= 1
+        matters[at] = node.runner.run(Batch(slices=(last,)), NullSink()) != good
+        node.region[:] = before
+    expected = np.zeros_like(matters)
+    for layer, (group, _) in enumerate(layout.places):
+        components = 1 if group else 2
+        for position in range(5):
+            begin = layout.offset(layer, table[position // 4 * 2 + group], 6)
+            for component in range(components):
+                slot = begin + (component * 4 + position % 4) * 8
+                expected[slot : slot + 8] = True
+    assert np.array_equal(matters, expected)
+    for mixed in ([0, 4, 1, 3], [4, 0, 3, 1], [1, 3, 4, 0], [4, 3, 1, 0]):
+        wrong = one_slice(tokens, mixed, params_of(), start=5)
+        assert node.runner.run(Batch(slices=(wrong,)), NullSink()) != good
+        node.region[:] = before
+
+
 def test_layers_are_told_in_order_after_they_are_written() -> None:
     """The sink looks at the region at each call: this layer is there, the next is not. The pause comes before each."""
     pauses: list[float] = []
@@ -119,7 +150,7 @@ def test_layers_are_told_in_order_after_they_are_written() -> None:
 
     class Sink:
         def layer_done(self, layer: int) -> None:
-            written = [not (node.records[n, 0] == POISON).all() for n in range(3)]
+            written = [not (node.pages[n, 0] == POISON).all() for n in range(3)]
             seen.append((layer, len(pauses), written))
 
     node.runner.run(Batch(slices=(one_slice([1, 2, 3, 4], [0], params_of()),)), Sink())

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from baton.ids import BlockId
 from cachestore.spill_policy import SpillState
+from engine.mock import MockConfig
 from engine.types import FinishReason, NullSink
-from tests.support.engine_bench import SMALL, key_of, params_of
+from tests.support.engine_bench import GROUPED, SMALL, key_of, params_of
 from tests.support.mock_reference import mock_reference
 from tests.support.spill_bench import SpillNode
 
@@ -21,8 +22,8 @@ def prompt_of(name: int, length: int) -> list[int]:
     return [1 + (name * 7 + i * 3) % 49 for i in range(length)]
 
 
-def reference(prompt: list[int], count: int) -> list[int]:
-    return mock_reference(prompt, params_of(count), count, config=SMALL)
+def reference(prompt: list[int], count: int, config: MockConfig = SMALL) -> list[int]:
+    return mock_reference(prompt, params_of(count), count, config=config)
 
 
 def two_in_a_tight_place(*, copy_blocks_max: int = 3) -> SpillNode:
@@ -362,13 +363,16 @@ def test_a_copy_that_breaks_off_breaks_the_engine_and_is_not_silent() -> None:
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_any_arrivals_copies_and_aborts(data: st.DataObject) -> None:
-    """Sequences that share prompts or not come, grow, are aborted at any time; copies end in any order at any time;
-    prefixes are pinned and unpinned. Conservation holds after every call; whoever was not aborted has the reference's
-    tokens; each token was computed once; nothing is left."""
+    """With one group of layers or two. Sequences that share prompts or not come, grow, are aborted at any time; copies
+    end in any order at any time; prefixes are pinned and unpinned. Conservation holds after every call; whoever was not
+    aborted has the reference's tokens; each token was computed once; nothing is left."""
     headroom = data.draw(st.integers(1, 3), label="headroom")
+    config = data.draw(st.sampled_from([SMALL, GROUPED]), label="config")
+    groups = config.layout.num_groups
     node = SpillNode(
-        num_blocks=data.draw(st.integers(6, 14), label="device"),
-        host_blocks=data.draw(st.integers(headroom + 1, 24), label="host"),
+        config,
+        num_blocks=data.draw(st.integers(6 * groups, 14 * groups), label="device"),
+        host_blocks=data.draw(st.integers(headroom + 1, 24 * groups), label="host"),
         headroom_blocks=headroom,
         copy_blocks_max=data.draw(st.sampled_from([1, 3, 64]), label="copy"),
     )
@@ -381,7 +385,7 @@ def test_any_arrivals_copies_and_aborts(data: st.DataObject) -> None:
         match data.draw(st.sampled_from(["enter", "step", "step", "step", "copy", "abort", "pin", "unpin"])):
             case "enter" if len(asked) < 8:
                 prompt = prompt_of(data.draw(st.integers(1, 2)), data.draw(st.integers(1, 12)))
-                count = data.draw(st.integers(2, 4 * node.ledger.num_blocks + 1 - len(prompt)))
+                count = data.draw(st.integers(2, 4 * (node.ledger.num_blocks // groups) + 1 - len(prompt)))
                 name = f"{next(names)}"
                 if node.enter(name, prompt, params_of(count)):
                     asked[name] = (prompt, count)
@@ -402,7 +406,7 @@ def test_any_arrivals_copies_and_aborts(data: st.DataObject) -> None:
         node.check()
     node.run()
     for name, (prompt, count) in asked.items():
-        expected = reference(prompt, count)
+        expected = reference(prompt, count, config)
         reported = node.tokens(name)
         assert reported == (expected[: len(reported)] if name in aborted else expected)
     if not aborted:

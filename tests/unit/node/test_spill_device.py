@@ -73,9 +73,10 @@ class DeviceNode(OverlapSpillNode):
         runner.look = self._look
 
     def _look(self, layer: int, block: BlockId, write: bool) -> None:
-        first = (layer * self.ledger.num_blocks + block) * self.record_bytes
+        layout = self.runner.layout
+        first, nbytes = layout.offset(layer, block, self.ledger.num_blocks), layout.record_bytes
         with self.device.lock:
-            self.device.host_access(self.on_device, first, first + self.record_bytes, write=write)
+            self.device.host_access(self.on_device, first, first + nbytes, write=write)
             # Whatever is launched from now on is behind what the host knows of.
             known = self.device.host_clock
             self.on_device.accesses = [a for a in self.on_device.accesses if known.get(a[3], 0) < a[4]]

@@ -14,6 +14,7 @@ from baton.errors import REGION_BLOCKS_KEY, BatonError, Code, Reason
 from baton.ids import Attempt, Incarnation, NodeName, RequestId, RequestKey
 from baton.lifecycle import Lifecycle
 from baton.wire import BlockLoad, NodeLoad, NodeRecord, Role
+from cachestore.holder_index import HolderIndex
 from router.answers import Collected
 from router.config import RouterConfig
 from router.job import Job
@@ -72,8 +73,8 @@ def request(prompt: int, *, output: int = 0) -> Job:
 
 
 def placed(nodes: PrefillNodes, job: Job) -> str:
-    record, _ = nodes.place(job, RequestKey(request=job.id, attempt=Attempt(0)), now_s=0.0)
-    return record.name
+    choice, _ = nodes.place(job, RequestKey(request=job.id, attempt=Attempt(0)), now_s=0.0)
+    return choice.record.name
 
 
 def refused(nodes: PrefillNodes, job: Job) -> BatonError:
@@ -83,7 +84,7 @@ def refused(nodes: PrefillNodes, job: Job) -> BatonError:
 
 
 def among(*records: NodeRecord) -> PrefillNodes:
-    nodes = PrefillNodes(blocks_max=100)
+    nodes = PrefillNodes(HolderIndex(), lambda: 0.0)
     nodes.follow(records)
     return nodes
 

@@ -1,0 +1,48 @@
+"""What is admitted to disk: the second use by default, with bounded memory."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cachestore.admission import Admission
+
+REMEMBERED = 8
+
+
+def test_the_second_use_admits() -> None:
+    """A block that one prompt had is not written; once another prompt has it, it is."""
+    admission = Admission()
+    admission.use([b"a", b"b"])
+    assert not admission.admits(b"a")
+    admission.use([b"a"])
+    assert admission.admits(b"a") and not admission.admits(b"b")
+
+
+def test_everything_is_admitted_where_one_use_is_enough() -> None:
+    """What was never used is not."""
+    admission = Admission(uses_min=1)
+    admission.use([b"a"])
+    assert admission.admits(b"a") and not admission.admits(b"b")
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 30), max_size=200), st.integers(1, 3))
+def test_memory_is_bounded_and_what_is_recent_is_known(uses: list[int], uses_min: int) -> None:
+    """Of the last four different blocks (half of what may be remembered) uses are counted exactly while each stays
+    among them; no block is admitted that was not used often enough."""
+    admission = Admission(uses_min=uses_min, remembered_max=REMEMBERED)
+    recent: OrderedDict[int, int] = OrderedDict()
+    total = dict.fromkeys(range(31), 0)
+    for each in uses:
+        admission.use([bytes([each])])
+        total[each] += 1
+        recent[each] = recent.pop(each, 0) + 1
+        if len(recent) > REMEMBERED // 2:
+            recent.popitem(last=False)
+        assert len(admission) <= REMEMBERED
+        for known, count in recent.items():
+            assert admission.admits(bytes([known])) or count < uses_min
+        assert not any(admission.admits(bytes([n])) for n, count in total.items() if count < uses_min)
