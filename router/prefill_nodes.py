@@ -289,6 +289,7 @@ class PrefillCalls:
         elif kind == "first_token":  # behind `granted`, always
             first = event.first_token
             stats.prompt_tokens_cached = min(first.prompt_tokens_cached, stats.prompt_tokens)
+            stats.sources.CopyFrom(first.sources)
             inbox.put(inbox.first_index, [first.token], [first.logprobs] if first.HasField("logprobs") else [])
             if first.HasField("finish"):
                 stats.decode_node = ""
