@@ -134,6 +134,8 @@ class Fetches:
         self._loop = asyncio.get_running_loop()
         self._under_way: dict[RequestKey, Fetch] = {}
         self._granted: dict[GrantId, Fetch] = {}
+        self.total = OwnerFigures("")
+        """Of all owners together."""
         self._figures: OrderedDict[Incarnation, OwnerFigures] = OrderedDict()
         self._pauses: OrderedDict[tuple[Incarnation, bytes], float] = OrderedDict()
         """Until when an owner is not asked for the block of a digest, or (b"") for any."""
@@ -144,6 +146,14 @@ class Fetches:
     @property
     def under_way(self) -> int:
         return len(self._under_way)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of fetched prompts, by the measurements of late; 0 before the first fetch."""
+        if not self.total.fetches:
+            return 0.0
+        layout = self._pool.layout
+        return layout.block_size / (self.total.cost(self._loop.time()).unit_s * layout.position_bytes)
 
     # As a source of prefixes.
 
@@ -259,7 +269,8 @@ class Fetches:
         if outcome == transfer_pb2.FETCH_OUTCOME_FAILED:
             self._failed(owner, reply.reason)
             return
-        self._of(owner).refused += 1
+        for figures in (self._of(owner), self.total):
+            figures.refused += 1
         self._repeats.info("fetch refused", peer=owner.name, why=reply.reason)
         if outcome == transfer_pb2.FETCH_OUTCOME_ABSENT:
             self._pause(owner, offer.prompt.chain[offer.have_blocks], ABSENT_PAUSE_MS)
@@ -267,7 +278,8 @@ class Fetches:
             self._pause(owner, b"", UNFIT_PAUSE_MS)
 
     def _failed(self, owner: Owner, why: str) -> None:
-        self._of(owner).failed += 1
+        for figures in (self._of(owner), self.total):
+            figures.failed += 1
         self._repeats.warning("fetch failed", peer=owner.name, why=why)
         self._pause(owner, b"", FAILED_PAUSE_MS)
 
@@ -287,13 +299,14 @@ class Fetches:
         return figures
 
     def _count(self, fetch: Fetch, seconds: float) -> None:
-        figures, layout = self._of(fetch.owner), self._pool.layout
+        layout = self._pool.layout
         nbytes = fetch.filled // self._groups * layout.position_bytes
-        figures.measured(nbytes, seconds, self._loop.time())
-        figures.fetches += 1
-        figures.tokens += fetch.came * layout.block_size
-        figures.nbytes += nbytes
-        figures.seconds += seconds
+        for figures in (self._of(fetch.owner), self.total):
+            figures.measured(nbytes, seconds, self._loop.time())
+            figures.fetches += 1
+            figures.tokens += fetch.came * layout.block_size
+            figures.nbytes += nbytes
+            figures.seconds += seconds
 
     # What the owner asks, as the writer.
 

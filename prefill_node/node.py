@@ -461,6 +461,8 @@ class PrefillNode:
             prefill_tokens_per_s=self._rate.per_s(self._loop.time()),
             requests_taken=self._requests_taken,
             transports_given_up=self._peers.transports_given_up,
+            fetch_tokens_per_s=self._transfers.fetches.tokens_per_s,
+            moved=self._transfers.moved(),
         )
 
     def holds(self) -> Holdings:
