@@ -119,7 +119,7 @@ async def serve_node(
     """Run until `stop`, or until `drain` has emptied it. Raises BatonError when the node cannot start.
 
     What `make` puts on the exit stack is closed behind the engine loop, also where `make` fails. `spill` and `decodes`
-    are those of `open_device_pool`; others write to a node that decodes.
+    are those of `open_device_pool`.
     """
     runtime = NodeRuntime(
         config,
@@ -143,7 +143,7 @@ async def serve_node(
         )
         opened.callback(pool.close)
         opened.push_async_callback(runtime.close)
-        transports = open_transports(config, pool.region, opened, remote_writes=decodes)
+        transports = open_transports(config, pool.region, opened)
         half = make(runtime, pool, transports, opened)
         holdings = HoldingsService(
             pool.blocks.prefix_cache.holdings,

@@ -350,7 +350,7 @@ class RegionTransports:
 
 
 def open_transports(
-    config: NodeConfig, region: PoolRegion, opened: AsyncExitStack, *, remote_writes: bool
+    config: NodeConfig, region: PoolRegion, opened: AsyncExitStack, *, remote_writes: bool = True
 ) -> RegionTransports:
     """Find out which of the configured transports work; NIXL is loaded for ucx. The region is registered for rdma,
     which pins it: that may take seconds. `opened` ends the registration, which lets others write where `remote_writes`

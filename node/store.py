@@ -217,6 +217,8 @@ class Store:
             self._admit(chain)
 
     def _on_idle(self, entry: Entry) -> None:
+        if self.disk is not None:
+            self.disk.admission.use((entry.digest,))
         self._idle[entry.digest] = entry
         if len(self._idle) > WAITING_BLOCKS_MAX:
             self._idle.popitem(last=False)
@@ -252,13 +254,11 @@ class Store:
         return True
 
     def _next_piece(self) -> list[tuple[Entry, TierSlot]]:
-        books, admission = self.host.books, None if self.disk is None else self.disk.admission
+        books = self.host.books
         found: list[tuple[Entry, TierSlot]] = []
         piece_max = max(1, min(PIECE_BLOCKS_MAX, PIECE_BYTES_MAX // books.block_bytes))
         for _ in range(min(LOOKS_MAX, len(self._idle))):
             digest, entry = self._idle.popitem(last=False)
-            if admission is not None:
-                admission.use((digest,))
             if books.known(digest):
                 self._admit((digest,))
                 continue
