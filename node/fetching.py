@@ -145,6 +145,12 @@ class Fetches:
     def under_way(self) -> int:
         return len(self._under_way)
 
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all that was fetched from owners that are remembered; 0 before the first fetch."""
+        seconds = sum(figures.seconds for figures in self._figures.values())
+        return sum(figures.tokens for figures in self._figures.values()) / seconds if seconds else 0.0
+
     # As a source of prefixes.
 
     def offer(self, prompt: Prefix, have_blocks: int) -> Offer | None:
