@@ -149,11 +149,8 @@ class Fetches:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of fetched prompts, by the measurements of late; 0 before the first fetch."""
-        if not self.total.fetches:
-            return 0.0
-        layout = self._pool.layout
-        return layout.block_size / (self.total.cost(self._loop.time()).unit_s * layout.position_bytes)
+        """Of all that was fetched; 0 before the first fetch."""
+        return self.total.tokens / self.total.seconds if self.total.seconds else 0.0
 
     # As a source of prefixes.
 
@@ -466,6 +463,8 @@ class FetchOwner:
             return _refusal(transfer_pb2.FETCH_OUTCOME_ABSENT, "nothing was asked for")
         if not peer.has_room():
             return _refusal(transfer_pb2.FETCH_OUTCOME_BUSY, "earlier writes are not acknowledged")
+        if self._pool.store is not None:
+            await self._pool.store.bring_all(list(request.tokens), request.cache_salt)
         blocks = self._found(request)
         if len(blocks) // self._groups <= request.first_block:
             return _refusal(transfer_pb2.FETCH_OUTCOME_ABSENT, "it has no more of it than the caller")

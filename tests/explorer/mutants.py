@@ -315,6 +315,6 @@ MUTANTS: dict[str, Mutant] = {
         "may still write", profile=Profile.SHM, receiver=FreeAfterRevokes, fetches=True
     ),
     "a fetch that never ends": _mutant(
-        "never becomes free", profile=Profile.SHM, receiver=KeptAfterCommit, fetches=True, crashes_max=0
+        "goes on for ever", profile=Profile.SHM, receiver=KeptAfterCommit, fetches=True, crashes_max=0
     ),
 }
