@@ -459,6 +459,8 @@ class FetchOwner:
             return _refusal(transfer_pb2.FETCH_OUTCOME_ABSENT, "nothing was asked for")
         if not peer.has_room():
             return _refusal(transfer_pb2.FETCH_OUTCOME_BUSY, "earlier writes are not acknowledged")
+        if self._pool.store is not None:
+            await self._pool.store.bring_all(list(request.tokens), request.cache_salt)
         blocks = self._found(request)
         if len(blocks) // self._groups <= request.first_block:
             return _refusal(transfer_pb2.FETCH_OUTCOME_ABSENT, "it has no more of it than the caller")
