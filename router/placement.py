@@ -428,15 +428,16 @@ class Placement:
         """Of those that have as much of it as each other, other prompts get others."""
         assert kind.found is not None
         blocks = kind.found.blocks
+        own = int(blocks[self._holder[slot]])
         owners: list[Owner] = []
         most, turn = int(blocks.max()), int.from_bytes(kind.hashes[-1][:4], "little")
-        while len(owners) < OWNERS_MAX and most > kind.blocks[slot]:
+        while len(owners) < OWNERS_MAX and most > own:
             having = np.flatnonzero(blocks == most).tolist()
             first = turn % len(having)
             for number in (*having[first : first + OWNERS_MAX], *having[: min(first, OWNERS_MAX)]):
                 incarnation = self._index.incarnation(number)
                 record = None if incarnation is None or incarnation in no_owners else self._serving.get(incarnation)
-                if record is not None and incarnation != self.records[slot].incarnation:
+                if record is not None and record.lifecycle is Lifecycle.READY and record != self.records[slot]:
                     owners.append(
                         Owner(name=record.name, endpoint=record.endpoint, incarnation=record.incarnation, blocks=most)
                     )
