@@ -329,11 +329,12 @@ class DiskFile:
         self._queue(self._stores, _Part(work=work, report=None))
 
     def close(self) -> None:
-        """Wait for calls that have begun; what waits is dropped. No `done` is called any more. Idempotent."""
+        """Wait for calls that have begun, and for what empties slots; else what waits is dropped. No `done` is called
+        any more. Idempotent."""
         with self._wake:
             closed, self._closed = self._closed, True
             self._loads.clear()
-            self._stores.clear()
+            self._stores = deque(part for part in self._stores if part.report is None)
             self._wake.notify_all()
         for thread in self._threads:
             thread.join()
@@ -530,7 +531,7 @@ class DiskFile:
         with self._wake:
             while not (self._loads or self._stores or self._closed):
                 self._wake.wait()
-            if self._closed:
+            if not (self._loads or self._stores):
                 return None
             return self._loads.popleft() if self._loads else self._stores.popleft()
 

@@ -47,9 +47,9 @@ from prefill_node.job import (
     Job,
     LocalRunner,
     check_fits,
-    first_token_event,
+    first_token,
     granted_event,
-    handed_off_event,
+    handed_off,
     handoff_failed,
     no_room,
 )
@@ -123,12 +123,18 @@ class PrefillNode:
             first = await self._first_token(job)
             if job.local:
                 self._commit_here(job)
-            yield first_token_event(job, first, block_size=self._blocks.block_size)
-            if first.finish is None and job.needs_decode:
+            token = first_token(job, first, block_size=self._blocks.block_size)
+            hands_off = first.finish is None and job.needs_decode
+            if not (hands_off and request.whole):
+                yield prefill_pb2.PrefillEvent(first_token=token)
+            if hands_off:
                 if job.handoff is not None:
                     await self._commit(job.handoff)
                 job.over = True
-                yield handed_off_event(job, layout=self.pool.layout, now_s=self._loop.time())
+                done = handed_off(job, layout=self.pool.layout, now_s=self._loop.time())
+                if request.whole:
+                    done.first_token.CopyFrom(token)
+                yield prefill_pb2.PrefillEvent(handed_off=done)
             job.over = True
         except BatonError:
             job.failed = True
@@ -454,6 +460,7 @@ class PrefillNode:
             blocks=self.ledger.books(),
             prefill_tokens_per_s=self._rate.per_s(self._loop.time()),
             requests_taken=self._requests_taken,
+            fetch_tokens_per_s=self._transfers.fetches.tokens_per_s,
             transports_given_up=self._peers.transports_given_up,
         )
 

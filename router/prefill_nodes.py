@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
-from typing import Final
+from typing import Any, Final
 
 from batonpb import common_pb2, prefill_pb2, prefill_pb2_grpc
 
@@ -205,6 +205,8 @@ class PrefillCalls:
         self._loop = asyncio.get_running_loop()
         self._running: Counter[str] = Counter()
         """By endpoint, endpoints without one included."""
+        self._stubs: dict[str, tuple[Any, prefill_pb2_grpc.PrefillStub]] = {}
+        """By endpoint, each with its channel."""
 
     async def run(self, job: Job, inbox: Inbox) -> None:
         """Place the attempt and make its call, which fills its inbox. Raises nothing: errors fail the inbox."""
@@ -239,11 +241,20 @@ class PrefillCalls:
         idle = [endpoint for endpoint in self._running.keys() - present if self._running[endpoint] == 0]
         for endpoint in idle:
             del self._running[endpoint]
+            self._stubs.pop(endpoint, None)
         return idle
+
+    def _stub(self, endpoint: str) -> prefill_pb2_grpc.PrefillStub:
+        channel = self._streams.channels.get(endpoint)
+        known, stub = self._stubs.get(endpoint, (None, None))
+        if stub is None or known is not channel:
+            stub = prefill_pb2_grpc.PrefillStub(channel)
+            self._stubs[endpoint] = channel, stub
+        return stub
 
     async def _call(self, job: Job, inbox: Inbox, choice: Choice) -> None:
         record = choice.record
-        stub = prefill_pb2_grpc.PrefillStub(self._streams.channels.get(record.endpoint))
+        stub = self._stub(record.endpoint)
         own = self._streams.own
         request = prefill_pb2.PrefillRequest(
             header=common_pb2.Header(sender=own, receiver=record.incarnation),
@@ -267,10 +278,15 @@ class PrefillCalls:
             if await begun(events):  # the node says that it has it, before it is its turn
                 inbox.queued_s = self._loop.time()
                 self._nodes.reached(record)
-            async for event in events:
-                self._take(job, inbox, event)
+            messages = aiter(events)
+            async for event in messages:
+                if self._take(job, inbox, event):
+                    await messages.aclose()
+                    await events.code()  # cheaper than to read on; a call that is dropped before is cancelled
+                    break
 
-    def _take(self, job: Job, inbox: Inbox, event: prefill_pb2.PrefillEvent) -> None:
+    def _take(self, job: Job, inbox: Inbox, event: prefill_pb2.PrefillEvent) -> bool:
+        """Whether it is the last one."""
         stats = job.stats
         kind = event.WhichOneof("event")
         if kind == "granted":
@@ -287,17 +303,27 @@ class PrefillCalls:
                 inbox.lost_before = stream.out_of_reach
                 stream.add(inbox)
         elif kind == "first_token":  # behind `granted`, always
-            first = event.first_token
-            stats.prompt_tokens_cached = min(first.prompt_tokens_cached, stats.prompt_tokens)
-            stats.sources.CopyFrom(first.sources)
-            inbox.put(inbox.first_index, [first.token], [first.logprobs] if first.HasField("logprobs") else [])
-            if first.HasField("finish"):
-                stats.decode_node = ""
-                inbox.end(first.finish)
+            return _take_first(job, inbox, event.first_token)
         elif kind == "handed_off":
             done, inbox.committed = event.handed_off, True
+            if done.HasField("first_token"):
+                _take_first(job, inbox, done.first_token)
             stats.transport = done.transport
             stats.blocks_written, stats.blocks_skipped = done.blocks_written, done.blocks_skipped
             stats.bytes_written = done.bytes_written
             stats.prompt_tokens_skipped = min(done.blocks_skipped * job.block_size, stats.prompt_tokens)
             stats.handoff_exposed_ms = done.handoff_exposed_ms
+            return True
+        return False
+
+
+def _take_first(job: Job, inbox: Inbox, first: prefill_pb2.FirstToken) -> bool:
+    """Whether the answer ends with it."""
+    job.stats.prompt_tokens_cached = min(first.prompt_tokens_cached, job.stats.prompt_tokens)
+    job.stats.sources.CopyFrom(first.sources)
+    inbox.put(inbox.first_index, [first.token], [first.logprobs] if first.HasField("logprobs") else [])
+    if not first.HasField("finish"):
+        return False
+    job.stats.decode_node = ""
+    inbox.end(first.finish)
+    return True
