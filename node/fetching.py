@@ -60,8 +60,10 @@ OWNERS_MAX: Final = 1_024
 COST_AGE_MS_MAX: Final = 60_000
 """Older measurements say nothing: otherwise an owner that was slow once would never be asked again."""
 FIXED_S: Final = 0.005
-BYTE_S: Final = 1e-9
-"""What is believed of an owner before the first fetch."""
+BYTE_S: Final = 1e-11
+BELIEVED_BYTES: Final = 1 << 30
+"""What is believed of an owner before the first fetch, of so many bytes: less than it takes anywhere, as an owner that
+is believed to be slow is never asked, and so never measured."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -104,7 +106,7 @@ class OwnerFigures:
 
 
 def _believed() -> LinearCost:
-    return LinearCost(fixed_s=FIXED_S, unit_s=BYTE_S, units=1 << 24)
+    return LinearCost(fixed_s=FIXED_S, unit_s=BYTE_S, units=BELIEVED_BYTES)
 
 
 class Fetches:
@@ -144,6 +146,12 @@ class Fetches:
     @property
     def under_way(self) -> int:
         return len(self._under_way)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all that was fetched from owners that are remembered; 0 before the first fetch."""
+        seconds = sum(figures.seconds for figures in self._figures.values())
+        return sum(figures.tokens for figures in self._figures.values()) / seconds if seconds else 0.0
 
     # As a source of prefixes.
 
@@ -453,6 +461,8 @@ class FetchOwner:
             return _refusal(transfer_pb2.FETCH_OUTCOME_ABSENT, "nothing was asked for")
         if not peer.has_room():
             return _refusal(transfer_pb2.FETCH_OUTCOME_BUSY, "earlier writes are not acknowledged")
+        if self._pool.store is not None:
+            await self._pool.store.bring_all(list(request.tokens), request.cache_salt)
         blocks = self._found(request)
         if len(blocks) // self._groups <= request.first_block:
             return _refusal(transfer_pb2.FETCH_OUTCOME_ABSENT, "it has no more of it than the caller")

@@ -14,7 +14,7 @@ from batonpb import common_pb2, inference_pb2
 from baton.errors import BatonError, Code, Reason
 from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
-from baton.wire import NodeRecord, Role
+from baton.wire import NodeLoad, NodeRecord, Role, TierLoad
 from cli.options import config_flags, config_path
 from cli.services import Service, load_config
 from router.keys import ApiKey, KeyUse, parse_keys
@@ -56,7 +56,7 @@ NO_KEYS: Final = frozenset({
 })  # fmt: skip
 NO_VARIABLES: Final = frozenset({"BATON_ROUTER_PORT", "BATON_OPERATOR_TOKEN_FILE", "BATON_API_KEY"})
 """An example of one that is refused, and those that only commands take."""
-NO_REASONS: Final = frozenset({"CUDA_VISIBLE_DEVICES", "MSG_DONTWAIT", "OMP_NUM_THREADS", "XDG_STATE_HOME"})
+NO_REASONS: Final = frozenset({"CUDA_VISIBLE_DEVICES", "MSG_DONTWAIT", "OMP_NUM_THREADS", "O_DIRECT", "XDG_STATE_HOME"})
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -142,7 +142,7 @@ def served_metrics() -> dict[str, set[str]]:
     """The same of a router that has had a request of each kind, and knows a node."""
     node = NodeRecord(
         name=NodeName("decode-0"), role=Role.DECODE, incarnation=Incarnation(7), endpoint="127.0.0.1:9",
-        lifecycle=Lifecycle.READY,
+        lifecycle=Lifecycle.READY, load=NodeLoad(tiers=(TierLoad(tier="device"), TierLoad(tier="host"))),
     )  # fmt: skip
     use = KeyUse(ApiKey(name="a", sha256="0" * 64), 0.0)
     use.admit(0.0, spread=0.0)
