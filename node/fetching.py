@@ -60,8 +60,10 @@ OWNERS_MAX: Final = 1_024
 COST_AGE_MS_MAX: Final = 60_000
 """Older measurements say nothing: otherwise an owner that was slow once would never be asked again."""
 FIXED_S: Final = 0.005
-BYTE_S: Final = 1e-9
-"""What is believed of an owner before the first fetch."""
+BYTE_S: Final = 1e-11
+BELIEVED_BYTES: Final = 1 << 30
+"""What is believed of an owner before the first fetch, of so many bytes: less than it takes anywhere, as an owner that
+is believed to be slow is never asked, and so never measured."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -104,7 +106,7 @@ class OwnerFigures:
 
 
 def _believed() -> LinearCost:
-    return LinearCost(fixed_s=FIXED_S, unit_s=BYTE_S, units=1 << 24)
+    return LinearCost(fixed_s=FIXED_S, unit_s=BYTE_S, units=BELIEVED_BYTES)
 
 
 class Fetches:

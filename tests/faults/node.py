@@ -40,9 +40,9 @@ def wrap_prefill(points: Failpoints, marks: Marks) -> None:
 
     real_enqueue, real_layer_done, real_seal = PrefillNode._enqueue, StepSink.layer_done, WriterPeer._seal_now
 
-    def enqueue(self: PrefillNode, request: Any, *rest: Any) -> Any:
-        marks.note(request.key.request, request.prompt, request.router)
-        return real_enqueue(self, request, *rest)
+    def enqueue(self: PrefillNode, job: Any) -> Any:
+        marks.note(job.request.key.request, job.request.prompt, job.request.router)
+        return real_enqueue(self, job)
 
     def reach(point: Failpoint, handoff: Any) -> None:
         request = handoff.key.request
