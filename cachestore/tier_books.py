@@ -301,7 +301,7 @@ class TierBooks:
         return len(doomed)
 
     def check(self) -> None:
-        """Compare the books with each other: all counts, and slot by slot where there are few. Raises ConservationError."""
+        """Compare the counts with each other, and look at each slot where there are few. Raises ConservationError."""
         slots = len(self._by_slot) + len(self._freed) + self.num_slots - self._untouched
         if slots != self.num_slots or not self.blocks <= len(self._entries) <= len(self._by_slot):
             counts = f"{len(self._by_slot)} taken, {len(self._freed)} freed, {self.blocks} stored"
