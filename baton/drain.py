@@ -33,6 +33,8 @@ class Holdings:
     """Also counted in `grants_received`. Their blocks end with the process, so they do not delay a drain."""
     grants_written: int = 0
     unacknowledged_writes: int = 0
+    fetches_under_way: int = 0
+    """As receiver and as owner."""
 
     def left(self) -> dict[str, int]:
         """What delays a drain, by name; without zeros."""

@@ -21,6 +21,7 @@ from baton.errors import BatonError, Reason
 OPERATOR_METHODS: Final = frozenset(
     {f"/baton.v1.Node/{order}" for order in ("Cordon", "Uncordon", "Drain", "Undrain")}
     | {f"/baton.v1.Pins/{what}" for what in ("Pin", "Unpin", "ListPins")}
+    | {"/baton.v1.Cache/EmptyTier"}
 )
 """Refused without the credential, at the edge of every server."""
 TOKEN_CHARS_MIN: Final = 16

@@ -91,6 +91,25 @@ class BlockLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierLoad:
+    """What one tier of a node's cache has, as the node reports it. See the message of the same name."""
+
+    tier: str
+    blocks: int = 0
+    blocks_max: int = 0
+    block_bytes: int = 0
+    blocks_pinned: int = 0
+    blocks_hit: int = 0
+    blocks_stored: int = 0
+    blocks_evicted: int = 0
+    blocks_evicted_unused: int = 0
+    blocks_lost: int = 0
+    blocks_refused: int = 0
+    promotions: int = 0
+    promotion_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLoad:
     """How busy a node is, as it reports it."""
 
@@ -105,6 +124,8 @@ class NodeLoad:
     """Running sequences whose KV is not all on the device now."""
     host_blocks_filled: int = 0
     host_blocks_free: int = 0
+    fetch_tokens_per_s: float = 0.0
+    """Prompt tokens whose KV it fetches from others, measured; 0 while it has fetched none."""
     transports_given_up: int = 0
     """Transports no longer offered to some peer, counted over the peers."""
     control_loop_lag_ms_max: int = 0
@@ -112,6 +133,8 @@ class NodeLoad:
     requests_taken: int = 0
     """Since the process started. The directory passes on only a report that differs from the last one. By this count
     two reports differ when a request came and went between them."""
+    tiers: tuple[TierLoad, ...] = ()
+    """The region first, then the tiers below it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +207,7 @@ def record_from_proto(message: directory_pb2.NodeRecord) -> NodeRecord:
     """Raises BatonError for a record that `check_record` refuses, or with a role or state unknown to this version."""
     check_record(message)
     blocks = BlockLoad(**_values(BlockLoad, message.load.blocks))
+    tiers = tuple(TierLoad(**_values(TierLoad, tier)) for tier in message.load.tiers)
     return NodeRecord(
         **_values(
             NodeRecord,
@@ -191,7 +215,7 @@ def record_from_proto(message: directory_pb2.NodeRecord) -> NodeRecord:
             role=_enum(Role, message.role, "role"),
             lifecycle=_enum(Lifecycle, message.lifecycle, "lifecycle"),
             model=model_from_proto(message.model) if message.HasField("model") else None,
-            load=NodeLoad(**_values(NodeLoad, message.load, blocks=blocks)),
+            load=NodeLoad(**_values(NodeLoad, message.load, blocks=blocks, tiers=tiers)),
             transports=tuple(message.transports),
         )
     )

@@ -39,6 +39,7 @@ from benchmarks.front_door_report import (
     read,
     report,
     run_of,
+    share_name,
     soaked_of,
     workers_name,
 )  # fmt: skip
@@ -120,7 +121,7 @@ class Rounds:
                         await self._one(server, self._job(server, door, streams))
         for _ in range(self._args.rounds):
             for server in self._servers:
-                if "bare" not in server.name and "http" in self._doors(server):
+                if "bare" not in server.name and server.shares == 1 and "http" in self._doors(server):
                     job = self._job(server, "http", WHOLE_STREAMS)
                     await self._one(server, replace(job, tokens=WHOLE_TOKENS, waves=WHOLE_WAVES, streaming=False))
 
@@ -131,6 +132,7 @@ class Rounds:
 
     def _job(self, server: Server, door: str, streams: int) -> Job:
         tokens = TOKENS if server.paced or streams < 500 else FREE_TOKENS_MANY
+        streams = max(1, streams // server.shares)
         return Job(
             door=door, address=server.doors[door], pids=server.pids, streams=streams, tokens=tokens,
             model=server.model, waves=max(1, ANSWERS // streams) if streams > 4 else 1,
@@ -149,9 +151,9 @@ async def measure(args: argparse.Namespace, folder: Path, kept: Kept) -> None:
         async def add(opened: Any) -> None:
             servers.append(await stack.enter_async_context(opened))
 
-        def baton(name: str, *, mock: bool = True, tree: Path = HERE.parent, **router: object) -> Any:
+        def baton(name: str, *, mock: bool = True, tree: Path = HERE.parent, shares: int = 1, **router: object) -> Any:
             where = mock_folder if mock else model_folder
-            return cluster(name, where, rate=args.rate, mock=mock, tree=tree, router=router)
+            return cluster(name, where, rate=args.rate / shares, mock=mock, tree=tree, router=router, shares=shares)
 
         clients = await ClientProcess.start()
         stack.push_async_callback(clients.close)
@@ -162,6 +164,7 @@ async def measure(args: argparse.Namespace, folder: Path, kept: Kept) -> None:
             await add(baton(f"{ROUTER} of {tree.name}", tree=tree.resolve()))
         if args.workers:
             await add(baton(workers_name(args.workers), workers=args.workers))
+            await add(baton(share_name(args.workers), shares=args.workers))
         if args.one_layer and "http" in args.doors:
             await add(baton(MODEL, mock=False))
         if args.vllm_python is not None and "http" in args.doors:

@@ -29,6 +29,11 @@ def has_workers(name: str) -> bool:
     return name.endswith(" workers")
 
 
+def share_name(workers: int) -> str:
+    """A router of one process with as much to do as each of so many workers."""
+    return f"{ROUTER}, 1/{workers} of the load"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """One server's figures of one round. Microseconds of processor time."""
@@ -232,6 +237,11 @@ class Figures:
             several = self.of(door, streams, server, "token_us")
             if several is not None and one:
                 yield Bar(what=f"{label}, a token: of one's", value=several / one, limit=WORKERS_MAX)
+            workers = int(server.split()[-2])
+            alone = self.of(door, streams // workers, share_name(workers), "token_us")
+            if several is not None and alone:
+                text = f"{label}, a token: of a router's with {streams // workers}"
+                yield Bar(what=text, value=several / alone, limit=WORKERS_MAX)
             rounds = [run.held for run in self._groups.get((door, streams, server, True), ()) if any(run.held)]
             ratios = [
                 max(busy) / min(busy) if len(busy) > 1 else NO_BALANCE

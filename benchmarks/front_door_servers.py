@@ -46,6 +46,8 @@ class Server:
     model: str = "mock"
     paced: bool = True
     """The mock engine's pace; others are as fast as they can be."""
+    shares: int = 1
+    """It gets one of so many shares of the streams."""
 
     @property
     def pids(self) -> dict[str, int]:
@@ -68,7 +70,15 @@ class TimedCluster(Cluster):
 
 @asynccontextmanager
 async def cluster(
-    name: str, folder: Path, *, rate: float, mock: bool, tree: Path, router: Mapping[str, object], decode_nodes: int = 1
+    name: str,
+    folder: Path,
+    *,
+    rate: float,
+    mock: bool,
+    tree: Path,
+    router: Mapping[str, object],
+    decode_nodes: int = 1,
+    shares: int = 1,
 ) -> AsyncIterator[Server]:
     """A router, a prefill node and decode nodes; of the mock engine, or of the one-layer model in `folder`."""
     engine: dict[str, object] = {"engine.sequences_max": STREAMS_MAX, "engine.tokens_per_step_max": 4_096}
@@ -93,6 +103,7 @@ async def cluster(
         yield Server(
             name=name, front=running.pids[ROUTER_NAME], node=running.pids["decode-0"],
             doors={"http": http, "grpc": running.router}, model="mock" if mock else folder.name, paced=mock,
+            shares=shares,
         )  # fmt: skip
     finally:
         for problem in await running.stop():

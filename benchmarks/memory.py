@@ -102,7 +102,6 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         prefill=1, decode=1, threads=1, blocks=BLOCKS,
         model=None if mock else str(args.model_dir), engine_kind=EngineKind.MOCK if mock else None,
         flags={
-            Service.ROUTER: {"prefix_blocks_max": REMEMBERED},
             Service.PREFILL: {**places, "affinity_blocks_max": REMEMBERED},
             Service.DECODE: {**places, "requests_max": args.requests},
         },

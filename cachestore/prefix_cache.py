@@ -130,6 +130,8 @@ class PrefixCache:
         """Asked before each position that is pinned: whether whoever has been admitted can do without its blocks."""
         self.on_idle: Callable[[Entry], None] | None = None
         """Called with each indexed position that nobody holds any more, those before it in its chain first."""
+        self.on_pin: Callable[[Sequence[bytes], bool], None] | None = None
+        """Called with each chain that is pinned (True) or unpinned."""
         self._now = 0
         self._serial = 0
         self.prompt_tokens = self.hit_tokens = 0
@@ -256,6 +258,8 @@ class PrefixCache:
         """
         self._wanted.update(chain)
         self.settle(chain)
+        if self.on_pin is not None:
+            self.on_pin(chain, True)
 
     def settle(self, chain: Sequence[bytes]) -> None:
         """Pin what of a pinned chain is here and could not be pinned before, as it was promised to somebody."""
@@ -275,6 +279,8 @@ class PrefixCache:
             entry = self._entries.get(digest)
             if entry is not None and entry.pinned:
                 self._unpin(entry)
+        if self.on_pin is not None:
+            self.on_pin(chain, False)
 
     def pinned_of(self, chain: Sequence[bytes]) -> int:
         """How many blocks of this chain are here and pinned."""

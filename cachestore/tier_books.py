@@ -139,6 +139,15 @@ class TierBooks:
     def key_of(self, slot: TierSlot) -> BlockKey:
         return self._by_slot[slot].key
 
+    def find(self, digest: bytes) -> TierSlot | None:
+        """The slot of a stored block. Not counted as a use."""
+        entry = self._entries.get(digest)
+        return entry.slot if entry is not None and entry.stored else None
+
+    def pinned(self, digest: bytes) -> bool:
+        """Whether a pin names it."""
+        return self._wanted[digest] > 0
+
     def match(self, keys: Sequence[BlockKey]) -> list[TierSlot]:
         """Slots of the longest run of stored blocks at the start of `keys`, which are a piece of one chain.
 
@@ -218,13 +227,13 @@ class TierBooks:
         if not entry.loads:
             self._release(slot)
 
-    def begin_load(self, slots: Iterable[TierSlot]) -> None:
-        """These stored blocks are being read: they stay until `end_load`."""
+    def begin_load(self, slots: Iterable[TierSlot], *, use: bool = True) -> None:
+        """These stored blocks are being read: they stay until `end_load`. `use`: not just to copy them down."""
         for slot in slots:
             entry = self._by_slot[slot]
             assert entry.stored and entry.alive, slot
             entry.loads += 1
-            entry.used = True
+            entry.used |= use
 
     def end_load(self, slots: Iterable[TierSlot]) -> None:
         """Take one `begin_load` of each back."""

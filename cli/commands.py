@@ -31,6 +31,7 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "pin": ("cli.pins", "Keep the KV of a prefix in the cache of every node."),
     "unpin": ("cli.pins", "Let the nodes evict a pinned prefix again."),
     "pins": ("cli.pins", "Show the pinned prefixes."),
+    "cache": ("cli.cache", "Show the tiers of the nodes' caches, or empty one."),
     "cordon": ("cli.drain", "Keep new requests away from a node."),
     "uncordon": ("cli.drain", "Let a cordoned node take requests again."),
     "drain": ("cli.drain", "Empty a node until it is safe to delete."),

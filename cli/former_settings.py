@@ -174,5 +174,6 @@ FORMER: Final[Mapping[str, str]] = {
         for key, (constant, value) in FIXED.items()
     },
     **{key: f"is now called {name}." for key, name in RENAMED.items()},
+    "prefix_blocks_max": "is no longer a setting: nodes say what they have cached. Remove it.",
 }
 """What to say of each, behind the place where it is set."""

@@ -14,7 +14,7 @@ from math import ceil
 from typing import Any, Final, TypeVar
 
 import click
-from batonpb import common_pb2, node_pb2, node_pb2_grpc
+from batonpb import common_pb2, directory_pb2, node_pb2, node_pb2_grpc
 
 from baton.clock import Clock
 from baton.directory_setting import describe_directory, open_directory
@@ -91,6 +91,7 @@ def status_data(status: node_pb2.NodeStatus, role: Role) -> dict[str, Any]:
         "blocks": message_data(load.blocks),
         "engine": {"facts": facts, "padding_blocks": status.engine.padding_blocks},
         "prefixes": plain["prefixes"],
+        "tiers": [message_data(tier) for tier in load.tiers],
         "model": {"name": record.model.name, "fingerprint": record.model.fingerprint},
         "transports": list(record.transports),
         "pairs": [_pair_data(pair) for pair in status.pairs],
@@ -328,6 +329,9 @@ _PAIR_HEADER: Final = ("PEER", "INCARNATION", "TRANSPORT", "LINK", "EPOCH", "BYT
 _WRITER_HEADER: Final = ("WRITER", "INCARNATION", "HOST", "TRANSPORT", "GRANTS", "GRANTED", "QUARANTINED",
                          "SINCE", "ASKED BACK", "BYTES LANDED", "GB/S 10 S", "WHY")  # fmt: skip
 
+TIER_HEADER: Final = ("TIER", "BLOCKS", "BYTES", "PINNED", "HITS", "BYTES DOWN", "BYTES UP", "EVICTED", "UNUSED",
+                      "LOST", "REFUSED", "UP IN")  # fmt: skip
+TIER_RIGHT: Final = frozenset(range(1, len(TIER_HEADER)))
 _PIN_HEADER: Final = ("PIN", "BLOCKS", "HERE", "LEASE")
 
 
@@ -396,6 +400,8 @@ def _node_text(view: NodeView) -> str:
         *counters,
     ]  # fmt: skip
     text = format_pairs(rows)
+    if len(own.load.tiers) > 1:
+        text += "\n\n" + format_table(TIER_HEADER, [tier_row(tier) for tier in own.load.tiers], right=TIER_RIGHT)
     if status.prefixes.pins:
         text += "\n\n" + format_table(_PIN_HEADER, [
             (pin.name, str(pin.blocks), str(pin.blocks_pinned), f"{pin.lease_left_ms / 1e3:.0f} s")
@@ -408,6 +414,23 @@ def _node_text(view: NodeView) -> str:
             _WRITER_HEADER, [_writer_row(writer) for writer in status.writers], right={4, 5, 6, 7, 8, 9, 10}
         )
     return text
+
+
+def tier_row(tier: directory_pb2.TierLoad) -> list[str]:
+    """Bytes are of whole blocks. The region has no tier above it, and keeps no count of what it evicts."""
+    below = tier.tier != "device"
+    moved = (tier.blocks_stored, tier.blocks_hit) if below else (0, 0)
+    counts = (tier.blocks_evicted, tier.blocks_evicted_unused, tier.blocks_lost, tier.blocks_refused)
+    return [
+        tier.tier,
+        f"{tier.blocks} of {tier.blocks_max}",
+        str(tier.blocks * tier.block_bytes),
+        str(tier.blocks_pinned),
+        str(tier.blocks_hit),
+        *(str(count * tier.block_bytes) if below else "-" for count in moved),
+        *(str(count) if below else "-" for count in counts),
+        f"{tier.promotion_s / tier.promotions * 1e3:.1f} ms" if tier.promotions else "-",
+    ]
 
 
 def _pair_row(pair: node_pb2.PairStatus) -> list[str]:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from baton.config import fixed, setting
 from baton.errors import InvalidField, check_positive
 from baton.retry_time import RESUMED_PAUSE_MS_MAX, RESUMED_WAIT_MS_MIN
-from node.config import ReceiverNodeConfig
+from node.config import NodeConfig
 from node.spill import SpillConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeConfig(ReceiverNodeConfig):
+class DecodeConfig(NodeConfig):
     spill: SpillConfig = field(default_factory=SpillConfig)
     requests_max: int = setting(
         64, "requests granted and running at the same time", "As engine.sequences_max, which it must not exceed."
@@ -40,7 +40,7 @@ class DecodeConfig(ReceiverNodeConfig):
     """How long they do so at most for one that asks again and again, from its first try."""
 
     def __post_init__(self) -> None:
-        ReceiverNodeConfig.__post_init__(self)
+        NodeConfig.__post_init__(self)
         if self.requests_max > self.engine.sequences_max:
             raise InvalidField("requests_max", f"must not exceed engine.sequences_max ({self.engine.sequences_max})")
         check_positive(self, "requests_max", "finished_max", "finished_ms_max", "orphan_ms", "resume_ms")

@@ -7,16 +7,14 @@ from typing import Unpack
 
 from batonpb import decode_pb2_grpc, node_pb2, transfer_pb2_grpc
 
-from baton.rpc import Channels
 from baton.runtime import NodeRuntime
 from baton.wire import Role
 from decode_node.config import DecodeConfig
 from decode_node.node import DecodeNode
 from decode_node.service import DecodeService, ReceiverService
-from kvtransfer.receiver import LivenessStreams
 from node.main import Serving, serve_node
 from node.pool import DevicePool, RegionTransports
-from node.receiver import add_status, make_receiver, open_ports
+from node.transfers import Transfers
 
 
 async def serve(config: DecodeConfig, **serving: Unpack[Serving]) -> None:
@@ -25,7 +23,7 @@ async def serve(config: DecodeConfig, **serving: Unpack[Serving]) -> None:
 
 
 class DecodeHalf:
-    """A decode node, or that part of a mixed one, with its receiver. Implements node.main.Half."""
+    """A decode node, or that part of a mixed one. Implements node.main.Half."""
 
     def __init__(
         self,
@@ -34,43 +32,34 @@ class DecodeHalf:
         pool: DevicePool,
         transports: RegionTransports,
         opened: AsyncExitStack,
-        *,
-        channels: Channels | None = None,
     ) -> None:
-        """`channels` lead to writers (None: the node's own)."""
-        self._config = config
         self._runtime = runtime
-        self._pool = pool
-        self._transports = transports
         self.node = DecodeNode(config=config, pool=pool)
-        self.receiver = self.node.receiver = make_receiver(
-            config, pool, host=self.node, own=runtime.incarnation, channels=channels or runtime.channels
+        self.transfers = Transfers(
+            runtime=runtime, config=config, pool=pool, transports=transports, opened=opened, handoffs=self.node
         )
-        opened.push_async_callback(self.receiver.ports.close)
-        opened.push_async_callback(self.receiver.close)
-        self.liveness_streams = LivenessStreams(lost=self.receiver.writer_lost, liveness=config.liveness)
+        self.transfers.room_changed = self.node.blocks_released
+        self.node.transfers = self.transfers
 
-    def open(self, transfer: ReceiverService | None = None) -> None:
-        """`transfer` serves baton.v1.Transfer; None: the receiver's half of it is served."""
+    def open(self) -> None:
         server = self._runtime.server
-        open_ports(self._config, self._pool, self._transports, self.receiver.ports)
-        transfer = transfer or ReceiverService(self.node, self.liveness_streams, self._runtime)
+        self.transfers.open()
+        transfer = ReceiverService(self.node, self.transfers, self._runtime)
         server.add("baton.v1.Transfer", transfer_pb2_grpc.add_TransferServicer_to_server, transfer)
         decode = DecodeService(self.node, self._runtime.incarnation)
         server.add("baton.v1.Decode", decode_pb2_grpc.add_DecodeServicer_to_server, decode)
 
     def follow_directory(self) -> None:
-        if not self._runtime.membership.stale:
-            records = self._runtime.membership.nodes(Role.PREFILL)
-            self.receiver.writers_seen({record.endpoint: record.incarnation for record in records})
+        self.transfers.follow_directory()
 
     def upkeep(self) -> None:
         self.node.reap()
+        self.transfers.upkeep()
 
     def add_status(self, message: node_pb2.NodeStatus) -> None:
-        add_status(self.receiver, message)
+        self.transfers.add_status(message)
 
     async def end_requests(self) -> None:
         await self.node.close()
         self.node.streams.close_all()
-        self.liveness_streams.close()
+        self.transfers.end_streams()

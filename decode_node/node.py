@@ -7,6 +7,7 @@ it on; it always runs to its end, in which both references to its blocks are dro
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hmac
 from collections.abc import Callable
 from typing import Final
@@ -36,9 +37,10 @@ from engine.types import (
     logprobs_to_proto,
 )
 from kvtransfer.checksums import checksums_from_proto
-from kvtransfer.protocol.receiver import AnswerGranted, CommitAsked, GrantState
+from kvtransfer.protocol.receiver import AnswerGranted, CommitAsked
 from kvtransfer.receiver import Receiver
 from node.pool import DevicePool
+from node.transfers import Transfers
 
 log = get_log("decode")
 
@@ -52,7 +54,8 @@ class DecodeNode:
     Implements kvtransfer.receiver.ReceiverHost and node.engine_loop.StepHost.
     """
 
-    receiver: Receiver
+    transfers: Transfers
+    """Set once, before the first call."""
 
     def __init__(self, *, config: DecodeConfig, pool: DevicePool) -> None:
         self.config = config
@@ -72,6 +75,14 @@ class DecodeNode:
         self._requests_taken = 0
         self.room_changed: Callable[[], None] = lambda: None
         """Called when a request or its blocks may have made room, outside of a step too."""
+
+    @property
+    def receiver(self) -> Receiver:
+        return self.transfers.receiver
+
+    def blocks_released(self) -> None:
+        """Blocks that others held are not held any more."""
+        self.room_changed()
 
     async def live(self, job: Job) -> None:
         """The whole life of one request in this node, from its grant until nobody needs its answer any more.
@@ -370,14 +381,10 @@ class DecodeNode:
         self.streams.drop_left(LEFT_BYTES_MAX)
         self._gone.upkeep(self._loop.time())
         self._repeats.upkeep()
-        self.receiver.upkeep()
 
     def holds(self) -> Holdings:
-        return Holdings(
-            requests=self.requests,
-            answers_unacknowledged=self.answers_unacknowledged,
-            grants_received=self.receiver.grants.unreleased,
-            grants_quarantined=self.receiver.grants.states()[GrantState.QUARANTINED],
+        return dataclasses.replace(
+            self.transfers.holds(), requests=self.requests, answers_unacknowledged=self.answers_unacknowledged
         )
 
     @property

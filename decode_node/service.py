@@ -6,76 +6,29 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-from batonpb import common_pb2, decode_pb2, decode_pb2_grpc, transfer_pb2, transfer_pb2_grpc
+from batonpb import decode_pb2, decode_pb2_grpc, transfer_pb2
 
 from baton.drain import node_draining
-from baton.errors import BatonError, Reason, bad_field
-from baton.ids import GrantId, Incarnation, Pair, ReserveNumber
+from baton.errors import Reason, bad_field
+from baton.ids import Incarnation, ReserveNumber
 from baton.runtime import NodeRuntime
-from baton.wire import check_header, key_from_proto, model_from_proto
+from baton.wire import check_header, key_from_proto
 from decode_node.job import check_resumable
 from decode_node.node import DecodeNode
-from kvtransfer.link import (
-    check_compatible,
-    choose,
-    host_difference,
-    host_parts,
-    rejected_transports,
-)
-from kvtransfer.receiver import LivenessStreams
+from node.service import TransferService, commit_reply
+from node.transfers import Transfers
 
 
-class ReceiverService(transfer_pb2_grpc.TransferServicer):
-    """The receiver's half of baton.v1.Transfer."""
+class ReceiverService(TransferService):
+    """baton.v1.Transfer of a node that requests are handed over to."""
 
-    def __init__(self, node: DecodeNode, liveness_streams: LivenessStreams, runtime: NodeRuntime) -> None:
+    def __init__(self, node: DecodeNode, transfers: Transfers, runtime: NodeRuntime) -> None:
+        super().__init__(transfers, runtime)
         self._node = node
-        self._receiver = node.receiver
-        self._liveness_streams = liveness_streams
-        self._lifecycle = runtime.lifecycle
-        self._own = runtime.incarnation
-        self._host_parts = host_parts()
-
-    async def Connect(self, request: transfer_pb2.ConnectRequest, context: Any) -> transfer_pb2.ConnectReply:
-        pair = self._pair(request.header)
-        check_compatible(own=self._node.pool.model, peer=model_from_proto(request.model), peer_name=request.writer_name)
-        own = self._receiver.ports.transports
-        apart = host_difference(request.host_parts, self._host_parts)
-        transport = choose(request.transports, own, same_host=not apart)
-        if transport is None:
-            raise BatonError(
-                Reason.INCOMPATIBLE_NODE,
-                f"{request.writer_name} offers the transports {', '.join(request.transports) or 'none'}, this node "
-                f"{', '.join(t.value for t in own)}; none of them works between the two (shm and cuda_ipc need the "
-                "same machine, user and namespaces). Add tcp to the transports of both, where their regions allow it.",
-            )
-        endpoint = self._receiver.connect(
-            pair, request.writer_endpoint, transport, name=request.writer_name, host=request.host_name
-        )
-        return transfer_pb2.ConnectReply(
-            receiver=self._own,
-            transport=endpoint.transport.value,
-            address=endpoint.address,
-            secret=endpoint.secret,
-            epoch=endpoint.epoch,
-            num_blocks=self._node.ledger.num_blocks,
-            rejected_transports=rejected_transports(
-                transport,
-                request.transports,
-                own,
-                withdrawn=self._receiver.ports.withdrawn,
-                apart=apart,
-            ),
-        )
-
-    async def Liveness(
-        self, request: transfer_pb2.LivenessRequest, context: Any
-    ) -> AsyncIterator[transfer_pb2.LivenessReply]:
-        async with aclosing(self._liveness_streams.serve(self._pair(request.header))) as replies:
-            async for reply in replies:
-                yield reply
 
     async def Reserve(self, request: transfer_pb2.ReserveRequest, context: Any) -> transfer_pb2.ReserveReply:
+        if request.HasField("fetch_blocks"):
+            return await super().Reserve(request, context)
         pair = self._pair(request.header)
         if not request.key.request:
             raise bad_field("key.request", "A Reserve needs a request id.")
@@ -89,22 +42,11 @@ class ReceiverService(transfer_pb2_grpc.TransferServicer):
             raise node_draining(self._own)
         return self._node.reserve(request, pair)
 
-    async def Renew(self, request: transfer_pb2.RenewRequest, context: Any) -> transfer_pb2.RenewReply:
-        renewed = self._receiver.renew(self._pair(request.header), GrantId(request.grant))
-        return transfer_pb2.RenewReply(renewed=renewed, lease_ms=self._receiver.config.lease_ms)
-
     async def Commit(self, request: transfer_pb2.CommitRequest, context: Any) -> transfer_pb2.CommitReply:
+        if request.HasField("blocks_filled"):
+            return await super().Commit(request, context)
         committed = await self._node.commit(request, self._pair(request.header))
-        return transfer_pb2.CommitReply(committed=committed, reason="" if committed else "the grant is revoked")
-
-    async def Release(self, request: transfer_pb2.ReleaseRequest, context: Any) -> transfer_pb2.ReleaseReply:
-        pair = self._pair(request.header)
-        number, lowest_live = ReserveNumber(request.number), ReserveNumber(request.lowest_live)
-        await self._receiver.release(pair, number, lowest_live, in_doubt=request.writes_in_doubt)
-        return transfer_pb2.ReleaseReply()
-
-    def _pair(self, header: common_pb2.Header) -> Pair:
-        return Pair(receiver=self._own, writer=check_header(header, own=self._own))
+        return commit_reply(committed)
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):

@@ -288,6 +288,7 @@ class ModelRunner:
             dtype=str(dtypes.pop()).removeprefix("torch."),
         )
         self.layout = self.kv_spec.layout
+        assert self.layout.num_groups == 1, "the kernels read a block table as a plain list of blocks"
         self.vocab_size = config.vocab_size
         self.context_len_max = config.context_len_max
         self.eos_token_ids = config.eos_token_ids

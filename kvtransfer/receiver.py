@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Final, Protocol
 
 import grpc.aio
 from batonpb import common_pb2, transfer_pb2, transfer_pb2_grpc
@@ -38,6 +38,9 @@ from kvtransfer.transport import (
 )
 
 log = get_log("receiver")
+
+PAIRS_IDLE_MAX: Final = 192
+"""Writers without a grant that stay connected. Any node may fetch from any other: not all pairs stay open."""
 
 _OVERDUE = {TimerKind.LEASE: "lease ran out", TimerKind.REVOKE: "grant not given back"}
 _ANSWERS = (protocol.AnswerGranted, protocol.AnswerRefused, protocol.AnswerRenew, protocol.AnswerResolve)
@@ -72,10 +75,10 @@ class ReceiverConfig:
 
 
 class ReceiverHost(Protocol):
-    """The decode node, as the receiver sees it. Called on the control thread."""
+    """The node, as the receiver sees it. Called on the control thread."""
 
     def committed(self, key: RequestKey, grant: GrantId) -> None:
-        """The prompt's KV is in the region: run the request."""
+        """The KV is in the region: run the request, or enter the blocks of a fetch into the prefix cache."""
 
     def cancelled(self, key: RequestKey, grant: GrantId) -> None:
         """Take the running request of this grant out of the engine."""
@@ -148,6 +151,7 @@ class Receiver:
                 f"{len(self._writers)} writers are connected here already, the limit.",
                 retry_after_ms=self.config.lease_ms,
             )
+        self._writers.pop(pair, None)  # the most recently connected is the last
         self._writers[pair] = WriterPlace(endpoint=writer_endpoint, name=name, host=host, transport=transport)
         self._retiring.discard(pair)
         try:
@@ -161,10 +165,15 @@ class Receiver:
                 retry_after_ms=self.config.revoke_ms,
             ) from error
 
+    def is_connected(self, pair: Pair) -> bool:
+        """Whether this writer has introduced itself, and its books are open."""
+        return pair in self._writers and pair not in self._retiring
+
     def reserve(self, event: ReserveAsked) -> protocol.AnswerGranted | protocol.AnswerRefused:
         """Raises BatonError PAIR_FENCING for a writer that has not connected, or whose books were closed since."""
         if event.pair not in self._writers:
             raise BatonError(Reason.PAIR_FENCING, "This writer is not connected here: connect, then reserve.")
+        self._writers[event.pair] = self._writers.pop(event.pair)
         answer = self._handle(event)
         assert isinstance(answer, protocol.AnswerGranted | protocol.AnswerRefused), answer
         return answer
@@ -235,8 +244,12 @@ class Receiver:
             self._handle(protocol.WriterSuspected(pair=pair))
 
     def upkeep(self) -> None:
-        """Called every second."""
+        """Called every second. Fences idle pairs beyond the limit, the least recently used first."""
         self._repeats.upkeep()
+        quiet = [pair for pair in self._writers if pair not in self._retiring and self.grants.is_quiet(pair)]
+        for pair in quiet[: max(0, len(quiet) - PAIRS_IDLE_MAX)]:
+            self._retiring.add(pair)
+            self._handle(protocol.WriterSuspected(pair=pair))
 
     async def close(self) -> None:
         """Stop timers and calls, answer waiting commits with an error. The machine is not used afterwards."""

@@ -102,6 +102,9 @@ class Handoff:
     """None once it is sent, so that the prompt is freed."""
     first_token: int = -1
     first_logprobs: common_pb2.TokenLogprobs | None = None
+    blocks_filled: int | None = None
+    """Of a fetch, instead of a first token."""
+    is_fetch: bool = False
     grant: GrantId = GrantId(b"")
     dst_blocks: list[BlockId] = field(default_factory=list)
     prefix_skip: int = 0
@@ -151,6 +154,11 @@ class Handoff:
     def all_posted(self, first_token: int, first_logprobs: common_pb2.TokenLogprobs | None = None) -> None:
         """Seal and commit. Nothing is posted afterwards."""
         self.first_token, self.first_logprobs = first_token, first_logprobs
+        self.peer.handle(protocol.AllPosted(number=self.number))
+
+    def all_filled(self, blocks: int) -> None:
+        """The same of a fetch: so many leading blocks of the grant are written."""
+        self.blocks_filled = blocks
         self.peer.handle(protocol.AllPosted(number=self.number))
 
     def cancel(self) -> None:
@@ -230,7 +238,9 @@ class WriterPeer:
         self.machine = machine
         self.layout = layout
         self.src_num_blocks = src_num_blocks
-        self.bytes_moved = self.handoffs_corrupt = self.records_checksummed = 0
+        self.bytes_moved = self.bytes_fetched = self.handoffs_corrupt = self.records_checksummed = 0
+        self.used_s = loop.time()
+        """When something was last asked of it."""
         self._checksums, self.loop, self._config = checksums, loop, config
         self._channels = channels
         self.stub = transfer_pb2_grpc.TransferStub(channels.get(address.endpoint))
@@ -296,6 +306,7 @@ class WriterPeer:
             transport=link.transport.value if link.transport is not None else "",
             bytes_moved=self.bytes_moved,
             transports_given_up=[transport.value for transport in given_up],
+            bytes_fetched=self.bytes_fetched,
             given_up_left_ms=[max(0, round((retry_s - now_s) * 1e3)) for retry_s in given_up.values()],
             link_failures=link.failures,
             handoffs_corrupt=self.handoffs_corrupt,
@@ -316,9 +327,7 @@ class WriterPeer:
     ) -> Handoff:
         """Ask for a grant and wait for it. Cancelling the caller gives the handoff up. Raises BatonError: DECODE_FULL
         with a retry time, PEER_UNREACHABLE, INCARNATION_MISMATCH, INCOMPATIBLE_NODE, or why the receiver refused."""
-        self._check_here()
-        await self.link.ensure(idle=not self._handoffs)
-        self._check_here()
+        await self.connect()
         number = self.machine.next_number
         handoff = Handoff(
             peer=self,
@@ -329,6 +338,7 @@ class WriterPeer:
             metadata=metadata,
             sources_released=sources_released,
             request=request,
+            is_fetch=request.HasField("fetch_blocks"),
         )
         self._handoffs[number] = handoff
         self.handle(protocol.HandoffAsked(key=key))
@@ -343,6 +353,13 @@ class WriterPeer:
             raise refusal
         finally:
             del refusal, handoff  # or the error would refer to itself, by this frame in its traceback
+
+    async def connect(self) -> None:
+        """Make the link, if there is none. Raises BatonError, as `reserve` does."""
+        self.used_s = self.loop.time()
+        self._check_here()
+        await self.link.ensure(idle=not self._handoffs)
+        self._check_here()
 
     def _check_here(self) -> None:
         if self.gone:
@@ -395,6 +412,7 @@ class WriterPeer:
         self.link.completed(bytes_written, copied=copied)
         if copied:
             self.bytes_moved += bytes_written
+            self.bytes_fetched += bytes_written if handoff.is_fetch else 0
         else:
             # Before the last completion is counted, or a seal would vouch for bytes that were never copied.
             self.handle(GiveUp(number=handoff.number, end=HandoffEnd.LINK_LOST))
@@ -591,9 +609,13 @@ class WriterPeer:
             grant=instruction.seal.grant,
             writes=instruction.seal.writes,
             bytes_written=instruction.seal.bytes_written,
-            first_token=handoff.first_token,
-            first_logprobs=handoff.first_logprobs,
         )
+        if handoff.blocks_filled is not None:
+            request.blocks_filled = handoff.blocks_filled
+        else:
+            request.first_token = handoff.first_token
+            if handoff.first_logprobs is not None:
+                request.first_logprobs.CopyFrom(handoff.first_logprobs)
         if handoff.sample is not None:
             try:
                 checksums = await handoff.sample.checksums()

@@ -11,7 +11,6 @@ from typing import Any
 from baton.config import setting
 from baton.errors import InvalidField
 from decode_node.config import DecodeConfig
-from kvtransfer.writer import WriterConfig
 from node.spill import SpillConfig
 from prefill_node.config import PrefillConfig
 from prefill_node.local_policy import LocalFallback, LocalPolicy
@@ -29,7 +28,6 @@ class MixedConfig(DecodeConfig):
 
     spill: SpillConfig = field(default_factory=SpillConfig, metadata={"shown": False})
     """Must be off: here so that a refusal can say why."""
-    writer: WriterConfig = field(default_factory=WriterConfig)
     queue_max: int = _of_prefill("queue_max")
     affinity_blocks_max: int = _of_prefill("affinity_blocks_max")
     handoff_tokens_min: int = setting(

@@ -130,12 +130,7 @@ class MixedNode:
 
     def holds(self) -> Holdings:
         prefill, decode = self.prefill.holds(), self.decode.holds()
-        return dataclasses.replace(
-            decode,
-            requests=prefill.requests + decode.requests,
-            grants_written=prefill.grants_written,
-            unacknowledged_writes=prefill.unacknowledged_writes,
-        )
+        return dataclasses.replace(decode, requests=prefill.requests + decode.requests)
 
     def _room_changed(self) -> None:
         """Not at once: the caller may be in the middle of giving the room to somebody else."""

@@ -37,27 +37,7 @@ class NodeConfig(ProcessConfig):
     staging: StagingConfig = field(default_factory=StagingConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
     pod: PodConfig = field(default_factory=PodConfig)
-    busy_retry_ms: int = fixed(200)
-    """A full queue or node is worth another try after this at least."""
-
-    def __post_init__(self) -> None:
-        ProcessConfig.__post_init__(self)
-        check_transports(self.transports, region_kind(self.engine))
-        check_positive(self, "busy_retry_ms")
-        check_listens(self, "listen")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriterNodeConfig(NodeConfig):
-    """Of a node that writes to others."""
-
     writer: WriterConfig = field(default_factory=WriterConfig)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReceiverNodeConfig(NodeConfig):
-    """Of a node that others write to."""
-
     receiver: ReceiverConfig = field(default_factory=ReceiverConfig)
     data_listen: str | None = setting(
         None,
@@ -67,7 +47,11 @@ class ReceiverNodeConfig(NodeConfig):
     data_advertise_host: str | None = setting(
         None, "host that writers reach for data; none: the host in advertise", "Data goes through a network of its own."
     )
+    busy_retry_ms: int = fixed(200)
+    """A full queue or node is worth another try after this at least."""
 
     def __post_init__(self) -> None:
-        NodeConfig.__post_init__(self)
-        check_listens(self, "data_listen")
+        ProcessConfig.__post_init__(self)
+        check_transports(self.transports, region_kind(self.engine))
+        check_positive(self, "busy_retry_ms")
+        check_listens(self, "listen", "data_listen")

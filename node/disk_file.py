@@ -99,8 +99,16 @@ class DiskCounts:
     read_errors: int = 0
 
 
-Work = Callable[[Bytes], tuple[Results, Sums | None]]
-"""One call of a thread, which lends its bounce buffer."""
+class _Scratch:
+    """Memory of one thread, used again and again: for a block that cannot be moved in place, and for headers."""
+
+    def __init__(self, shape: BlockShape) -> None:
+        self.bounce_U8 = page_buffer(shape.data_nbytes)
+        self.headers_U8 = page_buffer(PART_BLOCKS_MAX * shape.header_nbytes)
+
+
+Work = Callable[[_Scratch], tuple[Results, Sums | None]]
+"""One call of a thread, with what is its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -253,14 +261,17 @@ class DiskFile:
         io, fd, shape, identity = self._io, self._fd, self._shape, self.identity
 
         def part(start: int, stop: int) -> Work:
-            def work(bounce_U8: Bytes) -> tuple[Results, Sums | None]:
-                headers_U8 = page_buffer((stop - start) * shape.header_nbytes)
-                for i in range(start, stop):
+            def work(scratch: _Scratch) -> tuple[Results, Sums | None]:
+                headers_U8 = scratch.headers_U8[: (stop - start) * shape.header_nbytes]
+                room = headers_U8.data
+                for i in range(start, stop):  # all headers are of one length: what was in a page before is overwritten
                     packed = pack_block_header(file_id, slots[i], first + i, identity, keys[i])
                     at = (i - start) * shape.header_nbytes
-                    headers_U8[at : at + len(packed)] = np.frombuffer(packed, dtype=np.uint8)
+                    room[at : at + len(packed)] = packed
                 slot_at_B = np.array([identity.slot_at(slot) for slot in slots[start:stop]], dtype=np.int64)
-                return io.write(fd, slot_at_B, headers_U8, memory_U8, record_at_BR[start:stop], shape, bounce_U8)
+                return io.write(
+                    fd, slot_at_B, headers_U8, memory_U8, record_at_BR[start:stop], shape, scratch.bounce_U8
+                )
 
             return work
 
@@ -276,11 +287,11 @@ class DiskFile:
         sums_B = np.array([self._sums[slot] for slot in slots], dtype=np.uint64)
 
         def part(start: int, stop: int) -> Work:
-            def work(bounce_U8: Bytes) -> tuple[Results, Sums | None]:
+            def work(scratch: _Scratch) -> tuple[Results, Sums | None]:
                 data_at = [identity.slot_at(slot) + shape.header_nbytes for slot in slots[start:stop]]
                 data_at_B = np.array(data_at, dtype=np.int64)
                 rows_BR = record_at_BR[start:stop]
-                return io.read(fd, data_at_B, memory_U8, rows_BR, shape, bounce_U8, sums_B[start:stop]), None
+                return io.read(fd, data_at_B, memory_U8, rows_BR, shape, scratch.bounce_U8, sums_B[start:stop]), None
 
             return work
 
@@ -290,7 +301,7 @@ class DiskFile:
         """No later process finds what these slots have now. Returns at once; nobody is told if it fails."""
         fd, places, nbytes = self._fd, [self.identity.slot_at(slot) for slot in slots], self._shape.header_nbytes
 
-        def work(_: Bytes) -> tuple[Results, Sums | None]:
+        def work(_: _Scratch) -> tuple[Results, Sums | None]:
             zeros_U8 = page_buffer(nbytes)
             for at in places:
                 os.pwrite(fd, zeros_U8.data, at)
@@ -303,7 +314,7 @@ class DiskFile:
         self._file_id = secrets.token_bytes(FILE_ID_BYTES)
         page = pack_first_page(FirstPage(identity=self.identity, file_id=self._file_id))
 
-        def work(_: Bytes) -> tuple[Results, Sums | None]:
+        def work(_: _Scratch) -> tuple[Results, Sums | None]:
             self._write_page(page)
             return np.zeros(0, dtype=np.int32), None
 
@@ -496,10 +507,10 @@ class DiskFile:
                 self._wake.notify()
 
     def _work(self) -> None:
-        bounce_U8 = page_buffer(self._shape.data_nbytes)
+        scratch = _Scratch(self._shape)
         while (part := self._next()) is not None:
             try:
-                results, sums = part.work(bounce_U8)
+                results, sums = part.work(scratch)
             except Exception as error:
                 log.error("a call of the disk tier failed", path=self.path, exc_info=error)
                 results, sums = np.full(part.count, errno.EIO, dtype=np.int32), None

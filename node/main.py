@@ -6,13 +6,14 @@ What is put together here is taken apart in the reverse order.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from random import Random
 from typing import NotRequired, Protocol, TypedDict, Unpack
 
-from batonpb import holdings_pb2_grpc, node_pb2, pins_pb2_grpc
+from batonpb import cache_pb2_grpc, holdings_pb2_grpc, node_pb2, pins_pb2_grpc
 
 from baton.clock import Clock
 from baton.drain import Holdings
@@ -24,7 +25,7 @@ from node.config import NodeConfig
 from node.engine_loop import EngineLoop, StepHost, done_or_broken
 from node.holdings import HoldingsService
 from node.pool import DevicePool, RegionTransports, open_device_pool, open_transports, transport_facts
-from node.service import PinService
+from node.service import CacheService, PinService
 from node.spill import SpillConfig
 
 log = get_log("ledger")
@@ -118,7 +119,7 @@ async def serve_node(
     """Run until `stop`, or until `drain` has emptied it. Raises BatonError when the node cannot start.
 
     What `make` puts on the exit stack is closed behind the engine loop, also where `make` fails. `spill` and `decodes`
-    are those of `open_device_pool`; others write to a node that decodes.
+    are those of `open_device_pool`.
     """
     runtime = NodeRuntime(
         config,
@@ -142,7 +143,7 @@ async def serve_node(
         )
         opened.callback(pool.close)
         opened.push_async_callback(runtime.close)
-        transports = open_transports(config, pool.region, opened, remote_writes=decodes)
+        transports = open_transports(config, pool.region, opened)
         half = make(runtime, pool, transports, opened)
         holdings = HoldingsService(
             pool.blocks.prefix_cache.holdings,
@@ -198,6 +199,11 @@ def _report(runtime: NodeRuntime, half: Half, pool: DevicePool, transports: Regi
         for name, text in (*pool.describe().items(), *facts.items()):
             message.engine.facts.add(name=name, text=text)
 
-    runtime.model, runtime.load, runtime.holds = pool.model, half.node.load, half.node.holds
+    def load() -> NodeLoad:
+        return dataclasses.replace(half.node.load(), tiers=pool.tier_loads())
+
+    runtime.model, runtime.load, runtime.holds = pool.model, load, half.node.holds
     runtime.status, runtime.upkeep = status, upkeep
     runtime.server.add("baton.v1.NodePins", pins_pb2_grpc.add_NodePinsServicer_to_server, pins)
+    cache = CacheService(pool, runtime.incarnation)
+    runtime.server.add("baton.v1.Cache", cache_pb2_grpc.add_CacheServicer_to_server, cache)

@@ -1,4 +1,4 @@
-"""A prefill node's writers, one for each decode process that it has met."""
+"""A node's writers, one for each process that it has written to: decode nodes, and nodes that fetch from it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections import OrderedDict
 
 from batonpb import node_pb2, transfer_pb2
 
-from baton.drain import Holdings
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation, Pair
 from baton.log import get_log
@@ -34,7 +33,7 @@ from kvtransfer.transports.tcp_staged import StagedTcpLink
 from kvtransfer.transports.ucx import UcxWriterLink
 from kvtransfer.transports.writer_link import LinkParts
 from kvtransfer.writer import WriterPeer
-from node.config import WriterNodeConfig
+from node.config import NodeConfig
 from node.pool import DevicePool, RegionTransports, add_fact
 from node.regions import checksum_thread
 
@@ -42,18 +41,20 @@ log = get_log("prefill")
 
 OUT_OF_REACH = "decode nodes out of reach"
 """Name of a status counter."""
+WRITERS_IDLE_MAX = 192
+"""Writers without a handoff that stay connected, as at the receiver (`kvtransfer.receiver.PAIRS_IDLE_MAX`)."""
 MACHINES_MAX = 4_096
-"""Numberings kept of decode processes that are gone, oldest dropped first."""
+"""Numberings kept of processes that are gone, oldest dropped first."""
 
 
 class Peers:
-    """This process's writers, one for each decode process it has met. Control thread only."""
+    """This process's writers, one for each process that it has written to. Control thread only."""
 
     def __init__(
         self,
         *,
         runtime: NodeRuntime,
-        config: WriterNodeConfig,
+        config: NodeConfig,
         pool: DevicePool,
         transports: RegionTransports,
     ) -> None:
@@ -78,23 +79,25 @@ class Peers:
 
     def for_record(self, record: NodeRecord) -> WriterPeer:
         """The writer towards a decode process. Raises BatonError PEER_UNREACHABLE while an earlier one is closing."""
-        peer = self._peers.get(record.incarnation)
+        return self.towards(record.name, record.endpoint, record.incarnation)
+
+    def towards(self, name: str, endpoint: str, incarnation: Incarnation) -> WriterPeer:
+        """The same by where it is, which it may have said itself."""
+        peer = self._peers.get(incarnation)
         if peer is None:
-            peer = self._peers[record.incarnation] = self._make_peer(record)
-            self.liveness[record.incarnation] = self._watch(peer)
+            peer = self._peers[incarnation] = self._make_peer(name, endpoint, incarnation)
+            self.liveness[incarnation] = self._watch(peer)
         elif peer.gone:
-            raise BatonError(
-                Reason.PEER_UNREACHABLE, f"{record.name} was lost; what was under way there is being ended."
-            )
-        elif self.liveness[record.incarnation].out_of_reach:
-            raise BatonError(Reason.PEER_UNREACHABLE, f"{record.name} is out of reach.")
+            raise BatonError(Reason.PEER_UNREACHABLE, f"{name} was lost; what was under way there is being ended.")
+        elif self.liveness[incarnation].out_of_reach:
+            raise BatonError(Reason.PEER_UNREACHABLE, f"{name} is out of reach.")
         return peer
 
-    def _make_peer(self, record: NodeRecord) -> WriterPeer:
+    def _make_peer(self, name: str, endpoint: str, incarnation: Incarnation) -> WriterPeer:
         runtime = self.runtime
-        pair = Pair(receiver=record.incarnation, writer=runtime.incarnation)
+        pair = Pair(receiver=incarnation, writer=runtime.incarnation)
         return WriterPeer(
-            address=PeerAddress(name=record.name, endpoint=record.endpoint, pair=pair),
+            address=PeerAddress(name=name, endpoint=endpoint, pair=pair),
             connect_request=transfer_pb2.ConnectRequest(
                 header={"sender": pair.writer, "receiver": pair.receiver},
                 writer_name=runtime.name,
@@ -105,7 +108,7 @@ class Peers:
             ),
             layout=self._pool.layout,
             src_num_blocks=self._pool.ledger.num_blocks,
-            machine=self._machines.pop(record.incarnation, WriterMachine()),
+            machine=self._machines.pop(incarnation, WriterMachine()),
             channels=runtime.channels,
             make_link=self._make_link,
             offers=Offers(self._transports),
@@ -133,17 +136,23 @@ class Peers:
         return self._peers.get(receiver)
 
     def upkeep(self) -> None:
-        """Called every second."""
+        """Called every second. Closes idle writers beyond the limit, the least recently used first."""
         for peer in list(self._peers.values()):
             peer.upkeep()
+        idle = [peer for peer in self._peers.values() if not peer.gone and peer.machine.live == 0]
+        idle.sort(key=lambda peer: peer.used_s)
+        for peer in idle[: max(0, len(idle) - WRITERS_IDLE_MAX)]:
+            peer.peer_gone()
         self.close_gone()
 
-    def holds(self) -> Holdings:
-        peers = self._peers.values()
-        return Holdings(
-            grants_written=sum(peer.machine.writing for peer in peers),
-            unacknowledged_writes=sum(peer.machine.outstanding for peer in peers),
-        )
+    @property
+    def grants_written(self) -> int:
+        """Grants under which something is or may be written."""
+        return sum(peer.machine.writing for peer in self._peers.values())
+
+    @property
+    def unacknowledged_writes(self) -> int:
+        return sum(peer.machine.outstanding for peer in self._peers.values())
 
     def add_status(self, message: node_pb2.NodeStatus) -> None:
         """Add each pair, and how many transports are given up or rejected."""
@@ -168,11 +177,11 @@ class Peers:
         return sum(not peer.gone and self.liveness[i].out_of_reach for i, peer in self._peers.items())
 
     def follow_directory(self) -> None:
-        """Notice decode processes that have ended: another one is at the endpoint, or it is neither listed nor linked.
+        """Notice processes that have ended: another one is at the endpoint, or it is neither listed nor linked.
         An error costs the handoffs under way there, nothing else."""
         if self.runtime.membership.stale:
             return
-        records = self.runtime.membership.nodes(Role.DECODE)
+        records = [record for record in self.runtime.membership.nodes() if record.role is not Role.ROUTER]
         owners = {record.endpoint: record.incarnation for record in records}
         present = {record.incarnation for record in records}
         for incarnation, peer in list(self._peers.items()):

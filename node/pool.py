@@ -15,7 +15,7 @@ from baton.errors import BatonError, InvalidField, Reason, bad_field
 from baton.ids import BlockId
 from baton.log import get_log
 from baton.runtime import Progress
-from baton.wire import ModelInfo
+from baton.wire import ModelInfo, TierLoad
 from cachestore.block_manager import BlockManager
 from cachestore.layout import Layout
 from cachestore.ledger import Ledger
@@ -100,7 +100,24 @@ class DevicePool:
         """Blocks that a request comes to hold where its answer is drawn: for its `known_len` tokens, prompt and answer
         so far, the next one, which is drawn elsewhere, and all that it may draw behind that but the last."""
         end = max(known_len + 1, min(prompt_len + max_tokens, self.model.context_len_max) - 1)
-        return self.blocks.blocks_for(end)
+        return self.model.blocks_for(end)
+
+    def tier_loads(self) -> tuple[TierLoad, ...]:
+        """What the prefix cache has in the region, and what is below."""
+        below = [] if self.store is None else self.store.loads()
+        cache, groups, size = self.blocks.prefix_cache, self.blocks.groups, self.model.block_size
+        from_below = sum(tier.blocks_hit for tier in below)
+        return (
+            TierLoad(
+                tier="device",
+                blocks=len(cache),
+                blocks_max=self.ledger.num_blocks // groups,
+                block_bytes=self.layout.position_bytes,
+                blocks_pinned=cache.pinned_blocks // groups,
+                blocks_hit=max(0, cache.hit_tokens // size - from_below),
+            ),
+            *below,
+        )
 
     def describe(self) -> dict[str, str]:
         """For people: what computes, and where its KV lies."""
@@ -333,7 +350,7 @@ class RegionTransports:
 
 
 def open_transports(
-    config: NodeConfig, region: PoolRegion, opened: AsyncExitStack, *, remote_writes: bool
+    config: NodeConfig, region: PoolRegion, opened: AsyncExitStack, *, remote_writes: bool = True
 ) -> RegionTransports:
     """Find out which of the configured transports work; NIXL is loaded for ucx. The region is registered for rdma,
     which pins it: that may take seconds. `opened` ends the registration, which lets others write where `remote_writes`

@@ -1,4 +1,4 @@
-"""The receiver of a decode node: its grants, and the ports that listen for data connections."""
+"""The receiver of a node: its grants, and the ports that listen for data connections."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from kvtransfer.transports.receiver_port import PORT_LIMITS, PortLimits
 from kvtransfer.transports.shm import SHM_PORT_LIMITS, ShmReceiverPort
 from kvtransfer.transports.tcp import TCP_PORT_LIMITS, TcpReceiverPort
 from kvtransfer.transports.ucx import UCX_PORT_LIMITS, UcxReceiverPort
-from node.config import ReceiverNodeConfig
+from node.config import NodeConfig
 from node.pool import DevicePool, RegionTransports, add_fact
 from node.regions import checksum_thread
 
 
 def make_receiver(
-    config: ReceiverNodeConfig, pool: DevicePool, *, host: ReceiverHost, own: Incarnation, channels: Channels
+    config: NodeConfig, pool: DevicePool, *, host: ReceiverHost, own: Incarnation, channels: Channels
 ) -> Receiver:
     """A receiver without ports: `open_ports` opens them."""
     receiver = Receiver(
@@ -48,9 +48,7 @@ def make_receiver(
     return receiver
 
 
-def open_ports(
-    config: ReceiverNodeConfig, pool: DevicePool, transports: RegionTransports, ports: ReceiverPorts
-) -> None:
+def open_ports(config: NodeConfig, pool: DevicePool, transports: RegionTransports, ports: ReceiverPorts) -> None:
     """Listen for data connections on each transport; `ports.close` ends it, after a failure too. Raises BatonError
     PORT_IN_USE or BAD_ENDPOINT."""
     for transport in transports.offered:
@@ -78,7 +76,7 @@ def add_status(receiver: Receiver, message: node_pb2.NodeStatus) -> None:
 
 def _open_port(
     transport: TransportName,
-    config: ReceiverNodeConfig,
+    config: NodeConfig,
     pool: DevicePool,
     ports: ReceiverPorts,
     memory: RdmaMemory | None,

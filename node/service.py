@@ -1,23 +1,38 @@
-"""Services that serving nodes have in common: the one that takes pins, and the writer's part of baton.v1.Transfer."""
+"""Services that serving nodes have in common: the one that takes pins, and baton.v1.Transfer."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any, Final
 
-from batonpb import node_pb2, pins_pb2, pins_pb2_grpc, transfer_pb2, transfer_pb2_grpc
+from batonpb import (
+    cache_pb2,
+    cache_pb2_grpc,
+    common_pb2,
+    node_pb2,
+    pins_pb2,
+    pins_pb2_grpc,
+    transfer_pb2,
+    transfer_pb2_grpc,
+)
 
 from baton.clock import Clock
-from baton.errors import bad_field
-from baton.ids import Incarnation, ReserveNumber
+from baton.errors import BatonError, Reason, bad_field
+from baton.ids import GrantId, Incarnation, Pair, ReserveNumber
 from baton.log import get_log
-from baton.wire import check_header
-from node.peers import Peers
+from baton.runtime import NodeRuntime
+from baton.wire import check_header, check_receiver, model_from_proto
+from cachestore.holdings import Tier
+from kvtransfer.link import check_compatible, choose, host_difference, host_parts, rejected_transports
 from node.pool import DevicePool, check_tokens
+from node.transfers import Transfers
 
 log = get_log("pins")
 
 NAME_CHARS_MAX: Final = 63
 SALT_BYTES_MAX: Final = 256
+TIERS_BELOW: Final = {"host": Tier.HOST, "disk": Tier.DISK}
 
 
 class PinService(pins_pb2_grpc.NodePinsServicer):
@@ -73,18 +88,117 @@ class PinService(pins_pb2_grpc.NodePinsServicer):
         check_tokens("tokens", request.tokens, self._pool.model)
 
 
-class WriterService(transfer_pb2_grpc.TransferServicer):
-    """The writer's half of baton.v1.Transfer."""
+class CacheService(cache_pb2_grpc.CacheServicer):
+    """baton.v1.Cache, for operators."""
 
-    def __init__(self, own: Incarnation, peers: Peers) -> None:
+    def __init__(self, pool: DevicePool, own: Incarnation) -> None:
+        self._pool = pool
         self._own = own
-        self._peers = peers
+
+    async def EmptyTier(self, request: cache_pb2.EmptyTierRequest, context: Any) -> cache_pb2.EmptyTierReply:
+        if request.incarnation:
+            check_receiver(request.incarnation, own=self._own)
+        store, tier = self._pool.store, TIERS_BELOW.get(request.tier)
+        if tier is None or store is None:
+            text = f"This node has no tier '{request.tier}' below its region; `baton cache` shows what there is."
+            raise bad_field("tier", text)
+        count = store.empty(tier)
+        log.info("a tier has been emptied", tier=request.tier, blocks=count)
+        return cache_pb2.EmptyTierReply(blocks=count)
+
+
+class TransferService(transfer_pb2_grpc.TransferServicer):
+    """baton.v1.Transfer: for writers to this node, for the receivers that it writes to, and for nodes that fetch. Takes
+    no handoffs of requests: a node that does adds that."""
+
+    def __init__(self, transfers: Transfers, runtime: NodeRuntime) -> None:
+        self._transfers = transfers
+        self._receiver = transfers.receiver
+        self._lifecycle = runtime.lifecycle
+        self._own = runtime.incarnation
+        self._host_parts = host_parts()
+
+    # Served as receiver.
+
+    async def Connect(self, request: transfer_pb2.ConnectRequest, context: Any) -> transfer_pb2.ConnectReply:
+        pair, pool = self._pair(request.header), self._transfers.pool
+        check_compatible(own=pool.model, peer=model_from_proto(request.model), peer_name=request.writer_name)
+        own = self._receiver.ports.transports
+        apart = host_difference(request.host_parts, self._host_parts)
+        transport = choose(request.transports, own, same_host=not apart)
+        if transport is None:
+            raise BatonError(
+                Reason.INCOMPATIBLE_NODE,
+                f"{request.writer_name} offers the transports {', '.join(request.transports) or 'none'}, this node "
+                f"{', '.join(t.value for t in own)}; none of them works between the two (shm and cuda_ipc need the "
+                "same machine, user and namespaces). Add tcp to the transports of both, where their regions allow it.",
+            )
+        endpoint = self._receiver.connect(
+            pair, request.writer_endpoint, transport, name=request.writer_name, host=request.host_name
+        )
+        return transfer_pb2.ConnectReply(
+            receiver=self._own,
+            transport=endpoint.transport.value,
+            address=endpoint.address,
+            secret=endpoint.secret,
+            epoch=endpoint.epoch,
+            num_blocks=pool.ledger.num_blocks,
+            rejected_transports=rejected_transports(
+                transport,
+                request.transports,
+                own,
+                withdrawn=self._receiver.ports.withdrawn,
+                apart=apart,
+            ),
+        )
+
+    async def Liveness(
+        self, request: transfer_pb2.LivenessRequest, context: Any
+    ) -> AsyncIterator[transfer_pb2.LivenessReply]:
+        streams = self._transfers.liveness_streams
+        async with aclosing(streams.serve(self._pair(request.header))) as replies:
+            async for reply in replies:
+                yield reply
+
+    async def Reserve(self, request: transfer_pb2.ReserveRequest, context: Any) -> transfer_pb2.ReserveReply:
+        """Of a fetch. Draining does not matter: this node has asked for it."""
+        if not request.HasField("fetch_blocks"):
+            raise BatonError(Reason.INCOMPATIBLE_NODE, "This node takes no requests from other nodes.")
+        if not request.key.request:
+            raise bad_field("key.request", "A Reserve needs the key of its fetch.")
+        return self._transfers.fetches.reserve(request, self._pair(request.header))
+
+    async def Renew(self, request: transfer_pb2.RenewRequest, context: Any) -> transfer_pb2.RenewReply:
+        renewed = self._receiver.renew(self._pair(request.header), GrantId(request.grant))
+        return transfer_pb2.RenewReply(renewed=renewed, lease_ms=self._receiver.config.lease_ms)
+
+    async def Commit(self, request: transfer_pb2.CommitRequest, context: Any) -> transfer_pb2.CommitReply:
+        """Of a fetch."""
+        return commit_reply(await self._transfers.fetches.commit(request, self._pair(request.header)))
+
+    async def Release(self, request: transfer_pb2.ReleaseRequest, context: Any) -> transfer_pb2.ReleaseReply:
+        pair = self._pair(request.header)
+        number, lowest_live = ReserveNumber(request.number), ReserveNumber(request.lowest_live)
+        await self._receiver.release(pair, number, lowest_live, in_doubt=request.writes_in_doubt)
+        return transfer_pb2.ReleaseReply()
+
+    # Served as writer.
 
     async def Revoke(self, request: transfer_pb2.RevokeRequest, context: Any) -> transfer_pb2.RevokeReply:
         receiver = check_header(request.header, own=self._own)
-        peer = self._peers.find(receiver)
+        peer = self._transfers.peers.find(receiver)
         if peer is None:
             # Given up and its links closed, or never met: nothing is written there any more, and what may still be
             # under way nobody here knows. The receiver's fence does.
             return transfer_pb2.RevokeReply(writes_in_doubt=True)
         return transfer_pb2.RevokeReply(writes_in_doubt=await peer.revoked(ReserveNumber(request.number)))
+
+    async def Fetch(self, request: transfer_pb2.FetchRequest, context: Any) -> transfer_pb2.FetchReply:
+        return await self._transfers.owner.serve(request)
+
+    def _pair(self, header: common_pb2.Header) -> Pair:
+        return Pair(receiver=self._own, writer=check_header(header, own=self._own))
+
+
+def commit_reply(committed: bool) -> transfer_pb2.CommitReply:
+    return transfer_pb2.CommitReply(committed=committed, reason="" if committed else "the grant is revoked")

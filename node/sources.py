@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from baton.log import get_log
 from baton.wire import Owner
 
@@ -30,6 +33,8 @@ FAILURES_MAX: Final = 2
 """Rounds of one gather that bring nothing."""
 SAMPLES_KEPT: Final = 16
 """How many measurements a cost remembers, about."""
+LEAST_SLOPE: Final = 0.01
+"""Of the mean cost of a unit."""
 
 
 class SourceKind(Enum):
@@ -42,19 +47,20 @@ class SourceKind(Enum):
 
 class LinearCost:
     """What so many units cost: a fixed time and a time for each, by least squares over about the last `SAMPLES_KEPT`
-    measurements. Pure."""
+    measurements and a belief. Pure.
+
+    The belief that none cost `fixed_s` weighs a fifth of one measurement, for good: it tells the two parts apart where
+    all measurements are of one size. That of the time for each weighs next to nothing once there is a measurement.
+    """
 
     def __init__(self, *, fixed_s: float, unit_s: float, units: float) -> None:
-        """What is believed before the first measurement, as two measurements: of none and of `units`."""
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
-        self._add(0.0, fixed_s)
-        self._add(units, fixed_s + unit_s * units)
+        """What is believed: of none, and of `units`."""
+        self._believed = _sums(0.0, fixed_s, 0.2) + _sums(units, fixed_s + unit_s * units, 1e-3)
+        self._sums = self._believed
 
     def measured(self, units: float, seconds: float) -> None:
         keep = 1 - 1 / SAMPLES_KEPT
-        self._weight, self._x, self._y = self._weight * keep, self._x * keep, self._y * keep
-        self._xx, self._xy = self._xx * keep, self._xy * keep
-        self._add(units, seconds)
+        self._sums = keep * (self._sums - self._believed) + self._believed + _sums(units, seconds, 1.0)
 
     def of(self, units: float) -> float:
         """Seconds for so many."""
@@ -62,21 +68,24 @@ class LinearCost:
 
     @property
     def fixed_s(self) -> float:
-        return max(0.0, (self._y - self.unit_s * self._x) / self._weight)
+        weight, x, y, _, _ = self._figures()
+        return max(0.0, (y - self.unit_s * x) / weight)
 
     @property
     def unit_s(self) -> float:
-        spread = self._weight * self._xx - self._x * self._x
-        slope = (self._weight * self._xy - self._x * self._y) / spread if spread > 0 else 0.0
+        weight, x, y, xx, xy = self._figures()
+        spread = weight * xx - x * x
+        slope = (weight * xy - x * y) / spread if spread > 0 else 0.0
         # A slope of nothing would call any amount cheap. Neither part is less than none.
-        return min(max(slope, 0.01 * self._y / self._x), self._y / self._x)
+        return min(max(slope, LEAST_SLOPE * y / x), y / x)
 
-    def _add(self, x: float, y: float) -> None:
-        self._weight += 1
-        self._x += x
-        self._y += y
-        self._xx += x * x
-        self._xy += x * y
+    def _figures(self) -> list[float]:
+        figures: list[float] = self._sums.tolist()
+        return figures
+
+
+def _sums(x: float, y: float, weight: float) -> npt.NDArray[np.float64]:
+    return weight * np.array([1.0, x, y, x * x, x * y])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,14 +186,21 @@ class Gatherer:
         self._have = have
         self._computing = computing
         self._clock = clock
-        self.sources: list[PrefixSource] = []
+        self._sources: list[PrefixSource] = []
+        self._needs_owners = True
         self._under_way: dict[bytes, asyncio.Event] = {}
         """By the digest of the first block that is being brought: prompts of the same beginning wait for it."""
         self.requests = 0
         """Prompts that are being gathered for."""
 
-    def add(self, source: PrefixSource) -> None:
-        self.sources.append(source)
+    def add(self, source: PrefixSource, *, needs_owners: bool = False) -> None:
+        """`needs_owners`: it brings nothing of a prompt without owners."""
+        self._sources.append(source)
+        self._needs_owners = self._needs_owners and needs_owners
+
+    def has_sources(self, *, owners: bool) -> bool:
+        """Whether any source may have a part of a prompt, with or without owners."""
+        return bool(self._sources) and (owners or not self._needs_owners)
 
     async def gather(self, prompt: Prefix) -> Gathered:
         """Bring what comes sooner than it is computed. Raises nothing of its own; cancelling it ends it at once."""
@@ -221,7 +237,7 @@ class Gatherer:
 
     def _best(self, prompt: Prefix, have: int) -> Offer | None:
         """The offer that saves most time, if any does."""
-        found = [source.offer(prompt, have) for source in self.sources] if have < len(prompt.chain) else []
+        found = [source.offer(prompt, have) for source in self._sources] if have < len(prompt.chain) else []
         offers = [offer for offer in found if offer is not None and offer.blocks > 0]
         best = max(offers, key=self._gain_s, default=None)
         return best if best is not None and self._gain_s(best) > 0 else None

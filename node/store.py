@@ -1,11 +1,14 @@
 """The store of one node: tiers below its region, which keep the blocks that the prefix cache gives up.
 
-Blocks go down before they are evicted: what nobody holds any more is copied to host memory by and by, and eviction
-itself stays instant. They come up, into spare blocks of the region, when a prompt that begins with them is gathered for
-(`PrefixSource`). The engine never waits for a tier.
+Blocks go down before they are evicted: what nobody holds any more is copied to host memory by and by, and from there
+to the disk when it has been used twice; eviction itself stays instant. They come up, into spare blocks of the region,
+when a prompt that begins with them is gathered for (`PrefixSource`); from the disk they come by way of host memory. The
+engine never waits for a tier.
 
 A copy down holds nothing: indexed blocks are not written to, so a copy whose block is in the index still when it ends
 has the right bytes, and any other is dropped.
+
+A tier's block is one position: of a layout with several groups, a block of the region in each.
 """
 
 from __future__ import annotations
@@ -13,9 +16,13 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Final
+from pathlib import Path
+from typing import Final, TypeVar
+
+import numpy as np
 
 from baton.config import setting
 from baton.errors import BatonError, InvalidField, Reason
@@ -23,16 +30,22 @@ from baton.ids import BlockId
 from baton.log import get_log
 from baton.runtime import Progress
 from baton.tasks import Tasks, end_task, log_failure
+from baton.wire import TierLoad
+from cachestore.admission import Admission
 from cachestore.block_manager import BlockManager
-from cachestore.holdings import Tier
+from cachestore.holdings import Holdings, Tier
 from cachestore.layout import Layout
 from cachestore.prefix_cache import Entry, IndexCursor, pack_tokens, root_digest
 from cachestore.tier_books import BlockKey, TierBooks, TierSlot, salt_digest
 from node.copiers import BlockCopier, MemoryBelow, PositionCopy, PositionPlaces, open_memory_below
-from node.regions import PoolRegion
+from node.disk_file import DiskFile, Outcome
+from node.disk_format import FileIdentity
+from node.regions import PoolRegion, on_thread
 from node.sources import LinearCost, Offer, Prefix, SourceKind
 
 log = get_log("store")
+
+_T = TypeVar("_T")
 
 PIECE_BYTES_MAX: Final = 4 << 20
 """Of one copy down: a copy up waits for one at most."""
@@ -44,13 +57,15 @@ TOGETHER_S: Final = 0.02
 """Blocks that come to be idle within this time are copied together."""
 LOOKS_MAX: Final = 512
 """Idle blocks looked at for one piece."""
-IDLE_BLOCKS_MAX: Final = 1 << 17
-"""Idle blocks that wait to be copied down; of more, those idle for longest are not."""
+WAITING_BLOCKS_MAX: Final = 1 << 17
+"""Blocks that wait to be copied down to a tier; of more, those that wait for longest are not."""
 PROMOTIONS_MAX: Final = 16
 """Prompts that blocks come up for at the same time."""
 HOST_FIXED_S: Final = 5e-4
 HOST_BYTES_PER_S: Final = 2e9
-"""What a copy up is believed to cost before the first one."""
+DISK_FIXED_S: Final = 2e-3
+DISK_BYTES_PER_S: Final = 5e8
+"""What coming up is believed to cost before the first time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +74,27 @@ class StoreConfig:
 
     host_bytes: int = setting(
         0,
-        "bytes of host memory that keep blocks beyond the region; 0: none",
+        "bytes of host memory that keep blocks beyond the region, pinned where that is on a GPU; 0: none",
         "Prompts begin as earlier ones did, whose blocks have been evicted since.",
+    )
+    disk_path: Path | None = setting(
+        None,
+        "file, folder (the file in it is called after the node) or raw block device that keeps blocks beyond host "
+        "memory, and through a restart; none: no disk",
+        "As host_bytes, where memory is too small, or a restarted node should begin warm.",
+    )
+    disk_bytes: int = setting(
+        0, "bytes of the file at disk_path, which are taken at the start", "Always with disk_path: it is the disk tier."
     )
 
     def __post_init__(self) -> None:
-        if self.host_bytes < 0:
-            raise InvalidField("host_bytes", f"is {self.host_bytes}; must be 0 (off) or more")
+        for name in ("host_bytes", "disk_bytes"):
+            if getattr(self, name) < 0:
+                raise InvalidField(name, f"is {getattr(self, name)}; must be 0 (off) or more")
+        if (self.disk_path is None) != (self.disk_bytes == 0):
+            raise InvalidField("disk_bytes", "goes with disk_path: set both, or neither")
+        if self.disk_bytes and not self.host_bytes:
+            raise InvalidField("host_bytes", "must not be 0 with disk_path: blocks go to the disk and back through it")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,26 +111,41 @@ class TierCounters:
     lost_blocks: int = 0
     """Evicted above before they were copied, or while they were."""
     refused_blocks: int = 0
-    """Not copied: no slot could be had."""
+    """Not copied, as no slot could be had, or copying failed."""
 
 
 @dataclass(slots=True, kw_only=True)
 class HostTier:
-    """Host memory, and the books of what is in it. A slot is a block of the memory below the region."""
+    """Host memory, and the books of what is in it."""
 
     memory: MemoryBelow
     books: TierBooks
     cost: LinearCost
     """Of bringing so many blocks up."""
     counters: TierCounters = field(default_factory=TierCounters)
+    kind: SourceKind = SourceKind.HOST
+
+
+@dataclass(slots=True, kw_only=True)
+class DiskTier:
+    """A file, and the books of what is in it."""
+
+    file: DiskFile
+    books: TierBooks
+    cost: LinearCost
+    admission: Admission = field(default_factory=Admission)
+    counters: TierCounters = field(default_factory=TierCounters)
+    kind: SourceKind = SourceKind.DISK
 
 
 class Store:
     """Implements `node.sources.PrefixSource`. Control thread only."""
 
-    def __init__(self, *, blocks: BlockManager, groups: int, host: HostTier) -> None:
-        """`groups` blocks of the region make a position, which is what a tier calls a block."""
+    def __init__(self, *, blocks: BlockManager, groups: int, host: HostTier, disk: DiskTier | None = None) -> None:
+        """`groups` blocks of the region make a position."""
         self.host = host
+        self.disk = disk
+        self.tiers: tuple[HostTier | DiskTier, ...] = (host,) if disk is None else (host, disk)
         self.spare: Callable[[], int] = lambda: self._ledger.available
         """How many blocks of the region may be taken for what comes up."""
         self.room_changed: Callable[[], None] = lambda: None
@@ -114,34 +158,69 @@ class Store:
         self._idle: OrderedDict[bytes, Entry] = OrderedDict()
         """Indexed blocks that nobody held when they came here, the first first."""
         self._idled = asyncio.Event()
+        self._to_disk: OrderedDict[bytes, None] = OrderedDict()
+        """Blocks in host memory that are to be written."""
+        self._admitted = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._promotions = Tasks(self._loop, log, broken="blocks did not come up")
-        self._down: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._broken = False
         """A copy has failed: nothing is copied any more."""
 
     def start(self) -> None:
-        """From now on idle blocks are copied down."""
-        assert self._down is None
-        self._cache.on_idle = self._on_idle
-        self._down = self._loop.create_task(self._copy_down(), name="store")
-        self._down.add_done_callback(log_failure)
+        """From now on idle blocks are copied down, and pins hold in every tier."""
+        assert not self._tasks
+        self._cache.on_idle, self._cache.on_pin = self._on_idle, self._on_pin
+        for work in (self._copy_down(), *(() if self.disk is None else (self._write_down(self.disk),))):
+            task = self._loop.create_task(work, name="store")
+            task.add_done_callback(log_failure)
+            self._tasks.append(task)
 
     async def stop(self) -> None:
         """Nothing is asked of it any more. Copies under way end with `close`."""
-        self._cache.on_idle = None
-        await end_task(self._down)
+        self._cache.on_idle = self._cache.on_pin = None
+        for task in self._tasks:
+            await end_task(task)
         await self._promotions.cancel()
 
     def close(self) -> None:
         """Waits for the copies under way. Comes before the end of the region above."""
+        if self.disk is not None:
+            self.disk.file.close()
         self.host.memory.close()
 
-    # Down.
+    def empty(self, tier: Tier) -> int:
+        """Forget what a tier has, but for what is pinned -> how many blocks.
+
+        Raises BatonError BAD_FIELD: there is no such tier.
+        """
+        found = {Tier.HOST: self.host, Tier.DISK: self.disk}.get(tier)
+        if found is None:
+            raise BatonError(Reason.BAD_FIELD, f"This node has no {tier.name.lower()} tier.", field="tier")
+        if isinstance(found, DiskTier):
+            slots = {key.digest: found.books.find(key.digest) for key in found.books.stored_keys()}
+            count = found.books.clear()
+            gone = [slot for digest, slot in slots.items() if slot is not None and not found.books.known(digest)]
+            if len(gone) == len(slots):
+                found.file.start_empty()
+            else:
+                found.file.erase(gone)
+            return count
+        return found.books.clear()
+
+    # Down to host memory.
+
+    def _on_pin(self, chain: Sequence[bytes], pinned: bool) -> None:
+        for tier in self.tiers:
+            (tier.books.pin if pinned else tier.books.unpin)(chain)
+        if pinned:
+            self._admit(chain)
 
     def _on_idle(self, entry: Entry) -> None:
+        if self.disk is not None:
+            self.disk.admission.use((entry.digest,))
         self._idle[entry.digest] = entry
-        if len(self._idle) > IDLE_BLOCKS_MAX:
+        if len(self._idle) > WAITING_BLOCKS_MAX:
             self._idle.popitem(last=False)
         self._idled.set()
 
@@ -160,23 +239,28 @@ class Store:
         pairs = self._next_piece()
         if not pairs:
             return False
-        device, slots = [block for entry, _ in pairs for block in entry.blocks], [slot for _, slot in pairs]
+        books, counters = self.host.books, self.host.counters
+        device = [block for entry, _ in pairs for block in entry.blocks]
+        slots = [slot for _, slot in pairs]
         ended = await self._copy(out=True, device=device, slots=slots)
         for entry, slot in pairs:
             if ended and entry.alive:
-                self.host.books.stored(slot)
-                self.host.counters.stored_blocks += 1
+                books.stored(slot)
+                counters.stored_blocks += 1
             else:
-                self.host.books.dropped(slot)
-                self.host.counters.lost_blocks += 1
+                books.dropped(slot)
+                counters.lost_blocks += 1
+        self._admit([entry.digest for entry, _ in pairs])
         return True
 
     def _next_piece(self) -> list[tuple[Entry, TierSlot]]:
-        books, found = self.host.books, []
+        books = self.host.books
+        found: list[tuple[Entry, TierSlot]] = []
         piece_max = max(1, min(PIECE_BLOCKS_MAX, PIECE_BYTES_MAX // books.block_bytes))
         for _ in range(min(LOOKS_MAX, len(self._idle))):
-            _, entry = self._idle.popitem(last=False)
-            if books.known(entry.digest):
+            digest, entry = self._idle.popitem(last=False)
+            if books.known(digest):
+                self._admit((digest,))
                 continue
             if not entry.alive:
                 self.host.counters.lost_blocks += 1
@@ -200,27 +284,95 @@ class Store:
             depth=entry.depth - 1,
         )
 
+    # Down to the disk.
+
+    def _admit(self, digests: Sequence[bytes]) -> None:
+        """To be written, those that are in host memory, not on disk, and worth it."""
+        disk = self.disk
+        if disk is None or not disk.file.writable:
+            return
+        for digest in digests:
+            worth = disk.admission.admits(digest) or disk.books.pinned(digest)
+            if worth and not disk.books.known(digest) and self.host.books.find(digest) is not None:
+                self._to_disk[digest] = None
+                self._admitted.set()
+        while len(self._to_disk) > WAITING_BLOCKS_MAX:
+            self._to_disk.popitem(last=False)
+
+    async def _write_down(self, disk: DiskTier) -> None:
+        while True:
+            await self._admitted.wait()
+            await asyncio.sleep(TOGETHER_S)
+            self._admitted.clear()
+            while self._to_disk:
+                began_s = self._loop.time()
+                await self._write_piece_down(disk)
+                await asyncio.sleep(self._loop.time() - began_s)
+
+    async def _write_piece_down(self, disk: DiskTier) -> None:
+        books = self.host.books
+        found: list[tuple[BlockKey, TierSlot, TierSlot]] = []
+        piece_max = max(1, min(PIECE_BLOCKS_MAX, PIECE_BYTES_MAX // books.block_bytes, disk.file.room))
+        while self._to_disk and len(found) < piece_max:
+            digest, _ = self._to_disk.popitem(last=False)
+            source = books.find(digest)
+            if source is None:
+                disk.counters.lost_blocks += 1
+                continue
+            key = books.key_of(source)
+            slot = disk.books.begin_store(key)
+            if slot is None:
+                disk.counters.refused_blocks += not disk.books.known(digest)
+                continue
+            found.append((key, source, slot))
+        if not found:
+            return
+        sources = [source for _, source, _ in found]
+        books.begin_load(sources, use=False)
+        ended: asyncio.Future[Sequence[Outcome]] = self._loop.create_future()
+        disk.file.start_store(
+            self.host.memory.region.array_U8,
+            [slot for _, _, slot in found],
+            [key for key, _, _ in found],
+            self._record_at(sources),
+            partial(_set_result, ended),
+        )
+        outcomes = await ended
+        books.end_load(sources)
+        for (_, _, slot), outcome in zip(found, outcomes, strict=True):
+            if outcome is Outcome.DONE:
+                disk.books.stored(slot)
+                disk.counters.stored_blocks += 1
+            else:
+                disk.books.dropped(slot)
+                disk.counters.refused_blocks += 1
+
+    def _record_at(self, slots: Sequence[TierSlot]) -> np.ndarray:
+        """Where a block begins in host memory, for the file: there it is one record."""
+        return np.asarray(slots, dtype=np.int64)[:, None] * self.host.books.block_bytes
+
     # Up: PrefixSource.
 
     def offer(self, prompt: Prefix, have_blocks: int) -> Offer | None:
-        """See `PrefixSource.offer`."""
+        """See `PrefixSource.offer`. The blocks of one tier, up to the first that it has not."""
         if self._broken or len(self._promotions) >= PROMOTIONS_MAX:
             return None
-        host = self.host
-        found = host.books.match(list(self._known_keys(host.books, prompt, have_blocks)))
-        count = min(len(found), self.spare() // self._groups)
-        if count <= 0:
-            return None
-        return Offer(
-            source=self,
-            kind=SourceKind.HOST,
-            prompt=prompt,
-            have_blocks=have_blocks,
-            blocks=count,
-            fixed_s=host.cost.fixed_s,
-            block_s=host.cost.unit_s,
-            block_bytes=host.books.block_bytes,
-        )
+        for tier in self.tiers:
+            if isinstance(tier, DiskTier) and not tier.file.readable:
+                continue
+            count = min(len(self._match(tier, prompt, have_blocks)), self.spare() // self._groups)
+            if count > 0:
+                return Offer(
+                    source=self,
+                    kind=tier.kind,
+                    prompt=prompt,
+                    have_blocks=have_blocks,
+                    blocks=count,
+                    fixed_s=tier.cost.fixed_s,
+                    block_s=tier.cost.unit_s,
+                    block_bytes=tier.books.block_bytes,
+                )
+        return None
 
     async def bring(self, offer: Offer) -> int:
         """See `PrefixSource.bring`. A cancelled one goes on by itself: its copies own their blocks until they end."""
@@ -230,16 +382,17 @@ class Store:
 
     async def _bring(self, offer: Offer, brought: asyncio.Future[int]) -> None:
         try:
-            brought.set_result(await self._bring_from_host(offer))
+            brought.set_result(await self._bring_up(offer))
         finally:
             if not brought.done():
                 brought.set_result(0)
 
-    async def _bring_from_host(self, offer: Offer) -> int:
-        prompt, tier, began_s = offer.prompt, self.host, self._loop.time()
-        groups = self._groups
+    async def _bring_up(self, offer: Offer) -> int:
+        """Hold what is before, copy into blocks of the region, index, let go -> how many came."""
+        prompt, groups, began_s = offer.prompt, self._groups, self._loop.time()
+        tier = next(tier for tier in self.tiers if tier.kind is offer.kind)
         before = self._cache.match(prompt.tokens, prompt.salt, offer.have_blocks * groups)
-        slots = tier.books.match(list(self._known_keys(tier.books, prompt, offer.have_blocks)))[: offer.blocks]
+        slots = self._match(tier, prompt, offer.have_blocks)[: offer.blocks]
         self._ledger.hold(before)
         room = max(0, min(self.spare(), self._ledger.available)) // groups
         del slots[room if len(before) == offer.have_blocks * groups else 0 :]
@@ -248,29 +401,73 @@ class Store:
             return 0
         new = self._blocks.allocate(len(slots) * groups)
         tier.books.begin_load(slots)
-        ended = False
-        try:
-            ended = await self._copy(out=False, device=new, slots=slots)
-        finally:
-            # Where this is cancelled the node ends, and nobody needs the blocks.
-            tier.books.end_load(slots)
+        pieces = []
+        for first in range(0, len(slots), PIECE_BLOCKS_MAX):
+            end = first + PIECE_BLOCKS_MAX
+            up = self._read_up if isinstance(tier, DiskTier) else self._copy_up
+            pieces.append(up(new[first * groups : end * groups], slots[first:end]))
+        counts = await asyncio.gather(*pieces)
+        tier.books.end_load(slots)
+        came = 0
+        for count, first in zip(counts, range(0, len(slots), PIECE_BLOCKS_MAX), strict=True):
+            came += count if came == first else 0
         table = [*before, *new]
-        if ended:
-            self._cache.index(prompt.tokens, table, self._blocks.tokens_in(len(table)), prompt.salt, IndexCursor())
+        if came:
+            tokens = (offer.have_blocks + came) * self._cache.block_size
+            self._cache.index(prompt.tokens, table, tokens, prompt.salt, IndexCursor())
             took_s = self._loop.time() - began_s
-            tier.cost.measured(len(slots), took_s)
-            tier.counters.hit_blocks += len(slots)
+            tier.cost.measured(came, took_s)
+            tier.counters.hit_blocks += came
             tier.counters.promotions += 1
             tier.counters.promotion_s += took_s
         self._release(table)
-        return len(slots) if ended else 0
+        return came
+
+    async def _copy_up(self, device: Sequence[BlockId], slots: Sequence[TierSlot]) -> int:
+        """-> how many leading blocks came."""
+        return len(slots) if await self._copy(out=False, device=device, slots=slots) else 0
+
+    async def _read_up(self, device: Sequence[BlockId], slots: Sequence[TierSlot]) -> int:
+        """From the disk into host memory, where they stay, and on -> how many leading blocks came."""
+        disk, books = self.disk, self.host.books
+        assert disk is not None
+        staged: list[TierSlot] = []
+        for slot in slots[: disk.file.room]:
+            place = books.begin_store(disk.books.key_of(slot))
+            if place is None:
+                break
+            staged.append(place)
+        if not staged:
+            return 0
+        ended: asyncio.Future[Sequence[Outcome]] = self._loop.create_future()
+        region_U8 = self.host.memory.region.array_U8
+        disk.file.start_load(region_U8, slots[: len(staged)], self._record_at(staged), partial(_set_result, ended))
+        outcomes = await ended
+        for slot, place, outcome in zip(slots, staged, outcomes, strict=False):
+            if outcome is Outcome.DONE:
+                books.stored(place)
+                continue
+            books.dropped(place)
+            if outcome is Outcome.CORRUPT and disk.books.find(disk.books.key_of(slot).digest) == slot:
+                disk.books.dropped(slot)
+                disk.file.erase([slot])
+        good = next((i for i, outcome in enumerate(outcomes) if outcome is not Outcome.DONE), len(staged))
+        if good == 0:
+            return 0
+        books.begin_load(staged[:good])
+        came = await self._copy_up(device[: good * self._groups], staged[:good])
+        books.end_load(staged[:good])
+        return came
 
     def _release(self, table: Sequence[BlockId]) -> None:
         self._blocks.release(table)
         self.room_changed()
 
+    def _match(self, tier: HostTier | DiskTier, prompt: Prefix, first: int) -> list[TierSlot]:
+        """Slots of the prompt's blocks from `first` on, up to the first that the tier has not."""
+        return tier.books.match(list(self._known_keys(tier.books, prompt, first)))
+
     def _known_keys(self, books: TierBooks, prompt: Prefix, first: int) -> Iterator[BlockKey]:
-        """Of the prompt's blocks from `first` on, as far as the books know their digests."""
         root, salt = _salted(self._cache.kv_root, prompt.salt)
         size = self._cache.block_size
         for depth in range(first, len(prompt.chain)):
@@ -288,41 +485,68 @@ class Store:
 
     async def _copy(self, *, out: bool, device: Sequence[BlockId], slots: Sequence[TierSlot]) -> bool:
         """`device` is a piece of a block table. False: a copy has failed, and nothing is copied from now on."""
-        pieces, groups = [], self._groups
-        for first in range(0, len(slots), PIECE_BLOCKS_MAX):
-            end = first + PIECE_BLOCKS_MAX
-            copy = PositionCopy(
-                out=out, device=tuple(device[first * groups : end * groups]), host=tuple(slots[first:end])
-            )
-            ended: asyncio.Future[BaseException | None] = self._loop.create_future()
-            self._copier.start(copy, partial(_set_result, ended))
-            pieces.append(ended)
-        errors = [error for error in [await ended for ended in pieces] if error is not None]
-        if errors and not self._broken:
+        ended: asyncio.Future[BaseException | None] = self._loop.create_future()
+        copy = PositionCopy(out=out, device=tuple(device), host=tuple(slots))
+        self._copier.start(copy, partial(_set_result, ended))
+        error = await ended
+        if error is not None and not self._broken:
             self._broken = True
-            log.error("the store is off: blocks cannot be copied", exc_info=errors[0])
-        return not errors
+            log.error("the store is off: blocks cannot be copied", exc_info=error)
+        return error is None
 
     # For people.
 
     def describe(self) -> str:
+        """In a line."""
         books = self.host.books
-        return f"{self.host.memory.describe()} for {books.num_slots:,} blocks"
+        text = f"{self.host.memory.describe()} for {books.num_slots:,} blocks"
+        return text if self.disk is None else f"{text}; {self.disk.file.describe()}"
+
+    def loads(self) -> list[TierLoad]:
+        """Of its tiers, the upper one first."""
+        return [
+            TierLoad(
+                tier=tier.kind.value,
+                blocks=tier.books.blocks,
+                blocks_max=tier.books.num_slots,
+                block_bytes=tier.books.block_bytes,
+                blocks_pinned=tier.books.pinned_blocks,
+                blocks_hit=tier.counters.hit_blocks,
+                blocks_stored=tier.counters.stored_blocks,
+                blocks_evicted=tier.books.evicted,
+                blocks_evicted_unused=tier.books.evicted_unused,
+                blocks_lost=tier.counters.lost_blocks,
+                blocks_refused=tier.counters.refused_blocks,
+                promotions=tier.counters.promotions,
+                promotion_s=tier.counters.promotion_s,
+            )
+            for tier in self.tiers
+        ]
 
     def check(self) -> None:
         """Raises ConservationError."""
-        self.host.books.check()
+        for tier in self.tiers:
+            tier.books.check()
 
 
-def _set_result(ended: asyncio.Future[BaseException | None], error: BaseException | None) -> None:
+def _set_result(ended: asyncio.Future[_T], result: _T) -> None:
     if not ended.done():  # whoever waits may have been cancelled
-        ended.set_result(error)
+        ended.set_result(result)
 
 
 @lru_cache(maxsize=1024)
 def _salted(kv_root: bytes, salt: bytes) -> tuple[bytes, bytes]:
     """Where the chains of this salt begin, and its digest."""
     return root_digest(kv_root, salt), salt_digest(salt)
+
+
+def _books(num_slots: int, block_bytes: int, holdings: Holdings, tier: Tier) -> TierBooks:
+    return TierBooks(
+        num_slots,
+        block_bytes,
+        on_added=lambda digest: holdings.added(digest, tier),
+        on_removed=lambda digest: holdings.removed(digest, tier),
+    )
 
 
 async def open_store(
@@ -334,11 +558,11 @@ async def open_store(
     name: str,
     progress: Progress,
 ) -> Store:
-    """Make the tiers. `below` is the pool's region.
+    """Make the tiers, and find out what an earlier process has left on disk. `below` is the pool's region.
 
-    Raises BatonError BAD_CONFIG: there is too little memory, or it cannot be pinned.
+    Raises BatonError BAD_CONFIG: there is too little memory, or it cannot be pinned, or the disk cannot be used.
     """
-    block_bytes = layout.position_bytes
+    block_bytes, holdings = layout.position_bytes, blocks.prefix_cache.holdings
     num_slots = config.host_bytes // block_bytes
     if num_slots == 0:
         raise BatonError(
@@ -349,13 +573,46 @@ async def open_store(
     places = PositionPlaces(
         layout=layout, device_blocks=blocks.ledger.num_blocks, slots=num_slots, slot_bytes=block_bytes
     )
-    memory = await open_memory_below(below, places, name=f"{name}-store", field="store.host_bytes", progress=progress)
-    cost = LinearCost(fixed_s=HOST_FIXED_S, unit_s=block_bytes / HOST_BYTES_PER_S, units=PIECE_BLOCKS_MAX)
-    holdings = blocks.prefix_cache.holdings
-    books = TierBooks(
-        num_slots,
-        block_bytes,
-        on_added=lambda digest: holdings.added(digest, Tier.HOST),
-        on_removed=lambda digest: holdings.removed(digest, Tier.HOST),
+    with ExitStack() as opened:
+        disk = None
+        if config.disk_path is not None:
+            disk = await _open_disk(config, layout=layout, blocks=blocks, name=name, progress=progress)
+            opened.callback(disk.file.close)
+        memory = await open_memory_below(
+            below, places, name=f"{name}-store", field="store.host_bytes", progress=progress
+        )
+        opened.pop_all()
+    host = HostTier(
+        memory=memory,
+        books=_books(num_slots, block_bytes, holdings, Tier.HOST),
+        cost=LinearCost(fixed_s=HOST_FIXED_S, unit_s=block_bytes / HOST_BYTES_PER_S, units=PIECE_BLOCKS_MAX),
     )
-    return Store(blocks=blocks, groups=layout.num_groups, host=HostTier(memory=memory, books=books, cost=cost))
+    return Store(blocks=blocks, groups=layout.num_groups, host=host, disk=disk)
+
+
+async def _open_disk(
+    config: StoreConfig, *, layout: Layout, blocks: BlockManager, name: str, progress: Progress
+) -> DiskTier:
+    path = config.disk_path
+    assert path is not None
+    identity = FileIdentity(
+        kv_root=blocks.prefix_cache.kv_root,
+        layout_hash=layout.compatibility_hash(),
+        block_bytes=layout.position_bytes,
+        block_tokens=layout.block_size,
+    )
+    progress("reading the disk tier", 0, config.disk_bytes)
+    file = await on_thread(
+        partial(
+            DiskFile.open,
+            path / f"{name}.kv" if path.is_dir() else path,
+            bytes_max=config.disk_bytes,
+            identity=identity,
+            record_nbytes=[layout.position_bytes],
+        )
+    )
+    books = _books(file.num_slots, layout.position_bytes, blocks.prefix_cache.holdings, Tier.DISK)
+    file.restore(books)
+    progress("reading the disk tier", config.disk_bytes, config.disk_bytes)
+    cost = LinearCost(fixed_s=DISK_FIXED_S, unit_s=layout.position_bytes / DISK_BYTES_PER_S, units=PIECE_BLOCKS_MAX)
+    return DiskTier(file=file, books=books, cost=cost)

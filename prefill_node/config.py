@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from baton.config import fixed, setting
 from baton.errors import InvalidField, check_positive
 from kvtransfer.transport import RegionKind
-from node.config import WriterNodeConfig
+from node.config import NodeConfig
 from node.regions import region_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillConfig(WriterNodeConfig):
+class PrefillConfig(NodeConfig):
     queue_max: int = setting(
         256,
         "requests that wait for a place in the engine; as many again that are resumed wait ahead of them",
@@ -29,7 +29,7 @@ class PrefillConfig(WriterNodeConfig):
     """How long routers get a measured rate; afterwards it is unknown."""
 
     def __post_init__(self) -> None:
-        WriterNodeConfig.__post_init__(self)
+        NodeConfig.__post_init__(self)
         if self.writer.checksum_fraction and region_kind(self.engine) is RegionKind.DEVICE:
             raise InvalidField(
                 "writer.checksum_fraction",

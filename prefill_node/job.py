@@ -198,32 +198,30 @@ def prompt_sources(job: Job, *, block_size: int) -> common_pb2.PromptSources:
     )
 
 
-def first_token_event(job: Job, first: TokenEvent, *, block_size: int) -> prefill_pb2.PrefillEvent:
+def first_token(job: Job, first: TokenEvent, *, block_size: int) -> prefill_pb2.FirstToken:
     assert job.seq is not None and first.token is not None
-    event = prefill_pb2.FirstToken(
+    message = prefill_pb2.FirstToken(
         token=first.token,
         prompt_tokens_cached=job.seq.cached_tokens,
         logprobs=logprobs_to_proto(first.logprobs),
         sources=prompt_sources(job, block_size=block_size),
     )
     if first.finish is not None:
-        event.finish = FINISH_TO_PROTO[first.finish]
-    return prefill_pb2.PrefillEvent(first_token=event)
+        message.finish = FINISH_TO_PROTO[first.finish]
+    return message
 
 
-def handed_off_event(job: Job, *, layout: Layout, now_s: float) -> prefill_pb2.PrefillEvent:
+def handed_off(job: Job, *, layout: Layout, now_s: float) -> prefill_pb2.HandedOff:
     if job.handoff is None:
-        return prefill_pb2.PrefillEvent(handed_off=prefill_pb2.HandedOff(transport=LOCAL_TRANSPORT))
+        return prefill_pb2.HandedOff(transport=LOCAL_TRANSPORT)
     handoff, transport = job.handoff, job.handoff.peer.link.transport
-    return prefill_pb2.PrefillEvent(
-        handed_off=prefill_pb2.HandedOff(
-            transport=transport.value if transport is not None else "",
-            # A position counts once, however many layer groups have a block for it.
-            blocks_written=handoff.writes // layout.num_layers,
-            blocks_skipped=handoff.prefix_skip // layout.num_groups,
-            bytes_written=handoff.bytes_written,
-            handoff_exposed_ms=(now_s - job.computed_s) * 1000,
-        )
+    return prefill_pb2.HandedOff(
+        transport=transport.value if transport is not None else "",
+        # A position counts once, however many layer groups have a block for it.
+        blocks_written=handoff.writes // layout.num_layers,
+        blocks_skipped=handoff.prefix_skip // layout.num_groups,
+        bytes_written=handoff.bytes_written,
+        handoff_exposed_ms=(now_s - job.computed_s) * 1000,
     )
 
 

@@ -10,11 +10,10 @@ from batonpb import node_pb2, prefill_pb2_grpc, transfer_pb2_grpc
 from baton.runtime import NodeRuntime
 from baton.wire import Role
 from node.main import Serving, serve_node
-from node.peers import Peers
 from node.pool import DevicePool, RegionTransports
-from node.service import WriterService
+from node.service import TransferService
+from node.transfers import Transfers
 from prefill_node.config import PrefillConfig
-from prefill_node.job import LocalRunner
 from prefill_node.node import PrefillNode, PrefillService
 
 
@@ -24,7 +23,7 @@ async def serve(config: PrefillConfig, **serving: Unpack[Serving]) -> None:
 
 
 class PrefillHalf:
-    """A prefill node, or that part of a mixed one, with its writers. Implements node.main.Half."""
+    """A prefill node, or that part of a mixed one. Implements node.main.Half."""
 
     def __init__(
         self,
@@ -33,33 +32,34 @@ class PrefillHalf:
         pool: DevicePool,
         transports: RegionTransports,
         opened: AsyncExitStack,
-        *,
-        local: LocalRunner | None = None,
     ) -> None:
-        """See `PrefillNode` for `local`."""
         self._runtime = runtime
-        self.peers = Peers(runtime=runtime, config=config, pool=pool, transports=transports)
-        opened.push_async_callback(self.peers.close)
-        self.node = PrefillNode(config=config, pool=pool, peers=self.peers, local=local)
+        self.transfers = Transfers(runtime=runtime, config=config, pool=pool, transports=transports, opened=opened)
+        self.node = PrefillNode(config=config, pool=pool, transfers=self.transfers)
+        self.transfers.room_changed = self.node.look_again
 
     def open(self) -> None:
-        self.add_prefill_service()
-        writer = WriterService(self._runtime.incarnation, self.peers)
-        self._runtime.server.add("baton.v1.Transfer", transfer_pb2_grpc.add_TransferServicer_to_server, writer)
-
-    def add_prefill_service(self) -> None:
-        service = PrefillService(self.node, self._runtime)
-        self._runtime.server.add("baton.v1.Prefill", prefill_pb2_grpc.add_PrefillServicer_to_server, service)
+        self.transfers.open()
+        server = self._runtime.server
+        transfer = TransferService(self.transfers, self._runtime)
+        server.add("baton.v1.Transfer", transfer_pb2_grpc.add_TransferServicer_to_server, transfer)
+        add_prefill_service(self.node, self._runtime)
 
     def follow_directory(self) -> None:
-        self.peers.follow_directory()
+        self.transfers.follow_directory()
 
     def upkeep(self) -> None:
-        self.node.decode_nodes.upkeep()
-        self.peers.upkeep()
+        self.node.upkeep()
+        self.transfers.upkeep()
 
     def add_status(self, message: node_pb2.NodeStatus) -> None:
-        self.peers.add_status(message)
+        self.transfers.add_status(message)
 
     async def end_requests(self) -> None:
         """They end with their calls."""
+        self.transfers.end_streams()
+
+
+def add_prefill_service(node: PrefillNode, runtime: NodeRuntime) -> None:
+    service = PrefillService(node, runtime)
+    runtime.server.add("baton.v1.Prefill", prefill_pb2_grpc.add_PrefillServicer_to_server, service)

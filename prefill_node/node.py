@@ -37,9 +37,9 @@ from engine.types import (
 )
 from kvtransfer.protocol.writer import HandoffEnd
 from kvtransfer.writer import Handoff, Metadata, StepWrites
-from node.peers import Peers
 from node.pool import DevicePool
 from node.sources import Gatherer, LinearCost, Prefix
+from node.transfers import Transfers
 from prefill_node.config import PrefillConfig
 from prefill_node.decode_nodes import DecodeNodes
 from prefill_node.job import (
@@ -47,9 +47,9 @@ from prefill_node.job import (
     Job,
     LocalRunner,
     check_fits,
-    first_token_event,
+    first_token,
     granted_event,
-    handed_off_event,
+    handed_off,
     handoff_failed,
     no_room,
 )
@@ -70,7 +70,7 @@ class PrefillNode:
     """State of one prefill node; control thread only. Implements node.engine_loop.StepHost."""
 
     def __init__(
-        self, *, config: PrefillConfig, pool: DevicePool, peers: Peers, local: LocalRunner | None = None
+        self, *, config: PrefillConfig, pool: DevicePool, transfers: Transfers, local: LocalRunner | None = None
     ) -> None:
         """`local` is the other half of a mixed node."""
         self.config = config
@@ -78,7 +78,8 @@ class PrefillNode:
         self.ledger = pool.ledger
         self._engine = pool.engine
         self._blocks = pool.blocks
-        self._peers = peers
+        self._transfers = transfers
+        self._peers = peers = transfers.peers
         self.decode_nodes = DecodeNodes(config=config, pool=pool, peers=peers)
         self._loop = asyncio.get_running_loop()
         self._local = local
@@ -97,6 +98,8 @@ class PrefillNode:
             pool.store.spare = lambda: self.spare_blocks
             pool.store.room_changed = self.look_again
             self.gatherer.add(pool.store)
+        transfers.fetches.spare = lambda: self.spare_blocks
+        self.gatherer.add(transfers.fetches, needs_owners=True)
 
     async def prefill(
         self, request: prefill_pb2.PrefillRequest, *, deadline_s: float, metadata: Metadata
@@ -120,12 +123,18 @@ class PrefillNode:
             first = await self._first_token(job)
             if job.local:
                 self._commit_here(job)
-            yield first_token_event(job, first, block_size=self._blocks.block_size)
-            if first.finish is None and job.needs_decode:
+            token = first_token(job, first, block_size=self._blocks.block_size)
+            hands_off = first.finish is None and job.needs_decode
+            if not (hands_off and request.whole):
+                yield prefill_pb2.PrefillEvent(first_token=token)
+            if hands_off:
                 if job.handoff is not None:
                     await self._commit(job.handoff)
                 job.over = True
-                yield handed_off_event(job, layout=self.pool.layout, now_s=self._loop.time())
+                done = handed_off(job, layout=self.pool.layout, now_s=self._loop.time())
+                if request.whole:
+                    done.first_token.CopyFrom(token)
+                yield prefill_pb2.PrefillEvent(handed_off=done)
             job.over = True
         except BatonError:
             job.failed = True
@@ -153,7 +162,7 @@ class PrefillNode:
 
     async def _gather(self, job: Job) -> None:
         """Bring leading blocks from tiers and other nodes, as far as they come sooner than they are computed."""
-        if not self.gatherer.sources:
+        if not self.gatherer.has_sources(owners=bool(job.request.owners)):
             return
         self._gathering[job.key] = job
         try:
@@ -389,10 +398,10 @@ class PrefillNode:
         if isinstance(sink, StepSink):
             for writes in sink.writes:
                 writes.finish()
-            now_s = self._loop.time()
+            began_s, now_s = max(sink.began_s, self._rate.ended_s), self._loop.time()
             self._rate.step_ended(sink.tokens, began_s=sink.began_s, now_s=now_s)
             if sink.tokens:
-                self._computing.measured(sink.tokens, now_s - sink.began_s)
+                self._computing.measured(sink.tokens, now_s - began_s)
         for event in events:
             self._left_engine(event)
         self._admit()  # the queue may wait for the blocks of those that left
@@ -435,6 +444,10 @@ class PrefillNode:
 
     # Upkeep.
 
+    def upkeep(self) -> None:
+        """Called every second."""
+        self.decode_nodes.upkeep()
+
     @property
     def requests(self) -> int:
         return len(self._gathering) + len(self._queue) + len(self._admitted)
@@ -451,7 +464,7 @@ class PrefillNode:
         )
 
     def holds(self) -> Holdings:
-        return dataclasses.replace(self._peers.holds(), requests=self.requests)
+        return dataclasses.replace(self._transfers.holds(), requests=self.requests)
 
     def _tokens_left(self, jobs: Iterable[Job]) -> int:
         """Tokens left to compute for these requests, in this order: without cached and computed ones, and with a shared

@@ -37,7 +37,8 @@ class PrefillRate:
         self._tokens_per_step_max = tokens_per_step_max
         self._age_s_max = age_ms_max / 1000
         self._measured_s = 0.0
-        self._ended_s = 0.0
+        self.ended_s = 0.0
+        """When the last step ended."""
         self.last_per_s = 0.0
         """Tokens a second by the last measurement, however old; 0 before the first."""
 
@@ -47,7 +48,7 @@ class PrefillRate:
         A step that was launched behind another one counts from the end of that. Steps that fill less than half their
         budget do not count: they take nearly as long, and would make the node look slow.
         """
-        ended_before_s, self._ended_s = self._ended_s, now_s
+        ended_before_s, self.ended_s = self.ended_s, now_s
         if 2 * tokens < self._tokens_per_step_max:
             return
         per_s = tokens / max(now_s - max(began_s, ended_before_s), 1e-6)

@@ -187,11 +187,6 @@ class RouterConfig(ProcessConfig):
     """How long one cancel call to a node may take."""
     cancel_tries_max: int = fixed(3)
     """Cancel calls before the node is left to its timers."""
-    prefix_blocks_max: int = setting(
-        65_536,
-        "prompt blocks remembered for each prefill node, to send requests where their prefix is cached",
-        "Nodes cache more blocks than this. Each takes about 100 bytes here.",
-    )
     pinned_prefixes: tuple[PinnedPrefix, ...] = setting(
         (),
         "prefixes that nodes keep cached: JSON; in the file [[router.pinned_prefixes]]",

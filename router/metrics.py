@@ -31,6 +31,14 @@ E2E_BUCKETS_S: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 HANDOFF_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5)
 BLOCK_CLASSES: Final = tuple(each.name for each in fields(BlockLoad) if each.name not in ("promised", "pinned"))
 ATTACH_OUTCOMES: Final = ("taken", "computed_again", "refused")
+PROMPT_SOURCES: Final = {
+    "computed": "computed",
+    "device": "cached_device",
+    "host": "cached_host",
+    "disk": "cached_disk",
+    "peer": "fetched",
+}
+"""Labels, by the fields of PromptSources."""
 _NODE_ROLES: Final = (Role.PREFILL, Role.DECODE, Role.MIXED)
 _OUTCOMES: Final = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
 
@@ -104,6 +112,16 @@ CACHED_TOKENS: Final = Figure(name="baton_prefix_hit_tokens", text="Of these, to
 SKIPPED_TOKENS: Final = Figure(
     name="baton_prefix_skipped_tokens", text="Of these, tokens never sent: the decode node had them cached."
 )
+SOURCE_TOKENS: Final = Figure(
+    name="baton_prompt_tokens_by_source",
+    text="Tokens of prompts answered, by where their KV came from: computed, device, host, disk, or peer.",
+    labels=("source",),
+)
+SOURCE_REQUESTS: Final = Figure(
+    name="baton_requests_by_source",
+    text="Requests answered that had at least one token from there, by source.",
+    labels=("source",),
+)
 OUTPUT_TOKENS: Final = Figure(name="baton_output_tokens", text="Tokens of answers.")
 KEPT: Final = Figure(name="baton_requests_local", text="Requests that a mixed node ran without a handoff.")
 LOOP_LAG_S: Final = Figure(
@@ -132,7 +150,8 @@ _FIGURES: Final = {
     each.name: each
     for each in (
         REQUESTS, RESUMPTIONS, ATTACHES, CORRUPT, QUEUED, IN_LINE, LINE_S, RUNNING, TTFT_S, ITL_S, E2E_S, PROMPT_TOKENS,
-        CACHED_TOKENS, SKIPPED_TOKENS, OUTPUT_TOKENS, KEPT, LOOP_LAG_S, TRANSFER_BYTES, BLOCKS_WRITTEN, BLOCKS_SKIPPED,
+        CACHED_TOKENS, SKIPPED_TOKENS, SOURCE_TOKENS,
+        SOURCE_REQUESTS, OUTPUT_TOKENS, KEPT, LOOP_LAG_S, TRANSFER_BYTES, BLOCKS_WRITTEN, BLOCKS_SKIPPED,
         TRANSFER_S, CONNECTIONS_REFUSED, CONNECTIONS_ENDED,
     )
 }  # fmt: skip
@@ -264,6 +283,10 @@ class _Observed(ObservedRequest):
         figures.add(PROMPT_TOKENS, by=stats.prompt_tokens)
         figures.add(CACHED_TOKENS, by=stats.prompt_tokens_cached)
         figures.add(SKIPPED_TOKENS, by=stats.prompt_tokens_skipped)
+        for source, field in PROMPT_SOURCES.items():
+            tokens = getattr(stats.sources, field)
+            figures.add(SOURCE_TOKENS, source, by=tokens)
+            figures.add(SOURCE_REQUESTS, source, by=tokens > 0)
         figures.add(OUTPUT_TOKENS, by=stats.output_tokens)
         transport = stats.transport
         if transport == LOCAL_TRANSPORT:
@@ -345,6 +368,21 @@ class _NodeCollector(Collector):
             "transports_given_up",
             "Transports that the node no longer offers to some peer because they kept failing, over its peers.",
         )
+        tier_bytes = _family(
+            "tier_bytes", "Of a tier of the node's cache: KV cached there, and the room.", "tier", "what"
+        )
+        tier_moved = _family(
+            "tier_moved_bytes", "KV copied down to a tier, and up from it, since the node's start.", "tier", "way"
+        )
+        tier_blocks = _family(
+            "tier_blocks",
+            "Blocks of a tier since the node's start: hit by prompts; evicted, and of these unused; lost above before "
+            "they were copied down; refused.",
+            "tier",
+            "what",
+        )
+        promotions = _family("tier_promotions", "Times that blocks came up from a tier for a prompt.", "tier")
+        promotion_s = _family("tier_promotion_seconds", "How long all of these took together.", "tier")
         lag = _family(
             "control_loop_lag_seconds", "The longest that the node's control thread was late in the last 30 s or more."
         )
@@ -362,10 +400,24 @@ class _NodeCollector(Collector):
             host.add_metric([*labels, "free"], load.host_blocks_free)
             swapped_out.add_metric(labels, load.swapped_out_requests)
             given_up.add_metric(labels, load.transports_given_up)
+            for tier in load.tiers:
+                of = [*labels, tier.tier]
+                tier_bytes.add_metric([*of, "cached"], tier.blocks * tier.block_bytes)
+                tier_bytes.add_metric([*of, "max"], tier.blocks_max * tier.block_bytes)
+                tier_blocks.add_metric([*of, "hit"], tier.blocks_hit)
+                if tier.tier == "device":
+                    continue
+                tier_moved.add_metric([*of, "down"], tier.blocks_stored * tier.block_bytes)
+                tier_moved.add_metric([*of, "up"], tier.blocks_hit * tier.block_bytes)
+                for what in ("evicted", "evicted_unused", "lost", "refused"):
+                    tier_blocks.add_metric([*of, what], getattr(tier, f"blocks_{what}"))
+                promotions.add_metric(of, tier.promotions)
+                promotion_s.add_metric(of, tier.promotion_s)
             lag.add_metric(labels, load.control_loop_lag_ms_max / 1000)
         for (role, state), count in counts.items():
             there.add_metric([role.name.lower(), state.name.lower()], count)
         yield from (there, requests, blocks, pinned, host, swapped_out, given_up, lag)
+        yield from (tier_bytes, tier_moved, tier_blocks, promotions, promotion_s)
 
 
 class _KeyCollector(Collector):

@@ -29,11 +29,13 @@ from baton.rpc import Channels
 from baton.tasks import Tasks
 from baton.tracing import Traceparent, new_request_id
 from baton.wire import ModelInfo, NodeRecord, Role
+from cachestore.holder_index import HolderIndex
 from engine.model_config import SamplingDefaults
 from router.answers import AnswerSink, Collected
 from router.byte_shares import TextOwner
 from router.config import RouterConfig
 from router.decode_streams import DecodeStreams, DecodeSubscription
+from router.holdings_reader import HoldingsReader
 from router.job import TOKENS_AT_ONCE_MAX, Inbox, Job, Parting, foreign_error, taken_over_error
 from router.line import Place, Turns
 from router.placement import RegionWatch, answer_tokens, tokens_max
@@ -122,7 +124,9 @@ class RouterNode:
         self.streams = DecodeStreams(
             config=config, own=incarnation, channels=channels, tasks=self._tasks, clock=clock, repeats=self._repeats
         )
-        self._prefill_nodes = PrefillNodes(blocks_max=config.prefix_blocks_max)
+        index = HolderIndex()
+        self.holdings = HoldingsReader(index, own=incarnation, channels=channels, clock=clock, repeats=self._repeats)
+        self._prefill_nodes = PrefillNodes(index, loop.time)
         self._line = WaitingLine(config, rng)
         self._prefill_calls = PrefillCalls(self._prefill_nodes, self.streams, rng, placed=self._line.placed)
         self.texts = TextWorkers(prompts, rng.random)
@@ -552,9 +556,11 @@ class RouterNode:
         """Called every second."""
         self.request_log.upkeep()
         self._repeats.upkeep()
+        self.holdings.upkeep()
 
     async def close(self) -> None:
         await self.texts.close()
+        await self.holdings.close()
         await self.streams.close()
         await self._tasks.drain(self.config.stop_grace_ms)
         await self._tasks.cancel()
@@ -566,7 +572,8 @@ class RouterNode:
         """The nodes that are known now, with new load reports; streams and channels to processes that are gone and
         serve nothing are dropped."""
         prefill_nodes = [record for record in records if record.role.serves(Role.PREFILL)]
-        self._prefill_nodes.follow(prefill_nodes)
+        self._prefill_nodes.follow(prefill_nodes, [record for record in records if record.role is not Role.ROUTER])
+        self.holdings.follow(records)
         routers = max(1, sum(record.role is Role.ROUTER for record in records))
         self._pace.routers = routers * self.config.workers
         for endpoint in self._prefill_calls.forget({record.endpoint for record in prefill_nodes}):
@@ -594,7 +601,8 @@ class RouterNode:
 
     async def _drop_channel(self, endpoint: str) -> None:
         """Unless it is in use: a mixed node has prefill calls and a stream at one endpoint."""
-        if not self.streams.use(endpoint) and not self._prefill_calls.use(endpoint):
+        users = (self.streams, self._prefill_calls, self.holdings)
+        if not any(user.use(endpoint) for user in users):
             await self._channels.drop(endpoint)
 
     def check_ready(self) -> None:

@@ -1,8 +1,10 @@
 """Which prefill node gets a request: the one with the smallest expected time to its first token. Pure, but for one log.
 
-Expected TTFT = (tokens left to compute there + tokens of this prompt that it has not cached) / its rate. What this
-router has sent since the last report counts at once, or a burst would all go to the node that was idle then. What its
-sibling workers have sent counts 200 ms later at most.
+Expected TTFT = (tokens left to compute there + tokens of this prompt that it has not cached) / its rate; or, where it
+fetches what others have of the prompt, the longer of queue and fetch, and then the rest of the prompt. Who has what is
+in the index, which the nodes keep true. What this router has sent since the last report counts at once, or a burst
+would all go to the node that was idle then, and what such a prompt will leave there counts as cached. What its sibling
+workers have sent counts 200 ms later at most.
 
 A resumption computes prompt and answer so far again on one prefill node, whose region must hold both. So an answer may
 grow on a decode node until it cannot be resumed.
@@ -10,14 +12,20 @@ grow on a decode node until it cannot be resumed.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
 
 from baton.ids import Incarnation, RequestKey
 from baton.lifecycle import Lifecycle
 from baton.log import get_log
-from baton.wire import ModelInfo, NodeRecord, Role
+from baton.wire import ModelInfo, NodeRecord, Owner, Role
+from cachestore.holder_index import SAVED_WHOLE, Found, HolderIndex
+from cachestore.prefix_cache import chain_digests, root_digest
 
 log = get_log("router")
 
@@ -134,12 +142,66 @@ class RegionWatch:
 
 RATE_UNKNOWN_TOKENS_PER_S = 1_000.0
 """Assumed while no node has measured itself; only ratios between nodes matter."""
+NO_FETCH_S_PER_TOKEN: Final = 1e6
+"""Stands for a node that has fetched nothing yet: placement does not count on it. The node itself may fetch."""
+FETCH_FIXED_S: Final = 0.01
+"""What a fetch takes beside its bytes, about."""
+OWNERS_MAX: Final = 3
+"""Nodes with a part of the prompt that a prefill node is told of."""
+EXPECTED_S: Final = 5.0
+"""How long what a call has left in a node's cache counts without the node's own word: longer than that takes."""
+EXPECTED_BLOCKS_MAX: Final = 262_144
+"""Blocks that are expected at nodes; of prompts beyond that none are."""
+
+Mask = npt.NDArray[np.bool_]
+
+
+class Expected:
+    """Blocks that nodes are about to have: those of prompts on their way there, and for a while after."""
+
+    def __init__(self) -> None:
+        self._counts: dict[bytes, Counter[Incarnation]] = {}
+        self._leaving: deque[tuple[float, Incarnation, Sequence[bytes]]] = deque()
+        self._total = 0
+
+    def add(self, incarnation: Incarnation, hashes: Sequence[bytes]) -> bool:
+        """Whether there is room. If so, call `leave` later."""
+        if self._total + len(hashes) > EXPECTED_BLOCKS_MAX:
+            return False
+        self._total += len(hashes)
+        for digest in hashes:
+            self._counts.setdefault(digest, Counter())[incarnation] += 1
+        return True
+
+    def leave(self, incarnation: Incarnation, hashes: Sequence[bytes], now_s: float) -> None:
+        """The call has ended: the node's own word follows."""
+        self._leaving.append((now_s + EXPECTED_S, incarnation, hashes))
+
+    def expire(self, now_s: float) -> None:
+        while self._leaving and self._leaving[0][0] <= now_s:
+            _, incarnation, hashes = self._leaving.popleft()
+            self._total -= len(hashes)
+            for digest in hashes:
+                counts = self._counts[digest]
+                counts[incarnation] -= 1
+                if not counts[incarnation]:
+                    del counts[incarnation]
+                    if not counts:
+                        del self._counts[digest]
+
+    def blocks(self, hashes: Sequence[bytes]) -> Iterator[tuple[Incarnation, int]]:
+        """How many leading blocks of a chain each node is about to have."""
+        for incarnation in self._counts.get(hashes[0], ()) if hashes else ():
+            missing = (i for i, digest in enumerate(hashes) if incarnation not in self._counts.get(digest, ()))
+            yield incarnation, next(missing, len(hashes))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Node:
     """What this router believes of one prefill process."""
 
+    slot: int = -1
+    """Its place in the arrays; -1 once it is gone."""
     sequence: int = -1
     waiting_tokens: int = 0
     """To compute there: as last reported, and of what was sent since then."""
@@ -147,28 +209,118 @@ class _Node:
     """Tokens to compute of requests sent since the last report, less what the node probably has cached."""
     sent_by_siblings: int = 0
     """Tokens that other workers of this router have sent since the last report, as they last said."""
-    blocks: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-    """Prompt blocks sent there, least recently used first: an approximation of its prefix cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Where a prompt goes."""
+
+    record: NodeRecord
+    ttft_s: float
+    """Expected."""
+    compute_tokens: int
+    """Expected to be computed there: neither cached nor fetched."""
+    hashes: Sequence[bytes]
+    """The digests of its full blocks, as the node makes them."""
+    owners: tuple[Owner, ...]
+    """Others that have more of it than the node, those with the most first."""
 
 
 class Placement:
-    """Mutable, owned by the router's loop. `blocks_max` bounds what is remembered for each node."""
+    """Mutable, owned by the router's loop. The nodes are rows of arrays, ordered by name."""
 
-    def __init__(self, *, blocks_max: int) -> None:
-        self._blocks_max = blocks_max
+    def __init__(self, index: HolderIndex, now_s: Callable[[], float]) -> None:
+        self._index = index
+        self._now_s = now_s
+        self._expected = Expected()
         self._nodes: dict[Incarnation, _Node] = {}
+        self._serving: dict[Incarnation, NodeRecord] = {}
+        """Whoever may have KV."""
+        self.records: list[NodeRecord] = []
+        self._roots: list[tuple[bytes, int]] = []
+        """Kinds of KV, each with its block size; mostly one."""
+        self._fingerprints: set[str] = set()
+        """Of the ready ones, or of those that were since the last change of processes."""
+        self._index_version = -1
+        self._make_arrays(0)
 
-    def update(self, records: Iterable[NodeRecord]) -> None:
-        """Take the latest reports in; forget processes that are gone."""
-        records = list(records)
-        present = {record.incarnation for record in records}
-        self._nodes = {i: node for i, node in self._nodes.items() if i in present}
-        for record in records:
-            node = self._nodes.setdefault(record.incarnation, _Node())
-            if record.sequence != node.sequence:
-                node.sequence, node.waiting_tokens = record.sequence, record.load.waiting_tokens
-                node.sent.clear()
-                node.sent_by_siblings = 0
+    def _make_arrays(self, count: int) -> None:
+        self._region_tokens = np.zeros(count, dtype=np.int64)
+        """0: not known."""
+        self.ready: Mask = np.zeros(count, dtype=np.bool_)
+        self._waiting = np.zeros(count, dtype=np.float64)
+        self._rate = np.zeros(count, dtype=np.float64)
+        """Tokens a second; 0 while the node has not measured itself."""
+        self._fetch_s = np.zeros(count, dtype=np.float64)
+        """Seconds to fetch a token's KV."""
+        self._root = np.zeros(count, dtype=np.int64)
+        """Its place in `_roots`."""
+        self._holder = np.full(count, -1, dtype=np.int64)
+        """Its number in the index; -1: not there."""
+
+    def update(self, records: Iterable[NodeRecord], serving: Iterable[NodeRecord] = ()) -> None:
+        """Take the latest reports of prefill nodes in; forget processes that are gone. `serving`: others that may have
+        KV, too."""
+        records = sorted(records, key=lambda record: record.name)
+        self._serving = {record.incarnation: record for record in (*serving, *records)}
+        old = self.records
+        self.records = records
+        if [record.incarnation for record in records] != [record.incarnation for record in old]:
+            old = []
+            self._make_arrays(len(records))
+            self._roots, self._fingerprints = [], set()
+            self._index_version = -1
+            for node in self._nodes.values():
+                node.slot = -1
+            present = {record.incarnation for record in records}
+            self._nodes = {i: node for i, node in self._nodes.items() if i in present}
+        for slot, record in enumerate(records):
+            if not old or old[slot] is not record:
+                self._set(slot, record)
+
+    def _set(self, slot: int, record: NodeRecord) -> None:
+        node, load, model = self._nodes.setdefault(record.incarnation, _Node()), record.load, record.model
+        node.slot = slot
+        if record.sequence != node.sequence:
+            node.sequence, node.waiting_tokens = record.sequence, load.waiting_tokens
+            node.sent.clear()
+            node.sent_by_siblings = 0
+        self._count(node)
+        self.ready[slot] = record.lifecycle is Lifecycle.READY and model is not None
+        self._region_tokens[slot] = region_tokens(record)
+        self._rate[slot] = load.prefill_tokens_per_s
+        fetches = load.fetch_tokens_per_s
+        self._fetch_s[slot] = 1 / fetches if fetches else NO_FETCH_S_PER_TOKEN
+        if model is not None:
+            root = (model.kv_root, model.block_size)
+            if root not in self._roots:
+                self._roots.append(root)
+            self._root[slot] = self._roots.index(root)
+            self._fingerprints.add(model.fingerprint)
+
+    def _count(self, node: _Node) -> None:
+        if node.slot >= 0:
+            self._waiting[node.slot] = node.waiting_tokens + node.sent_by_siblings
+
+    def serving(self, fingerprint: str) -> Mask:
+        """Those that are ready and have this model."""
+        if self._fingerprints == {fingerprint}:
+            return self.ready
+        models = [record.model for record in self.records]
+        return self.ready & np.array([model is not None and model.fingerprint == fingerprint for model in models])
+
+    def may_hold(self, tokens: int) -> Mask:
+        """As `may_hold` of each record."""
+        return (self._region_tokens == 0) | (self._region_tokens >= tokens)
+
+    def sequence(self, incarnation: Incarnation) -> int:
+        """Of its last report; -1: it is not known."""
+        node = self._nodes.get(incarnation)
+        return -1 if node is None else node.sequence
+
+    def slots(self, incarnations: Iterable[Incarnation]) -> list[int]:
+        """Of those that are known."""
+        return [self._nodes[i].slot for i in incarnations if i in self._nodes]
 
     def on_their_way(self) -> dict[Incarnation, int]:
         """Tokens sent to each process since its last report."""
@@ -178,57 +330,127 @@ class Placement:
         """What the other workers of this router have on their way to each process."""
         for incarnation, node in self._nodes.items():
             node.sent_by_siblings = tokens.get(incarnation, 0)
+            self._count(node)
 
-    def pick(self, records: Sequence[NodeRecord], hashes: Sequence[bytes], prompt_tokens: int) -> NodeRecord:
-        """The node with the smallest expected TTFT; ties go to the emptiest, then by name. `records` is not empty.
+    def pick(
+        self,
+        tokens: Sequence[int],
+        salt: bytes,
+        *,
+        among: Mask | None = None,
+        no_owners: Collection[Incarnation] = (),
+    ) -> Choice:
+        """The node with the smallest expected TTFT; ties go to the emptiest, then by name. `among` (None: those that
+        are ready) is not empty. `no_owners` are not asked for KV.
 
         One that has not measured itself yet is taken to be as fast as the fastest, or it would never get to measure.
         """
-        fastest = max([r.load.prefill_tokens_per_s for r in records]) or RATE_UNKNOWN_TOKENS_PER_S
+        among = self.ready if among is None else among
+        self._expected.expire(self._now_s())
+        self._follow_index()
+        kinds = [self._kind(root, size, tokens, salt) for root, size in self._roots]
+        kind = kinds[0] if len(kinds) == 1 else _by_slot(kinds, self._root)
+        rate = np.where(self._rate > 0, self._rate, (self._rate * among).max() or RATE_UNKNOWN_TOKENS_PER_S)
+        to_compute = np.maximum(1.0, len(tokens) - kind.saved_tokens)
+        queue_s = self._waiting / rate
+        ttft_s = queue_s + to_compute / rate
+        if kind.fetched_tokens.any():
+            rest = np.maximum(1.0, to_compute - kind.fetched_tokens)
+            fetch_s = FETCH_FIXED_S + self._fetch_s * kind.fetched_tokens
+            by_fetch_s = np.maximum(queue_s, fetch_s) + rest / rate
+            to_compute = np.where(by_fetch_s < ttft_s, rest, to_compute)
+            ttft_s = np.minimum(ttft_s, by_fetch_s)
+        ttft_s = np.where(among, ttft_s, np.inf)
+        best = np.flatnonzero(ttft_s == ttft_s.min())
+        slot = int(best[self._waiting[best].argmin()])
+        own = kinds[int(self._root[slot])]
+        return Choice(
+            record=self.records[slot],
+            ttft_s=float(ttft_s[slot]),
+            compute_tokens=int(to_compute[slot]),
+            hashes=own.hashes,
+            owners=self._owners(own, slot, no_owners),
+        )
 
-        def rank(record: NodeRecord) -> tuple[float, int, str]:
-            rate = record.load.prefill_tokens_per_s or fastest
-            ttft_s = self.expected_ttft_s(record, hashes, prompt_tokens, rate)
-            return ttft_s, self._waiting_tokens(record), record.name
+    def _follow_index(self) -> None:
+        if self._index_version != self._index.version:
+            self._index_version = self._index.version
+            self._holder[:] = [self._index.holders.get(record.incarnation, -1) for record in self.records]
 
-        return min(records, key=rank)
+    def _kind(self, root: bytes, block_size: int, tokens: Sequence[int], salt: bytes) -> _Kind:
+        """What nodes have of the prompt, and could fetch, if its KV is of this kind for all of them."""
+        hashes = chain_digests(root_digest(root, salt), tokens, block_size)
+        found = self._index.lookup(hashes)
+        blocks, saved = found.blocks[self._holder].astype(np.int64), found.saved[self._holder].astype(np.int64)
+        for incarnation, count in self._expected.blocks(hashes):
+            if (node := self._nodes.get(incarnation)) is not None:
+                blocks[node.slot] = max(blocks[node.slot], count)
+                saved[node.slot] = max(saved[node.slot], count * SAVED_WHOLE)
+        return _Kind(
+            hashes=hashes,
+            found=found,
+            blocks=blocks,
+            saved_tokens=(saved * block_size / SAVED_WHOLE).astype(np.float64),
+            fetched_tokens=np.maximum(0, int(found.blocks.max()) - blocks) * block_size,
+        )
 
-    def expected_ttft_s(self, record: NodeRecord, hashes: Sequence[bytes], prompt_tokens: int, rate: float) -> float:
-        """`rate` is what the node computes, in tokens a second."""
-        uncached_tokens = self._uncached_tokens(record, hashes, prompt_tokens)
-        return (self._waiting_tokens(record) + uncached_tokens) / rate
+    def _owners(self, kind: _Kind, slot: int, no_owners: Collection[Incarnation]) -> tuple[Owner, ...]:
+        """Of those that have as much of it as each other, other prompts get others."""
+        having = np.flatnonzero(kind.found.blocks > kind.blocks[slot])
+        if not having.size:
+            return ()
+        having = np.roll(having, int.from_bytes(kind.hashes[-1][:4], "little") % having.size)
+        owners: list[Owner] = []
+        for number in having[np.argsort(-kind.found.blocks[having].astype(np.int64), kind="stable")].tolist():
+            incarnation = self._index.incarnation(number)
+            record = None if incarnation is None or incarnation in no_owners else self._serving.get(incarnation)
+            if record is not None and incarnation != self.records[slot].incarnation:
+                blocks = int(kind.found.blocks[number])
+                owners.append(
+                    Owner(name=record.name, endpoint=record.endpoint, incarnation=record.incarnation, blocks=blocks)
+                )
+            if len(owners) == OWNERS_MAX:
+                break
+        return tuple(owners)
 
-    def _uncached_tokens(self, record: NodeRecord, hashes: Sequence[bytes], prompt_tokens: int) -> int:
-        """Tokens of a prompt that the node would have to compute. The last one is always computed."""
-        block_size = record.model.block_size if record.model is not None else 1
-        return max(1, prompt_tokens - self.cached_blocks(record.incarnation, hashes) * block_size)
-
-    def cached_blocks(self, incarnation: Incarnation, hashes: Sequence[bytes]) -> int:
-        """How many leading blocks of a prompt the node probably has."""
-        node = self._nodes.get(incarnation)
-        if node is None:
-            return 0
-        return next((count for count, digest in enumerate(hashes) if digest not in node.blocks), len(hashes))
-
-    def sent(
-        self, record: NodeRecord, key: RequestKey, hashes: Sequence[bytes], prompt_tokens: int
-    ) -> Callable[[], None]:
+    def sent(self, choice: Choice, key: RequestKey) -> Callable[[], None]:
         """Count a request as placed there; call the result when it has left the node's queue or failed."""
-        node = self._nodes.setdefault(record.incarnation, _Node())
-        node.waiting_tokens -= node.sent.get(key, 0)
-        node.sent[key] = self._uncached_tokens(record, hashes, prompt_tokens)
-        node.waiting_tokens += node.sent[key]
-        for digest in hashes:
-            node.blocks[digest] = None
-            node.blocks.move_to_end(digest)
-        while len(node.blocks) > self._blocks_max:
-            node.blocks.popitem(last=False)
+        incarnation, hashes = choice.record.incarnation, choice.hashes
+        node = self._nodes[incarnation]
+        node.waiting_tokens += choice.compute_tokens - node.sent.get(key, 0)
+        node.sent[key] = choice.compute_tokens
+        self._count(node)
+        expected = [hashes] if self._expected.add(incarnation, hashes) else []
 
         def left() -> None:
             node.waiting_tokens -= node.sent.pop(key, 0)
+            self._count(node)
+            if expected:
+                self._expected.leave(incarnation, expected.pop(), self._now_s())
 
         return left
 
-    def _waiting_tokens(self, record: NodeRecord) -> int:
-        node = self._nodes.get(record.incarnation)
-        return record.load.waiting_tokens if node is None else node.waiting_tokens + node.sent_by_siblings
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """Of one prompt and one kind of KV, by place in the arrays."""
+
+    hashes: Sequence[bytes]
+    found: Found
+    blocks: npt.NDArray[np.int64]
+    """Leading blocks that the node has, or is about to have."""
+    saved_tokens: npt.NDArray[np.float64]
+    """Tokens that it does not compute: of blocks in slower tiers a part."""
+    fetched_tokens: npt.NDArray[np.int64]
+    """Of blocks behind its own that some other node has."""
+
+
+def _by_slot(kinds: Sequence[_Kind], root: npt.NDArray[np.int64]) -> _Kind:
+    """Each node's own kind."""
+    return _Kind(
+        hashes=(),
+        found=kinds[0].found,
+        blocks=np.choose(root, [kind.blocks for kind in kinds]),
+        saved_tokens=np.choose(root, [kind.saved_tokens for kind in kinds]),
+        fetched_tokens=np.choose(root, [kind.fetched_tokens for kind in kinds]),
+    )

@@ -6,7 +6,8 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import Final
+from dataclasses import asdict
+from typing import Any, Final
 
 from batonpb import common_pb2, prefill_pb2, prefill_pb2_grpc
 
@@ -18,11 +19,11 @@ from baton.log import get_log
 from baton.rpc import begun, rpc_errors
 from baton.tracing import call_metadata
 from baton.wire import ModelInfo, NodeRecord, key_to_proto
-from cachestore.prefix_cache import chain_digests, root_digest
+from cachestore.holder_index import HolderIndex
 from router.decode_streams import DecodeStreams
 from router.job import Inbox, Job, internal_error
 from router.line import Place
-from router.placement import Placement, may_hold
+from router.placement import Choice, Mask, Placement, may_hold
 from router.retries import ASK_ANOTHER
 
 NOT_READY_RETRY_MS: Final = 1_000
@@ -37,12 +38,12 @@ own has what is cached of the prompt, but another one may reach more decode node
 class PrefillNodes:
     """Lives on the router's loop."""
 
-    def __init__(self, *, blocks_max: int) -> None:
-        """`blocks_max` as for `Placement`."""
+    def __init__(self, index: HolderIndex, now_s: Callable[[], float]) -> None:
+        """`index` says who has which blocks."""
         self._known: Sequence[NodeRecord] = ()
         self.ready: list[NodeRecord] = []
         """Those that take requests."""
-        self.placement = Placement(blocks_max=blocks_max)
+        self.placement = Placement(index, now_s)
         self._drained: dict[Incarnation, int] = {}
         """Processes that refused work, each with the sequence of its record at that time."""
         self._unreached: dict[Incarnation, float] = {}
@@ -59,7 +60,7 @@ class PrefillNodes:
 
     def place(
         self, job: Job, key: RequestKey, *, now_s: float, silent: Collection[Incarnation] = ()
-    ) -> tuple[NodeRecord, Callable[[], None]]:
+    ) -> tuple[Choice, Callable[[], None]]:
         """Where the next attempt goes, and what to call when that has ended. `silent` are processes that do not answer:
         they, and those that have just failed to, are asked only once the others have all failed the request.
 
@@ -67,24 +68,28 @@ class PrefillNodes:
         answer, NOT_RESUMABLE.
         """
         model = self.model()
-        tokens = (*job.checked.prompt, *job.output)
-        hashes = chain_digests(root_digest(model.kv_root, job.checked.cache_salt), tokens, model.block_size)
         job.block_size = model.block_size
         fit = self._fit(job, model)
-        if not fit:
+        if not fit.any():
             raise self._no_region(job, model)
-        left = [r for r in fit if r.incarnation not in job.avoid]
-        if not left:
+        left = self._without(fit, job.avoid)
+        if not left.any():
             job.avoid.clear()
             left = fit
         self._unreached = {i: until_s for i, until_s in self._unreached.items() if now_s < until_s}
-        answering = [r for r in left if r.incarnation not in silent and r.incarnation not in self._unreached]
-        record = self.placement.pick(answering or left, hashes, len(tokens))
-        return record, self.placement.sent(record, key, hashes, len(tokens))
+        no_answer = {*silent, *self._unreached}
+        answering = self._without(left, no_answer)
+        choice = self.placement.pick(
+            (*job.checked.prompt, *job.output),
+            job.checked.cache_salt,
+            among=answering if answering.any() else left,
+            no_owners=no_answer,
+        )
+        return choice, self.placement.sent(choice, key)
 
     def untried(self, job: Job) -> bool:
         """Whether there is one that has not failed this request since all had."""
-        return bool(self.ready) and any(r.incarnation not in job.avoid for r in self._fit(job, self.model()))
+        return bool(self.ready) and bool(self._without(self._fit(job, self.model()), job.avoid).any())
 
     def reached(self, record: NodeRecord) -> None:
         """The node has answered a call."""
@@ -116,10 +121,21 @@ class PrefillNodes:
         text = f"No known decode node can hold prompt and answer. {error.message}"
         return _not_ready(text, Reason.NO_DECODE_NODE)
 
-    def _fit(self, job: Job, model: ModelInfo) -> list[NodeRecord]:
-        fit = [r for r in self.ready if r.model is not None and r.model.fingerprint == model.fingerprint]
-        fit = [r for r in fit if r.incarnation not in job.too_small and may_hold(r, job.tokens)]
-        return [r for r in fit if self._drained.get(r.incarnation) != r.sequence] or fit
+    def _fit(self, job: Job, model: ModelInfo) -> Mask:
+        """Of the rows of `placement`, those that may take the request."""
+        placement = self.placement
+        fit = placement.serving(model.fingerprint)
+        fit = self._without(fit & placement.may_hold(job.tokens), job.too_small)
+        sequence_of = self.placement.sequence
+        drained = self._without(fit, [i for i, sequence in self._drained.items() if sequence_of(i) == sequence])
+        return drained if drained.any() else fit
+
+    def _without(self, rows: Mask, incarnations: Collection[Incarnation]) -> Mask:
+        if not incarnations:
+            return rows
+        rows = rows.copy()
+        rows[self.placement.slots(incarnations)] = False
+        return rows
 
     def _held_elsewhere(self, job: Job, model: ModelInfo) -> list[NodeRecord]:
         """Those that may hold the request, ready or not."""
@@ -145,11 +161,11 @@ class PrefillNodes:
             return _not_resumable(job, f"They {rooms}")
         return bad_field("prompt", f"The prompt's {job.tokens} tokens {rooms}", reason=Reason.PROMPT_TOO_LONG)
 
-    def follow(self, records: Sequence[NodeRecord]) -> None:
-        """What the directory says: all prefill nodes, with their latest reports."""
+    def follow(self, records: Sequence[NodeRecord], serving: Sequence[NodeRecord] = ()) -> None:
+        """What the directory says: all prefill nodes, with their latest reports, and all that may have KV."""
         self._known = records
         self.ready = [r for r in records if r.lifecycle is Lifecycle.READY and r.model is not None]
-        self.placement.update(records)
+        self.placement.update(records, serving)
         for record in records:
             if (model := record.model) is not None:
                 tokens = model.tokens_in(record.load.blocks.total)
@@ -189,16 +205,19 @@ class PrefillCalls:
         self._loop = asyncio.get_running_loop()
         self._running: Counter[str] = Counter()
         """By endpoint, endpoints without one included."""
+        self._stubs: dict[str, tuple[Any, prefill_pb2_grpc.PrefillStub]] = {}
+        """By endpoint, each with its channel."""
 
     async def run(self, job: Job, inbox: Inbox) -> None:
         """Place the attempt and make its call, which fills its inbox. Raises nothing: errors fail the inbox."""
         try:
-            record, placed = self._nodes.place(job, inbox.key, now_s=self._loop.time(), silent=self._streams.silent())
+            choice, placed = self._nodes.place(job, inbox.key, now_s=self._loop.time(), silent=self._streams.silent())
+            record = choice.record
             job.stats.prefill_node = record.name
             job.nodes[record.name] = None
             self._running[record.endpoint] += 1
             try:
-                await self._call(job, inbox, record)
+                await self._call(job, inbox, choice)
             except BatonError as error:
                 if error.reason is Reason.DATA_CORRUPT:
                     job.observed.corrupt(record.name, job.stats.decode_node, error.metadata.get("transport", ""))
@@ -222,10 +241,20 @@ class PrefillCalls:
         idle = [endpoint for endpoint in self._running.keys() - present if self._running[endpoint] == 0]
         for endpoint in idle:
             del self._running[endpoint]
+            self._stubs.pop(endpoint, None)
         return idle
 
-    async def _call(self, job: Job, inbox: Inbox, record: NodeRecord) -> None:
-        stub = prefill_pb2_grpc.PrefillStub(self._streams.channels.get(record.endpoint))
+    def _stub(self, endpoint: str) -> prefill_pb2_grpc.PrefillStub:
+        channel = self._streams.channels.get(endpoint)
+        known, stub = self._stubs.get(endpoint, (None, None))
+        if stub is None or known is not channel:
+            stub = prefill_pb2_grpc.PrefillStub(channel)
+            self._stubs[endpoint] = channel, stub
+        return stub
+
+    async def _call(self, job: Job, inbox: Inbox, choice: Choice) -> None:
+        record = choice.record
+        stub = self._stub(record.endpoint)
         own = self._streams.own
         request = prefill_pb2.PrefillRequest(
             header=common_pb2.Header(sender=own, receiver=record.incarnation),
@@ -238,6 +267,7 @@ class PrefillCalls:
             avoid_decode=job.avoid_decode | self._streams.out_of_reach(),
             resumable=job.for_another_router(),
             whole=job.call.whole and not job.checked.stop,  # a stop string ends it here, and there too late
+            owners=[common_pb2.Owner(**asdict(owner)) for owner in choice.owners],
         )
         with rpc_errors(record.name):
             events = stub.Prefill(
@@ -248,10 +278,15 @@ class PrefillCalls:
             if await begun(events):  # the node says that it has it, before it is its turn
                 inbox.queued_s = self._loop.time()
                 self._nodes.reached(record)
-            async for event in events:
-                self._take(job, inbox, event)
+            messages = aiter(events)
+            async for event in messages:
+                if self._take(job, inbox, event):
+                    await messages.aclose()
+                    await events.code()  # cheaper than to read on; a call that is dropped before is cancelled
+                    break
 
-    def _take(self, job: Job, inbox: Inbox, event: prefill_pb2.PrefillEvent) -> None:
+    def _take(self, job: Job, inbox: Inbox, event: prefill_pb2.PrefillEvent) -> bool:
+        """Whether it is the last one."""
         stats = job.stats
         kind = event.WhichOneof("event")
         if kind == "granted":
@@ -268,16 +303,27 @@ class PrefillCalls:
                 inbox.lost_before = stream.out_of_reach
                 stream.add(inbox)
         elif kind == "first_token":  # behind `granted`, always
-            first = event.first_token
-            stats.prompt_tokens_cached = min(first.prompt_tokens_cached, stats.prompt_tokens)
-            inbox.put(inbox.first_index, [first.token], [first.logprobs] if first.HasField("logprobs") else [])
-            if first.HasField("finish"):
-                stats.decode_node = ""
-                inbox.end(first.finish)
+            return _take_first(job, inbox, event.first_token)
         elif kind == "handed_off":
             done, inbox.committed = event.handed_off, True
+            if done.HasField("first_token"):
+                _take_first(job, inbox, done.first_token)
             stats.transport = done.transport
             stats.blocks_written, stats.blocks_skipped = done.blocks_written, done.blocks_skipped
             stats.bytes_written = done.bytes_written
             stats.prompt_tokens_skipped = min(done.blocks_skipped * job.block_size, stats.prompt_tokens)
             stats.handoff_exposed_ms = done.handoff_exposed_ms
+            return True
+        return False
+
+
+def _take_first(job: Job, inbox: Inbox, first: prefill_pb2.FirstToken) -> bool:
+    """Whether the answer ends with it."""
+    job.stats.prompt_tokens_cached = min(first.prompt_tokens_cached, job.stats.prompt_tokens)
+    job.stats.sources.CopyFrom(first.sources)
+    inbox.put(inbox.first_index, [first.token], [first.logprobs] if first.HasField("logprobs") else [])
+    if not first.HasField("finish"):
+        return False
+    job.stats.decode_node = ""
+    inbox.end(first.finish)
+    return True

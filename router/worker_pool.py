@@ -30,6 +30,7 @@ from baton.lifecycle import Readiness
 from baton.log import get_log, logging_set_up
 from baton.tasks import Tasks
 from baton.wire import ModelInfo, NodeRecord, Role, record_to_proto
+from cachestore.holder_index import HolderIndex
 from router.config import RouterConfig
 from router.doors import Door, Doors
 from router.http_slots import Slot
@@ -124,7 +125,7 @@ class WorkerPool:
         self._supervision = Supervision(config.workers, now_s=clock.monotonic_s())
         self._workers: dict[int, WorkerProcess] = {}
         self._records: Sequence[NodeRecord] = ()
-        self._nodes = PrefillNodes(blocks_max=1)
+        self._nodes = PrefillNodes(HolderIndex(), clock.monotonic_s)
         loop = asyncio.get_running_loop()
         self._all_ready: asyncio.Future[None] = loop.create_future()
         self._tasks = Tasks(loop, log, broken="a worker is no longer watched")

@@ -32,7 +32,7 @@ class NodeRecord(_message.Message):
     def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., incarnation: _Optional[int] = ..., endpoint: _Optional[str] = ..., lifecycle: _Optional[_Union[_common_pb2.Lifecycle, str]] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., sequence: _Optional[int] = ..., admin_endpoint: _Optional[str] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
-    __slots__ = ("waiting_requests", "running_requests", "waiting_tokens", "blocks", "prefill_tokens_per_s", "swapped_out_requests", "host_blocks_filled", "host_blocks_free", "transports_given_up", "control_loop_lag_ms_max", "requests_taken")
+    __slots__ = ("waiting_requests", "running_requests", "waiting_tokens", "blocks", "prefill_tokens_per_s", "swapped_out_requests", "host_blocks_filled", "host_blocks_free", "transports_given_up", "control_loop_lag_ms_max", "requests_taken", "fetch_tokens_per_s", "tiers")
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,8 @@ class NodeLoad(_message.Message):
     TRANSPORTS_GIVEN_UP_FIELD_NUMBER: _ClassVar[int]
     CONTROL_LOOP_LAG_MS_MAX_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_TAKEN_FIELD_NUMBER: _ClassVar[int]
+    FETCH_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     waiting_requests: int
     running_requests: int
     waiting_tokens: int
@@ -55,7 +57,39 @@ class NodeLoad(_message.Message):
     transports_given_up: int
     control_loop_lag_ms_max: int
     requests_taken: int
-    def __init__(self, waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., blocks: _Optional[_Union[_common_pb2.BlockCounts, _Mapping]] = ..., prefill_tokens_per_s: _Optional[float] = ..., swapped_out_requests: _Optional[int] = ..., host_blocks_filled: _Optional[int] = ..., host_blocks_free: _Optional[int] = ..., transports_given_up: _Optional[int] = ..., control_loop_lag_ms_max: _Optional[int] = ..., requests_taken: _Optional[int] = ...) -> None: ...
+    fetch_tokens_per_s: float
+    tiers: _containers.RepeatedCompositeFieldContainer[TierLoad]
+    def __init__(self, waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., blocks: _Optional[_Union[_common_pb2.BlockCounts, _Mapping]] = ..., prefill_tokens_per_s: _Optional[float] = ..., swapped_out_requests: _Optional[int] = ..., host_blocks_filled: _Optional[int] = ..., host_blocks_free: _Optional[int] = ..., transports_given_up: _Optional[int] = ..., control_loop_lag_ms_max: _Optional[int] = ..., requests_taken: _Optional[int] = ..., fetch_tokens_per_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierLoad, _Mapping]]] = ...) -> None: ...
+
+class TierLoad(_message.Message):
+    __slots__ = ("tier", "blocks", "blocks_max", "block_bytes", "blocks_pinned", "blocks_hit", "blocks_stored", "blocks_evicted", "blocks_evicted_unused", "blocks_lost", "blocks_refused", "promotions", "promotion_s")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_MAX_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_PINNED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_HIT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_STORED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_EVICTED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_EVICTED_UNUSED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_LOST_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    PROMOTIONS_FIELD_NUMBER: _ClassVar[int]
+    PROMOTION_S_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    blocks: int
+    blocks_max: int
+    block_bytes: int
+    blocks_pinned: int
+    blocks_hit: int
+    blocks_stored: int
+    blocks_evicted: int
+    blocks_evicted_unused: int
+    blocks_lost: int
+    blocks_refused: int
+    promotions: int
+    promotion_s: float
+    def __init__(self, tier: _Optional[str] = ..., blocks: _Optional[int] = ..., blocks_max: _Optional[int] = ..., block_bytes: _Optional[int] = ..., blocks_pinned: _Optional[int] = ..., blocks_hit: _Optional[int] = ..., blocks_stored: _Optional[int] = ..., blocks_evicted: _Optional[int] = ..., blocks_evicted_unused: _Optional[int] = ..., blocks_lost: _Optional[int] = ..., blocks_refused: _Optional[int] = ..., promotions: _Optional[int] = ..., promotion_s: _Optional[float] = ...) -> None: ...
 
 class PushRequest(_message.Message):
     __slots__ = ("record", "ttl_ms")

@@ -21,7 +21,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("record", "requests", "grants_received", "grants_written", "unacknowledged_writes", "conservation_errors", "pairs", "counters", "answers_unacknowledged", "grants_quarantined", "safe_to_delete", "story", "prefixes", "engine", "ended_empty", "ending", "writers", "fetches")
+    __slots__ = ("record", "requests", "grants_received", "grants_written", "unacknowledged_writes", "conservation_errors", "pairs", "counters", "answers_unacknowledged", "grants_quarantined", "safe_to_delete", "story", "prefixes", "engine", "ended_empty", "ending", "writers", "fetches", "fetches_under_way")
     RECORD_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     GRANTS_RECEIVED_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class NodeStatus(_message.Message):
     ENDING_FIELD_NUMBER: _ClassVar[int]
     WRITERS_FIELD_NUMBER: _ClassVar[int]
     FETCHES_FIELD_NUMBER: _ClassVar[int]
+    FETCHES_UNDER_WAY_FIELD_NUMBER: _ClassVar[int]
     record: _directory_pb2.NodeRecord
     requests: int
     grants_received: int
@@ -58,7 +59,8 @@ class NodeStatus(_message.Message):
     ending: bool
     writers: _containers.RepeatedCompositeFieldContainer[WriterStatus]
     fetches: _containers.RepeatedCompositeFieldContainer[FetchStatus]
-    def __init__(self, record: _Optional[_Union[_directory_pb2.NodeRecord, _Mapping]] = ..., requests: _Optional[int] = ..., grants_received: _Optional[int] = ..., grants_written: _Optional[int] = ..., unacknowledged_writes: _Optional[int] = ..., conservation_errors: _Optional[int] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ..., counters: _Optional[_Iterable[_Union[Counter, _Mapping]]] = ..., answers_unacknowledged: _Optional[int] = ..., grants_quarantined: _Optional[int] = ..., safe_to_delete: bool = ..., story: _Optional[str] = ..., prefixes: _Optional[_Union[PrefixStatus, _Mapping]] = ..., engine: _Optional[_Union[EngineStatus, _Mapping]] = ..., ended_empty: bool = ..., ending: bool = ..., writers: _Optional[_Iterable[_Union[WriterStatus, _Mapping]]] = ..., fetches: _Optional[_Iterable[_Union[FetchStatus, _Mapping]]] = ...) -> None: ...
+    fetches_under_way: int
+    def __init__(self, record: _Optional[_Union[_directory_pb2.NodeRecord, _Mapping]] = ..., requests: _Optional[int] = ..., grants_received: _Optional[int] = ..., grants_written: _Optional[int] = ..., unacknowledged_writes: _Optional[int] = ..., conservation_errors: _Optional[int] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ..., counters: _Optional[_Iterable[_Union[Counter, _Mapping]]] = ..., answers_unacknowledged: _Optional[int] = ..., grants_quarantined: _Optional[int] = ..., safe_to_delete: bool = ..., story: _Optional[str] = ..., prefixes: _Optional[_Union[PrefixStatus, _Mapping]] = ..., engine: _Optional[_Union[EngineStatus, _Mapping]] = ..., ended_empty: bool = ..., ending: bool = ..., writers: _Optional[_Iterable[_Union[WriterStatus, _Mapping]]] = ..., fetches: _Optional[_Iterable[_Union[FetchStatus, _Mapping]]] = ..., fetches_under_way: _Optional[int] = ...) -> None: ...
 
 class FetchStatus(_message.Message):
     __slots__ = ("owner", "owner_incarnation", "fetches", "tokens", "nbytes", "refused", "failed", "seconds")

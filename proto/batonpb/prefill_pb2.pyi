@@ -68,15 +68,17 @@ class FirstToken(_message.Message):
     def __init__(self, token: _Optional[int] = ..., finish: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., prompt_tokens_cached: _Optional[int] = ..., logprobs: _Optional[_Union[_common_pb2.TokenLogprobs, _Mapping]] = ..., sources: _Optional[_Union[_common_pb2.PromptSources, _Mapping]] = ...) -> None: ...
 
 class HandedOff(_message.Message):
-    __slots__ = ("transport", "blocks_written", "blocks_skipped", "bytes_written", "handoff_exposed_ms")
+    __slots__ = ("transport", "blocks_written", "blocks_skipped", "bytes_written", "handoff_exposed_ms", "first_token")
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_WRITTEN_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_SKIPPED_FIELD_NUMBER: _ClassVar[int]
     BYTES_WRITTEN_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_EXPOSED_MS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     transport: str
     blocks_written: int
     blocks_skipped: int
     bytes_written: int
     handoff_exposed_ms: float
-    def __init__(self, transport: _Optional[str] = ..., blocks_written: _Optional[int] = ..., blocks_skipped: _Optional[int] = ..., bytes_written: _Optional[int] = ..., handoff_exposed_ms: _Optional[float] = ...) -> None: ...
+    first_token: FirstToken
+    def __init__(self, transport: _Optional[str] = ..., blocks_written: _Optional[int] = ..., blocks_skipped: _Optional[int] = ..., bytes_written: _Optional[int] = ..., handoff_exposed_ms: _Optional[float] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ...) -> None: ...

@@ -48,8 +48,8 @@ class PrefillServicer(object):
 
     def Prefill(self, request, context):
         """Prefill and handoff of one request. Events in order: granted, first_token, and handed_off if a decode node is
-        needed. The node sends the initial metadata as soon as it has queued the request. If the call is cancelled or its
-        deadline passes, the request is given up.
+        needed; of a `whole` request the last two are one. The node sends the initial metadata as soon as it has queued
+        the request. If the call is cancelled or its deadline passes, the request is given up.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -13,6 +13,7 @@ import pytest
 
 from engine.build import MOCK_TWO_GROUPS, TWO_GROUPS_LATENT, TWO_GROUPS_LAYERS
 from engine.mock import MockConfig
+from node.sources import LinearCost
 from tests.support.cluster_harness import (
     RunningCluster,
     assert_conserved,
@@ -20,7 +21,9 @@ from tests.support.cluster_harness import (
     mock_tokens,
     random_prompt,
     running,
+    wait_for,
 )
+from tests.support.inprocess_cluster import inprocess
 
 BLOCK: Final = 16
 CONFIG: Final = MockConfig(num_layers=TWO_GROUPS_LAYERS, latent_layers=TWO_GROUPS_LATENT)
@@ -115,3 +118,56 @@ def test_blocks_of_both_groups_go_to_host_memory_and_come_back(cluster: RunningC
     assert counts["bytes copied out"] > 0
     assert counts["bytes copied out"] % (2 * BLOCK * 8) == 0
     assert counts["host blocks free"] == 120
+
+
+def test_positions_come_back_from_the_store_with_both_blocks() -> None:
+    """Six prompts of eight positions over a region of 24: asked again, all that was evicted comes back from host
+    memory, a copy of the two blocks of each position, and every token is the reference's."""
+    rng = random.Random(5)
+    prompts = [random_prompt(rng, 8 * BLOCK + 5) for _ in range(6)]
+    spec = mock_spec(
+        both={"engine.model": MOCK_TWO_GROUPS},
+        prefill_flags={"engine.num_blocks": 49, "store.host_bytes": 100 * POSITION_BYTES},
+    )
+
+    async def scenario() -> None:
+        async with inprocess(spec) as cluster:
+            node = cluster.prefill["prefill-0"]
+            # So slow that everything is brought that can be, on any machine.
+            node.gatherer._computing = LinearCost(fixed_s=0.0, unit_s=1.0, units=BLOCK)
+            store = node.pool.store
+            assert store is not None
+            books, counters = store.host.books, store.host.counters
+
+            async def all_down() -> bool:
+                return books.blocks >= 48
+
+            for prompt in prompts:
+                assert (await cluster.client.generate(prompt, max_tokens=4)).ids == expected(prompt, 4)
+            await wait_for(all_down, "48 positions in host memory")
+            for prompt in prompts:
+                answer = await cluster.client.generate(prompt, max_tokens=4)
+                assert answer.ids == expected(prompt, 4)
+                assert answer.stats.prompt_tokens_cached == 8 * BLOCK
+            assert counters.hit_blocks >= 8 * 4
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
+
+
+def test_a_mixed_node_keeps_and_hands_over() -> None:
+    """Short prompts run where they are computed, long ones go to the other node; growth takes a whole position."""
+    spec = mock_spec(prefill=0, decode=0, mixed=2, both={"engine.model": MOCK_TWO_GROUPS})
+
+    async def scenario() -> None:
+        rng, transports = random.Random(6), set()
+        async with inprocess(spec) as cluster:
+            for length in (5, 5 * BLOCK, 700, 1_100):
+                prompt = random_prompt(rng, length)
+                answer = await cluster.client.generate(prompt, max_tokens=3 * BLOCK)
+                assert answer.ids == expected(prompt, 3 * BLOCK)
+                transports.add(answer.stats.transport)
+            await assert_conserved(cluster)
+        assert transports == {"local", "shm"}
+
+    asyncio.run(scenario())

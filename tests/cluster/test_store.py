@@ -4,11 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Final
 
+import pytest
+
+from cli.services import Service
+from engine.build import MOCK_TWO_GROUPS, TWO_GROUPS_LATENT, TWO_GROUPS_LAYERS
+from engine.mock import MockConfig
 from node.sources import LinearCost
-from tests.support.cluster_harness import Answer, assert_conserved, mock_spec, mock_tokens, random_prompt, wait_for
+from node.store import Store
+from tests.support.cluster_harness import (
+    Answer,
+    RunningCluster,
+    assert_conserved,
+    mock_spec,
+    mock_tokens,
+    random_prompt,
+    running,
+    wait_for,
+)
 from tests.support.inprocess_cluster import InProcessCluster, inprocess
 
 SIZE: Final = 16
@@ -28,37 +45,61 @@ def prompts(seed: int, count: int = PROMPTS) -> list[list[int]]:
     return [random_prompt(rng, PROMPT_BLOCKS * SIZE + 5) for _ in range(count)]
 
 
-def play(story: Callable[[InProcessCluster], Awaitable[None]], **prefill: object) -> None:
-    flags = {"engine.num_blocks": REGION_BLOCKS, "store.host_bytes": HOST_BLOCKS * POSITION_BYTES, **prefill}
-    spec = mock_spec(prefill_flags=flags, decode_flags={"engine.num_blocks": 300})
+def play(story: Callable[[InProcessCluster], Awaitable[None]], **flags: object) -> None:
+    """One prefill node, or one mixed node where `mixed` says so, and a decode node with room."""
+    mixed = bool(flags.pop("mixed", False))
+    below = {"engine.num_blocks": REGION_BLOCKS, "store.host_bytes": HOST_BLOCKS * POSITION_BYTES, **flags}
+    roomy = {"engine.num_blocks": 300, **{key: value for key, value in flags.items() if key == "engine.model"}}
+    if mixed:
+        spec = mock_spec(prefill=0, decode=0, mixed=1, mixed_flags=below)
+    else:
+        spec = mock_spec(prefill_flags=below, decode_flags=roomy)
 
     async def scenario() -> None:
         async with inprocess(spec) as cluster:
-            for node in cluster.prefill.values():
-                node.gatherer._computing = COMPUTING
+            brings_all_it_can(cluster)
             await story(cluster)
             await assert_conserved(cluster)
 
     asyncio.run(scenario())
 
 
-async def ask(cluster: InProcessCluster, prompt: list[int], salt: str | None = None) -> Answer:
+def brings_all_it_can(cluster: InProcessCluster) -> None:
+    for node in cluster.prefill.values():
+        node.gatherer._computing = COMPUTING
+
+
+async def ask(
+    cluster: InProcessCluster, prompt: list[int], salt: str | None = None, config: MockConfig | None = None
+) -> Answer:
     answer = await cluster.client.generate(prompt, max_tokens=MAX_TOKENS, cache_salt=salt)
-    assert answer.ids == mock_tokens(prompt, MAX_TOKENS)
+    assert answer.ids == mock_tokens(prompt, MAX_TOKENS, config=config or MockConfig())
     return answer
 
 
+def store_of(cluster: InProcessCluster) -> Store:
+    (node,) = cluster.prefill.values()
+    assert node.pool.store is not None
+    return node.pool.store
+
+
 async def all_down(cluster: InProcessCluster, blocks: int) -> None:
-    store = cluster.prefill["prefill-0"].pool.store
-    assert store is not None
-    await wait_for(lambda: _holds(store.host.books.blocks >= blocks), f"{blocks} blocks in host memory")
+    books = store_of(cluster).host.books
+    await wait_for(lambda: _holds(books.blocks >= blocks), f"{blocks} blocks in host memory")
+
+
+async def all_on_disk(cluster: InProcessCluster, blocks: int) -> None:
+    disk = store_of(cluster).disk
+    assert disk is not None
+    await wait_for(lambda: _holds(disk.books.blocks >= blocks), f"{blocks} blocks on disk")
 
 
 async def _holds(true: bool) -> bool:
     return true
 
 
-def test_what_the_region_has_no_room_for_comes_back_from_host_memory() -> None:
+@pytest.mark.parametrize("mixed", [False, True], ids=["prefill", "mixed"])
+def test_what_the_region_has_no_room_for_comes_back_from_host_memory(mixed: bool) -> None:
     """Twelve prompts of eight blocks over a region of 32: asked a second time, most are not on the device any more. All
     of them come back, and every token is the reference's."""
 
@@ -68,14 +109,105 @@ def test_what_the_region_has_no_room_for_comes_back_from_host_memory() -> None:
             await ask(cluster, prompt)
         await all_down(cluster, PROMPTS * PROMPT_BLOCKS)
         again = [await ask(cluster, prompt) for prompt in asked]
-        node = cluster.prefill["prefill-0"]
         assert [answer.stats.prompt_tokens_cached for answer in again] == [PROMPT_BLOCKS * SIZE] * PROMPTS
-        assert node.pool.store is not None
-        counters = node.pool.store.host.counters
+        counters = store_of(cluster).host.counters
         assert counters.hit_blocks >= (PROMPTS - 4) * PROMPT_BLOCKS
         assert counters.promotions >= PROMPTS - 4
 
+    play(story, mixed=mixed)
+
+
+def test_two_groups_of_layers_come_back_together() -> None:
+    """The same with two blocks of the region for every position, of records of two sizes."""
+    config = MockConfig(num_layers=TWO_GROUPS_LAYERS, latent_layers=TWO_GROUPS_LATENT)
+
+    async def story(cluster: InProcessCluster) -> None:
+        asked = prompts(3)
+        for _ in range(2):
+            for prompt in asked:
+                await ask(cluster, prompt, config=config)
+            await all_down(cluster, PROMPTS * PROMPT_BLOCKS)
+        assert store_of(cluster).host.counters.hit_blocks >= (PROMPTS - 4) * PROMPT_BLOCKS
+
+    flags = {"engine.model": MOCK_TWO_GROUPS, "engine.num_blocks": 2 * REGION_BLOCKS}
+    play(story, **flags, **{"store.host_bytes": 2 * HOST_BLOCKS * POSITION_BYTES})
+
+
+def test_many_prompts_at_once_over_a_small_region() -> None:
+    """Blocks go down, are evicted and come up for six clients at a time, and no token is wrong."""
+
+    async def story(cluster: InProcessCluster) -> None:
+        rng, asked, places = random.Random(4), prompts(4), asyncio.Semaphore(6)
+
+        async def client(prompt: list[int]) -> None:
+            async with places:
+                await ask(cluster, prompt)
+
+        await asyncio.gather(*(client([*rng.choice(asked)[: rng.randrange(20, 133)], 7]) for _ in range(120)))
+        assert store_of(cluster).host.counters.hit_blocks > 0
+
     play(story)
+
+
+def test_a_prefix_on_disk_outlives_the_node(tmp_path: Path) -> None:
+    """A prompt that was asked twice is on disk. The node ends, and another of its name has it before the first request;
+    it comes up for its own tenant only."""
+    flags = {"store.disk_path": str(tmp_path), "store.disk_bytes": 4 << 20}
+
+    async def story(cluster: InProcessCluster) -> None:
+        (prompt, other) = prompts(5, 2)
+        for _ in range(2):
+            await ask(cluster, prompt, "a")
+        await ask(cluster, other, "a")
+        await all_on_disk(cluster, PROMPT_BLOCKS)
+        await cluster.stop_node("prefill-0")
+        await cluster.start_node("prefill-0", Service.PREFILL)
+        brings_all_it_can(cluster)
+        disk = store_of(cluster).disk
+        assert disk is not None
+        assert disk.books.blocks == PROMPT_BLOCKS
+        for salt, asked, cached in (("b", prompt, 0), ("a", other, 0), ("a", prompt, PROMPT_BLOCKS * SIZE)):
+            answer = await ask(cluster, asked, salt)
+            assert answer.stats.prompt_tokens_cached == cached
+        assert disk.counters.hit_blocks == PROMPT_BLOCKS
+        assert (tmp_path / "prefill-0.kv").exists()
+
+    play(story, **flags)
+
+
+def test_a_node_that_was_killed_begins_warm(tmp_path: Path) -> None:
+    """SIGKILL, with blocks on disk: the process started again says that it has them before it has seen a request, and
+    its answers are right."""
+    flags = {
+        "store.host_bytes": HOST_BLOCKS * POSITION_BYTES,
+        "store.disk_path": str(tmp_path),
+        "store.disk_bytes": 4 << 20,
+    }
+
+    async def disk_blocks(cluster: RunningCluster) -> int:
+        load = (await cluster.status("prefill-0")).record.load
+        return next(int(tier.blocks) for tier in load.tiers if tier.tier == "disk")
+
+    async def scenario(cluster: RunningCluster) -> None:
+        (prompt,) = prompts(6, 1)
+        for _ in range(2):
+            answer = await cluster.client.generate(prompt, max_tokens=MAX_TOKENS)
+            assert answer.ids == mock_tokens(prompt, MAX_TOKENS)
+
+        async def written() -> bool:
+            return await disk_blocks(cluster) == PROMPT_BLOCKS
+
+        await wait_for(written, "the blocks to be on disk", story=cluster.story)
+        cluster.send_signal("prefill-0", signal.SIGKILL)
+        assert await cluster.wait_exit("prefill-0") == -signal.SIGKILL
+        await cluster.cluster.start_process("prefill-0")
+        assert await disk_blocks(cluster) == PROMPT_BLOCKS
+        answer = await cluster.client.generate(prompt, max_tokens=MAX_TOKENS)
+        assert answer.ids == mock_tokens(prompt, MAX_TOKENS)
+
+    with running(mock_spec(prefill_flags=flags)) as cluster:
+        cluster.run(scenario(cluster))
+        cluster.run(assert_conserved(cluster))
 
 
 def test_two_tenants_with_one_prompt() -> None:

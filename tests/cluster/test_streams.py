@@ -36,14 +36,22 @@ class PlayedRouter:
 
     async def prefill(self, request: str, prompt: Sequence[int], max_tokens: int) -> list[str]:
         """One request up to its commit; the kinds of the events."""
+        return [event.WhichOneof("event") for event in await self.events(request, prompt, max_tokens)]
+
+    async def events(
+        self, request: str, prompt: Sequence[int], max_tokens: int, *, whole: bool = False
+    ) -> list[prefill_pb2.PrefillEvent]:
+        """Of one request, up to its commit."""
         header = common_pb2.Header(sender=ROUTER, receiver=self._cluster.runtimes["prefill-0"].incarnation)
         sampling = common_pb2.SamplingSpec(temperature=0, top_p=1, max_tokens=max_tokens)
         key = common_pb2.RequestKey(request=request)
         call = self._prefill.Prefill(
-            prefill_pb2.PrefillRequest(header=header, key=key, prompt=prompt, sampling=sampling, router=ROUTER),
+            prefill_pb2.PrefillRequest(
+                header=header, key=key, prompt=prompt, sampling=sampling, router=ROUTER, whole=whole
+            ),
             timeout=CALL_S_MAX,
         )
-        return [event.WhichOneof("event") async for event in call]
+        return [event async for event in call]
 
     async def subscribe(self, cursors: dict[str, int] | None = None) -> Any:
         """An open stream, whose first message is sent."""
@@ -232,6 +240,31 @@ def test_finished_answers_wait_and_are_fetched_again() -> None:
             await router.done(second, "one", "two")
             await nothing_kept(cluster)
             second.cancel()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("max_tokens", [1, 20])
+def test_a_client_gets_its_answer_in_one_piece(max_tokens: int) -> None:
+    """The first token comes with the word of the handoff, in one message. If it is the only one nothing is handed over,
+    and it comes by itself."""
+
+    async def scenario() -> None:
+        prompt = random_prompt(random.Random(46), 50)
+        expected = mock_tokens(prompt, max_tokens)
+        async with played() as (cluster, router):
+            granted, last = await router.events("one", prompt, max_tokens, whole=True)
+            assert granted.WhichOneof("event") == "granted"
+            if max_tokens == 1:
+                assert last.first_token.token == expected[0]
+                assert last.first_token.HasField("finish")
+                return
+            assert last.handed_off.first_token.token == expected[0]
+            stream = await router.subscribe()
+            assert await read_answers(stream, 1) == {"one": (0, expected)}
+            await router.done(stream, "one")
+            await nothing_kept(cluster)
+            stream.cancel()
 
     asyncio.run(scenario())
 

@@ -177,6 +177,14 @@ class Call:
             self._served.taken()
         return self._messages.popleft()
 
+    async def aclose(self) -> None:
+        """Of the iterator: the call goes on."""
+
+    async def code(self) -> grpc.StatusCode:
+        while self._status is None:
+            await self._news()
+        return self._status[0]
+
     async def _news(self) -> None:
         waiter = self._waiter = self._client.loop.create_future()
         try:

@@ -23,10 +23,13 @@ import decode_node.main
 import decode_node.reserving
 import decode_node.service
 import node.engine_loop
+import node.fetching
 import node.main
 import node.peers
 import node.pool
 import node.receiver
+import node.service
+import node.transfers
 import prefill_node.main
 import router.main
 import router.serving
@@ -388,12 +391,12 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         (cli.directory, "Clock", SimClock),
         (cli.directory, "random", SimpleNamespace(Random=lambda: Random(current().loop.rng.getrandbits(64)))),
         *((main, "Clock", SimClock) for main in mains),
-        *((module, "secrets", secrets) for module in (*mains, router.serving, decode_node.reserving)),
+        *((module, "secrets", secrets) for module in (*mains, router.serving, decode_node.reserving, node.fetching)),
         *((main, "NodeRuntime", capture("runtime", one_server)) for main in mains),
         (router.serving, "RouterNode", capture("router", RouterNode)),
         *watched_routers(current),
         (prefill_node.main, "PrefillNode", capture("prefill", PrefillNode)),
-        (prefill_node.main, "Peers", capture("peers", Peers)),
+        (node.transfers, "Peers", capture("peers", Peers)),
         (node.main, "open_device_pool", open_pool),
         (node.peers, "ShmWriterLink", SimShmLink),
         (node.peers, "TcpWriterLink", SimTcpLink),
@@ -403,7 +406,7 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         (node.receiver, "Receiver", capture("receiver", Receiver, watch_receiver)),
         (node.receiver, "_open_port", open_port),
         (decode_node.main, "DecodeService", capture("decode_service", DecodeService, watch_decode_service)),
-        (decode_node.service, "host_parts", lambda: [current().host] * 4),
+        (node.service, "host_parts", lambda: [current().host] * 4),
         (node.engine_loop, "ThreadPoolExecutor", _NoThread),
         (asyncio.tasks._all_tasks, "add", id),  # type: ignore[attr-defined]  # a list that nobody asks for
     ]

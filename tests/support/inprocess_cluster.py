@@ -19,7 +19,9 @@ from unittest.mock import patch
 from batonpb import decode_pb2, node_pb2, prefill_pb2, transfer_pb2
 
 import decode_node.main
+import mixed_node.main
 import node.main
+import node.transfers
 import prefill_node.main
 import router.main
 import router.serving
@@ -37,6 +39,7 @@ from kvtransfer.protocol.receiver import GrantState
 from kvtransfer.receiver import Receiver
 from kvtransfer.writer import WriterPeer
 from mixed_node.node import MixedNode
+from node.fetching import Fetches
 from node.peers import Peers
 from prefill_node.node import PrefillNode, PrefillService, StepSink
 from router.decode_streams import DecodeSubscription
@@ -149,6 +152,7 @@ class InProcessCluster:
         self.prefill: dict[str, PrefillNode] = {}
         self.decode: dict[str, DecodeNode] = {}
         self.peers: dict[str, Peers] = {}
+        self.fetches: dict[str, Fetches] = {}
         self.gates = {point: Gate() for point in Point}
         self.marked: set[RequestId] = set()
         self.layer_held = (1, 1)
@@ -197,7 +201,7 @@ class InProcessCluster:
 
     async def start_double(self, name: str, service: Service, /, **flags: object) -> BatonError:
         """Start a second node of this name, which must fail; what it failed with. The first one stays in the books."""
-        books: list[dict[str, Any]] = [self.runtimes, self.prefill, self.decode, self.peers, self.routers]
+        books: list[dict[str, Any]] = [self.runtimes, self.prefill, self.decode, self.peers, self.fetches, self.routers]
         kept = [dict(book) for book in books]
         settings = {**self.spec.flags_of(name, service, self.endpoints[DIRECTORY_NAME]), **flags}
         text = {k: str(v).lower() if isinstance(v, bool) else str(v) for k, v in settings.items()}
@@ -334,6 +338,9 @@ def _captured(cluster: InProcessCluster) -> Iterator[None]:
     def by_config(**kwargs: Any) -> str:
         return str(kwargs["config"].name)
 
+    def by_runtime(**kwargs: Any) -> str:
+        return str(kwargs["runtime"].name)
+
     def by_first(config: Any, *_args: Any, **_kwargs: Any) -> str:
         return str(config.name)
 
@@ -343,10 +350,13 @@ def _captured(cluster: InProcessCluster) -> Iterator[None]:
         for owner, name, books, make in (
             (router.serving, "RouterNode", cluster.routers, RouterNode),
             (prefill_node.main, "PrefillNode", cluster.prefill, PrefillNode),
-            (prefill_node.main, "Peers", cluster.peers, Peers),
+            (mixed_node.main, "PrefillNode", cluster.prefill, PrefillNode),
+            (node.transfers, "Peers", cluster.peers, Peers),
+            (node.transfers, "Fetches", cluster.fetches, Fetches),
             (decode_node.main, "DecodeNode", cluster.decode, DecodeNode),
         ):
-            stack.enter_context(patch.object(owner, name, capture(books, make, by_config)))
+            by = by_runtime if make is Fetches else by_config
+            stack.enter_context(patch.object(owner, name, capture(books, make, by)))
         yield
 
 

@@ -270,6 +270,7 @@ def test_a_record_survives_the_wire() -> None:
             block_size=5,
             protocol_min=6,
             protocol_max=7,
+            layer_groups=8,
         ),
         load=NodeLoad(
             waiting_requests=1,
@@ -285,6 +286,10 @@ def test_a_record_survives_the_wire() -> None:
     )
     assert record_from_proto(record_to_proto(full)) == full
     assert record_from_proto(record_to_proto(record())) == record()
+    assert full.model is not None
+    older = record_to_proto(full)
+    older.model.layer_groups = 0  # from a node that does not know groups
+    assert record_from_proto(older) == replace(full, model=replace(full.model, layer_groups=1))
 
 
 def test_a_message_for_another_incarnation_is_refused() -> None:

@@ -22,6 +22,7 @@ from benchmarks.front_door_report import (
     read,
     report,
     run_of,
+    share_name,
     workers_name,
 )  # fmt: skip
 from benchmarks.front_door_tokens import TICK_S, VOCABULARY, age_ms, first_step_s, stamp, text_of, write_tokenizer
@@ -57,6 +58,14 @@ def test_workers_are_judged_by_cost_and_by_balance() -> None:
     assert found[f"{label} [40, 24] (the worst round): most to fewest"] == (40 / 24, False)
     idle = bars(RUN, replace(two, held=[0, 64, 0]))
     assert not idle[f"{label} [64] (the worst round): most to fewest"][1]
+
+
+def test_workers_are_compared_with_one_process_that_has_as_much_to_do_as_each_of_them() -> None:
+    """Half of the streams, for two."""
+    two = replace(RUN, server=workers_name(2), token_us=54.0, held=[0, 32, 32])
+    half = replace(RUN, server=share_name(2), streams=32, token_us=45.0)
+    found = bars(RUN, two, half)
+    assert found["http, 64 streams, router, 2 workers, a token: of a router's with 32"] == (54 / 45, False)
 
 
 def test_a_soak_is_judged_by_what_grows_behind_its_first_answers() -> None:

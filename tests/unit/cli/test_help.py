@@ -19,9 +19,9 @@ COMMANDS = cli.list_commands(click.Context(cli))
 def test_the_commands() -> None:
     """The list of commands is the one in the documentation."""
     assert COMMANDS == [
-        "up", "generate", "chat", "nodes", "describe", "pin", "unpin", "pins", "cordon", "uncordon", "drain", "undrain",
-        "ca", "key", "doctor", "directory", "router", "prefill", "decode", "mixed", "demo-model", "demo", "bench",
-        "completion",
+        "up", "generate", "chat", "nodes", "describe", "pin", "unpin", "pins", "cache", "cordon", "uncordon", "drain",
+        "undrain", "ca", "key", "doctor", "directory", "router", "prefill", "decode", "mixed", "demo-model", "demo",
+        "bench", "completion",
     ]  # fmt: skip
 
 
@@ -89,6 +89,7 @@ def test_every_command_that_prints_a_table_prints_it_as_data_too() -> None:
         "nodes",
         "describe",
         "pins",
+        "cache",
         "cordon",
         "uncordon",
         "drain",

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import errno
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.errors import BatonError
 from baton.ids import BlockId
 from cachestore.block_manager import BlockManager, prefix_blocks_max
+from cachestore.holdings import Tier
 from cachestore.layout import kv_layout
 from cachestore.ledger import Ledger
 from cachestore.prefix_cache import IndexCursor
@@ -21,8 +28,11 @@ from cachestore.tier_books import TierBooks
 from kvtransfer.native.copy import copy_records
 from node import store as store_module
 from node.copiers import PositionCopy, PositionPlaces
-from node.sources import LinearCost, Offer, Prefix
-from node.store import HostTier, Store
+from node.disk_file import BLOCKS_IN_FLIGHT_MAX, DiskFile
+from node.disk_format import FileIdentity
+from node.sources import LinearCost, Offer, Prefix, SourceKind
+from node.store import DiskTier, HostTier, Store
+from tests.support.tcp_harness import wait_until
 
 LAYOUT = kv_layout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=2, dtype="uint8", dtype_bytes=1)
 SIZE = LAYOUT.block_size
@@ -56,20 +66,26 @@ class HandCopier:
 class Scene:
     """A region of `device` blocks over `host` blocks. A block's bytes are made of its digest, so a wrong one shows."""
 
-    def __init__(self, device: int, host: int, *, prompt: bool = False) -> None:
-        stride = LAYOUT.position_bytes + 8
+    def __init__(self, device: int, host: int, *, prompt: bool = False, disk: DiskFile | None = None) -> None:
+        stride = LAYOUT.position_bytes
         self.ledger = Ledger(device, on_free=self._poison)
         self.blocks = BlockManager(self.ledger, SIZE, b"root")
         self.places = PositionPlaces(layout=LAYOUT, device_blocks=device, slots=host, slot_bytes=stride)
         self.device_U8 = np.full(LAYOUT.region_bytes(device), POISON, np.uint8)
         host_U8 = np.full(self.places.host_nbytes, POISON, np.uint8)
         self.copier = HandCopier(self.places, self.device_U8, host_U8, prompt)
-        memory: Any = SimpleNamespace(copier=self.copier)
+        region = SimpleNamespace(array_U8=host_U8)
+        memory: Any = SimpleNamespace(copier=self.copier, region=region, close=lambda: None)
         cost = LinearCost(fixed_s=1e-4, unit_s=1e-5, units=8)
+        below = None
+        if disk is not None:
+            below = DiskTier(file=disk, books=TierBooks(disk.num_slots, stride), cost=cost)
+            disk.restore(below.books)
         self.store = Store(
             blocks=self.blocks,
             groups=LAYOUT.num_groups,
             host=HostTier(memory=memory, books=TierBooks(host, stride), cost=cost),
+            disk=below,
         )
 
     def _poison(self, block: BlockId) -> None:
@@ -125,6 +141,12 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
+@contextmanager
+def no_pauses() -> Iterator[None]:
+    with patch.object(store_module, "TOGETHER_S", 0), patch.object(store_module, "REST_SHARE", 0):
+        yield
+
+
 def play(device: int, host: int, story: Callable[[Scene], Awaitable[None]], *, prompt: bool = True) -> None:
     async def scenario() -> None:
         scene = Scene(device, host, prompt=prompt)
@@ -133,15 +155,36 @@ def play(device: int, host: int, story: Callable[[Scene], Awaitable[None]], *, p
         await scene.store.stop()
         scene.check()
 
-    with_no_pauses = {"TOGETHER_S": 0, "REST_SHARE": 0}
-    before = {name: getattr(store_module, name) for name in with_no_pauses}
-    for name, value in with_no_pauses.items():
-        setattr(store_module, name, value)
-    try:
+    with no_pauses():
         asyncio.run(scenario())
-    finally:
-        for name, value in before.items():
-            setattr(store_module, name, value)
+
+
+def play_on_disk(path: Path, story: Callable[[Scene], Awaitable[None]], *, slots: int = 20, host: int = 20) -> None:
+    """Over a real file, whose blocks an earlier story may have left."""
+    identity = FileIdentity(
+        kv_root=b"root",
+        layout_hash=LAYOUT.compatibility_hash(),
+        block_bytes=LAYOUT.position_bytes,
+        block_tokens=SIZE,
+    )
+
+    async def scenario() -> None:
+        disk = DiskFile.open(
+            path,
+            bytes_max=identity.file_nbytes(slots),
+            identity=identity,
+            record_nbytes=[LAYOUT.position_bytes],
+            threads=2,
+        )
+        scene = Scene(8, host, prompt=True, disk=disk)
+        scene.store.start()
+        await story(scene)
+        await scene.store.stop()
+        scene.store.close()
+        scene.check()
+
+    with no_pauses():
+        asyncio.run(scenario())
 
 
 ONE = list(range(1, 10))
@@ -307,6 +350,153 @@ def test_after_a_copy_that_failed_nothing_is_copied() -> None:
         assert scene.offer(ONE) is None
 
     play(8, 20, story)
+
+
+async def on_disk(scene: Scene, blocks: int) -> None:
+    disk = scene.store.disk
+    assert disk is not None
+    await wait_until(lambda: disk.books.blocks >= blocks and not scene.store._to_disk)
+
+
+async def used_twice(scene: Scene, tokens: list[int], salt: bytes = b"") -> None:
+    """Computed, and found on the device: worth a place on disk."""
+    for _ in range(2):
+        scene.compute(tokens, salt)
+        await scene.idle()
+
+
+def test_what_was_used_twice_is_there_after_a_restart(tmp_path: Path) -> None:
+    """One prompt is used twice, another once. The next process has the first one's blocks, byte for byte, and no other
+    tenant gets them. They come by way of host memory, and stay there."""
+    other = [100 + token for token in ONE]
+
+    async def before(scene: Scene) -> None:
+        await used_twice(scene, ONE, b"a")
+        scene.compute(other, b"a")
+        await scene.idle()
+        await on_disk(scene, 4)
+
+    async def after(scene: Scene) -> None:
+        assert scene.offer(other, b"a") is None
+        assert scene.offer(ONE, b"b") is None
+        offer = scene.offer(ONE, b"a")
+        assert offer is not None
+        assert (offer.kind, offer.blocks) == (SourceKind.DISK, 4)
+        assert await scene.store.bring(offer) == 4
+        assert scene.have(ONE, b"a") == 4
+        scene.evict_all()
+        again = scene.offer(ONE, b"a")
+        assert again is not None
+        assert (again.kind, again.blocks) == (SourceKind.HOST, 4)
+        assert scene.store.disk is not None
+        assert (scene.store.disk.counters.promotions, scene.store.disk.counters.hit_blocks) == (1, 4)
+
+    play_on_disk(tmp_path / "blocks", before)
+    play_on_disk(tmp_path / "blocks", after)
+
+
+def test_a_block_that_the_disk_has_lost_is_forgotten(tmp_path: Path) -> None:
+    """A flipped bit in the third block: two come, the third is not asked for again."""
+
+    async def before(scene: Scene) -> None:
+        await used_twice(scene, ONE)
+        await on_disk(scene, 4)
+
+    async def after(scene: Scene) -> None:
+        books = scene.store.disk.books if scene.store.disk is not None else None
+        assert books is not None
+        slot = books.find(scene.prefix(ONE).chain[2])
+        assert slot is not None and scene.store.disk is not None
+        identity = scene.store.disk.file.identity
+        with (tmp_path / "blocks").open("r+b") as file:
+            file.seek(identity.slot_at(slot) + identity.header_nbytes)
+            byte = file.read(1)[0]
+            file.seek(-1, 1)
+            file.write(bytes([byte ^ 1]))
+        assert await scene.bring(ONE) == 2
+        assert scene.have(ONE) == 2
+        assert books.blocks == 3
+        assert scene.offer(ONE) is None
+
+    play_on_disk(tmp_path / "blocks", before)
+    play_on_disk(tmp_path / "blocks", after)
+
+
+def test_a_pinned_prefix_goes_to_the_disk_at_once_and_stays_in_every_tier(tmp_path: Path) -> None:
+    """Tiers of five blocks, and a pin of two: other prompts that are used twice take turns in the other three."""
+
+    async def story(scene: Scene) -> None:
+        scene.blocks.prefix_cache.pin(scene.prefix(ONE[:5]).chain)
+        scene.compute(ONE[:5])
+        await scene.idle()
+        await on_disk(scene, 2)
+        for first in (100, 200, 300):
+            await used_twice(scene, [first + token for token in ONE[:7]])
+            await on_disk(scene, 5)
+        for tier in scene.store.tiers:
+            assert [tier.books.find(digest) is not None for digest in scene.prefix(ONE[:5]).chain] == [True, True]
+            assert tier.books.pinned_blocks == 2
+
+    play_on_disk(tmp_path / "blocks", story, slots=5, host=5)
+
+
+def test_each_tier_is_emptied_by_itself(tmp_path: Path) -> None:
+    """What is pinned stays. What the disk had is not there after a restart either."""
+
+    async def before(scene: Scene) -> None:
+        await used_twice(scene, ONE)
+        await on_disk(scene, 4)
+        scene.blocks.prefix_cache.pin(scene.prefix(ONE[:5]).chain)
+        assert scene.store.empty(Tier.HOST) == 2
+        assert scene.blocks.prefix_cache.evict_until(6)
+        assert scene.have(ONE) == 2
+        offer = scene.store.offer(scene.prefix(ONE), 2)
+        assert offer is not None
+        assert (offer.kind, offer.blocks) == (SourceKind.DISK, 2)
+        assert scene.store.empty(Tier.DISK) == 2
+        assert scene.store.offer(scene.prefix(ONE), 2) is None
+        with pytest.raises(BatonError, match="no device tier"):
+            scene.store.empty(Tier.DEVICE)
+
+    async def after(scene: Scene) -> None:
+        assert scene.store.disk is not None
+        assert scene.store.disk.books.blocks == 2
+        assert scene.store.empty(Tier.DISK) == 2
+
+    async def last(scene: Scene) -> None:
+        assert scene.store.disk is not None
+        assert scene.store.disk.books.blocks == 0
+
+    play_on_disk(tmp_path / "blocks", before)
+    play_on_disk(tmp_path / "blocks", after)
+    play_on_disk(tmp_path / "blocks", last)
+
+
+def test_a_disk_that_is_full_keeps_what_it_can(tmp_path: Path) -> None:
+    """Every write fails: host memory goes on without it, and after some errors nothing is written any more."""
+
+    async def story(scene: Scene) -> None:
+        disk = scene.store.disk
+        assert disk is not None
+
+        def full(*arguments: Any) -> tuple[Any, Any]:
+            count = len(arguments[1])
+            return np.full(count, errno.ENOSPC, np.int32), np.zeros(count, np.uint64)
+
+        with patch.object(type(disk.file._io), "write", lambda _self, *arguments: full(*arguments)):
+            for first in (0, 100, 200):
+                await used_twice(scene, [first + token for token in ONE])
+                await wait_until(lambda: not scene.store._to_disk and disk.file.room == BLOCKS_IN_FLIGHT_MAX)
+                await turns()
+        assert (disk.books.blocks, disk.books.free) == (0, 20)
+        assert not disk.file.writable
+        scene.evict_all()
+        offer = scene.offer(ONE)
+        assert offer is not None
+        assert offer.kind is SourceKind.HOST
+        assert await scene.store.bring(offer) == 4
+
+    play_on_disk(tmp_path / "blocks", story)
 
 
 PROMPTS = st.lists(st.integers(1, 2), min_size=3, max_size=13)

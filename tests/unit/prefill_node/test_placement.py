@@ -216,6 +216,9 @@ def test_what_pins_keep_is_nobodys_and_an_unknown_region_may_be_large() -> None:
 )
 def test_what_a_request_comes_to_hold(tokens: int, prompt: int, max_tokens: int, blocks: int) -> None:
     """Blocks of 16 and a context of 1,000, as the decode node counts them itself."""
-    pool: Any = SimpleNamespace(model=SimpleNamespace(context_len_max=1_000, block_size=16))
-    held = DevicePool.footprint(pool, tokens, prompt, max_tokens)
+    model = replace(MODEL, context_len_max=1_000, block_size=16)
+    plain: Any = SimpleNamespace(model=model)
+    held = DevicePool.footprint(plain, tokens, prompt, max_tokens)
+    grouped: Any = SimpleNamespace(model=replace(model, layer_groups=3))
+    assert DevicePool.footprint(grouped, tokens, prompt, max_tokens) == 3 * held
     assert held == blocks

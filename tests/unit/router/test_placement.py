@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
 
 from baton.ids import Attempt, Incarnation, NodeName, RequestId, RequestKey
 from baton.lifecycle import Lifecycle
-from baton.wire import ModelInfo, NodeLoad, NodeRecord, Role
+from baton.wire import ModelInfo, NodeLoad, NodeRecord, Owner, Role
+from cachestore.holder_index import HolderIndex
+from cachestore.holdings import Tier
 from cachestore.prefix_cache import chain_digests, root_digest
-from router.placement import RATE_UNKNOWN_TOKENS_PER_S, Placement
+from router.placement import (
+    EXPECTED_BLOCKS_MAX,
+    EXPECTED_S,
+    FETCH_FIXED_S,
+    RATE_UNKNOWN_TOKENS_PER_S,
+    Choice,
+    Expected,
+    Placement,
+)
 
 BLOCK = 4
 MODEL = ModelInfo(
@@ -21,22 +35,35 @@ MODEL = ModelInfo(
     block_size=BLOCK,
     protocol_min=1,
     protocol_max=1,
+    kv_root=b"plain",
 )
 
 
-def hashes_of(prompt: list[int]) -> list[bytes]:
-    return chain_digests(root_digest(b"", b""), prompt, BLOCK)
+SALT = b""
 
 
-def node(number: int, *, waiting: int = 0, rate: float = 0.0, sequence: int = 1) -> NodeRecord:
+def hashes_of(prompt: Sequence[int], model: ModelInfo = MODEL) -> list[bytes]:
+    return chain_digests(root_digest(model.kv_root, SALT), prompt, BLOCK)
+
+
+def node(
+    number: int,
+    *,
+    waiting: int = 0,
+    rate: float = 0.0,
+    fetch: float = 0.0,
+    sequence: int = 1,
+    role: Role = Role.PREFILL,
+    model: ModelInfo = MODEL,
+) -> NodeRecord:
     return NodeRecord(
-        name=NodeName(f"prefill-{number}"),
-        role=Role.PREFILL,
+        name=NodeName(f"{role.name.lower()}-{number}"),
+        role=role,
         incarnation=Incarnation(number + 1),
         endpoint=f"127.0.0.1:{number + 1}",
         lifecycle=Lifecycle.READY,
-        model=MODEL,
-        load=NodeLoad(waiting_tokens=waiting, prefill_tokens_per_s=rate),
+        model=model,
+        load=NodeLoad(waiting_tokens=waiting, prefill_tokens_per_s=rate, fetch_tokens_per_s=fetch),
         sequence=sequence,
     )
 
@@ -45,150 +72,258 @@ def key(number: int) -> RequestKey:
     return RequestKey(request=RequestId(f"r{number}"), attempt=Attempt(0))
 
 
-def placement(*records: NodeRecord, blocks_max: int = 1_000) -> Placement:
-    placed = Placement(blocks_max=blocks_max)
-    placed.update(records)
-    return placed
+class Placed(Placement):
+    """With an index and a clock that the test sets."""
+
+    def __init__(self, *records: NodeRecord) -> None:
+        self.index = HolderIndex()
+        self.now_s = 0.0
+        super().__init__(self.index, lambda: self.now_s)
+        self.follow(*records)
+
+    def follow(self, *records: NodeRecord) -> None:
+        self.update([record for record in records if record.role.serves(Role.PREFILL)], records)
+
+    def has(self, record: NodeRecord, prompt: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
+        """The node says that it has this prompt's full blocks."""
+        if record.incarnation not in self.index.holders:
+            number = self.index.begin()
+            assert number is not None
+            self.index.publish(record.incarnation, number)
+        assert record.model is not None
+        hashes = hashes_of(prompt, record.model)
+        self.index.put(self.index.holders[record.incarnation], b"".join(hashes), bytes([tier]) * len(hashes))
+
+    def choose(self, prompt: Sequence[int] | int) -> Choice:
+        """For a prompt, or one of so many tokens that nobody has."""
+        return self.pick(range(prompt) if isinstance(prompt, int) else prompt, SALT)
+
+    def name(self, prompt: Sequence[int] | int) -> str:
+        return self.choose(prompt).record.name
+
+    def send(self, number: int, prompt: Sequence[int] | int) -> tuple[Choice, Callable[[], None]]:
+        choice = self.choose(prompt)
+        return choice, self.sent(choice, key(number))
+
+
+placement = Placed
 
 
 def test_expected_ttft_is_queue_and_uncached_tokens_over_the_rate() -> None:
     """40 tokens wait, two of the prompt's three full blocks are there: 40 + 13 - 8 tokens at 100 a second."""
-    record = node(0, waiting=40)
-    prompt = list(range(13))
-    hashes = hashes_of(prompt)
-    placed = placement(record)
-    assert placed.expected_ttft_s(record, hashes, 13, 100.0) == 0.53
-    left = placed.sent(record, key(0), hashes[:2], 8)
-    left()
-    assert placed.expected_ttft_s(record, hashes, 13, 100.0) == 0.45
+    placed = placement(record := node(0, waiting=40, rate=100.0))
+    assert placed.choose(13).ttft_s == 0.53
+    placed.has(record, range(8))
+    choice = placed.choose(13)
+    assert (choice.ttft_s, choice.compute_tokens, choice.hashes) == (0.45, 5, hashes_of(range(13)))
 
 
 def test_a_wholly_cached_prompt_still_costs_a_token() -> None:
     """The last token is always computed: a node with everything is not free of cost."""
-    record = node(0)
-    hashes = hashes_of([7] * 8)
-    placed = placement(record)
-    placed.sent(record, key(0), hashes, 8)()
-    assert placed.expected_ttft_s(record, hashes, 8, 100.0) == 0.01
+    placed = placement(record := node(0, rate=100.0))
+    placed.has(record, range(8))
+    assert placed.choose(8).ttft_s == 0.01
+
+
+def test_what_lies_in_a_slower_tier_saves_less() -> None:
+    """Sixteen blocks on the device of one node, in host memory or on disk of others: an eighth more for each tier."""
+    records = [node(0, waiting=14, rate=1.0), node(1, waiting=7, rate=1.0), node(2, rate=1.0)]
+    placed = placement(*records)
+    for record, tier in zip(records, Tier, strict=True):
+        placed.has(record, range(64), tier)
+    choices = []
+    for least in range(3):
+        placed.follow(*(record for record in records if record.incarnation > least))
+        choices.append((placed.choose(65).record.name, placed.choose(65).ttft_s))
+    assert choices == [("prefill-0", 14 + 1.0), ("prefill-1", 7 + 1.0 + 8), ("prefill-2", 1.0 + 16)]
 
 
 def test_the_faster_node_wins_until_its_queue_outweighs_it() -> None:
-    """Three times as fast: chosen with 200 tokens waiting against none, not with 201 more."""
+    """Three times as fast: chosen with 199 tokens waiting against none, not with 201."""
     slow = node(0, rate=100.0)
-    assert (
-        placement(slow, node(1, waiting=199, rate=300.0)).pick([slow, node(1, rate=300.0)], [], 100).name == "prefill-1"
-    )
-    records = [slow, node(1, waiting=201, rate=300.0)]
-    assert placement(*records).pick(records, [], 100).name == "prefill-0"
+    assert placement(slow, node(1, waiting=199, rate=300.0)).name(100) == "prefill-1"
+    assert placement(slow, node(1, waiting=201, rate=300.0)).name(100) == "prefill-0"
 
 
 def test_a_node_that_has_not_measured_itself_counts_as_the_fastest() -> None:
     """A fresh node beside one that does 50,000 tokens a second gets its share, and so a chance to measure."""
-    records = [node(0, waiting=10, rate=50_000.0), node(1)]
-    assert placement(*records).pick(records, [], 100).name == "prefill-1"
+    assert placement(node(0, waiting=10, rate=50_000.0), node(1)).name(100) == "prefill-1"
     assert RATE_UNKNOWN_TOKENS_PER_S > 0
-    unmeasured = [node(0, waiting=1), node(1)]
-    assert placement(*unmeasured).pick(unmeasured, [], 100).name == "prefill-1"
+    assert placement(node(0, waiting=1), node(1)).name(100) == "prefill-1"
 
 
 def test_ties_go_by_name_in_any_order() -> None:
     """Two idle nodes: the first by name, whatever the order of the list."""
     records = [node(1), node(0)]
-    assert placement(*records).pick(records, [], 10).name == "prefill-0"
-    assert placement(*records).pick(records[::-1], [], 10).name == "prefill-0"
+    assert placement(*records).name(10) == "prefill-0"
+    assert placement(*records[::-1]).name(10) == "prefill-0"
+
+
+def test_only_those_that_are_ready_and_asked_for_are_chosen() -> None:
+    """A node that drains gets nothing, nor one that the caller rules out."""
+    records = [replace(node(0), lifecycle=Lifecycle.DRAINING), node(1), node(2)]
+    placed = placement(*records)
+    assert placed.name(10) == "prefill-1"
+    among = placed.ready.copy()
+    among[placed.slots([Incarnation(2), Incarnation(77)])] = False
+    assert placed.pick([1], SALT, among=among).record.name == "prefill-2"
 
 
 def test_a_burst_spreads_before_any_report_comes() -> None:
     """Twelve prompts of one length within one report's age: four to each of three idle nodes."""
-    records = [node(i) for i in range(3)]
-    placed = placement(*records)
-    got: Counter[str] = Counter()
-    for number in range(12):
-        chosen = placed.pick(records, [], 50)
-        placed.sent(chosen, key(number), [], 50)
-        got[chosen.name] += 1
+    placed = placement(*(node(i) for i in range(3)))
+    got = Counter(placed.send(number, [number] * 50)[0].record.name for number in range(12))
     assert got == {"prefill-0": 4, "prefill-1": 4, "prefill-2": 4}
 
 
 def test_a_request_that_has_left_counts_no_more() -> None:
     """Sent to the one, which loses it at once: the next goes there again. Calling `left` twice changes nothing."""
-    records = [node(0), node(1)]
-    placed = placement(*records)
-    left = placed.sent(records[0], key(0), [], 50)
-    assert placed.pick(records, [], 50).name == "prefill-1"
+    placed = placement(node(0), node(1))
+    _, left = placed.send(0, 50)
+    assert placed.name([9] * 50) == "prefill-1"
     left()
     left()
-    assert placed.pick(records, [], 50).name == "prefill-0"
+    assert placed.name([9] * 50) == "prefill-0"
 
 
-def test_what_the_node_has_cached_is_no_load_of_requests_sent_there() -> None:
-    """Two nodes, one with a long prefix. Of 120 tokens sent there 100 are cached: the next prompt with the prefix goes
-    there too, until what is left to compute there outweighs the prefix."""
-    prompt = list(range(120))
-    hashes = hashes_of(prompt)
-    records = [node(0), node(1)]
-    placed = placement(*records)
-    placed.sent(records[1], key(0), hashes[:25], 0)()
-    for number in range(1, 6):
-        assert placed.expected_ttft_s(records[1], hashes[:25], 120, 1.0) == 20.0 * number, number
-        assert placed.pick(records, hashes[:25], 120).name == "prefill-1", number
-        placed.sent(records[1], key(number), hashes[:25], 120)
-    assert placed.pick(records, hashes[:25], 120).name == "prefill-0"
+def test_a_burst_with_one_prefix_goes_to_one_node() -> None:
+    """Nobody has said that it has it, and the first prompt is being computed. The others go behind it, as it will be
+    there for them: until what is to be computed there, of each its own 20 tokens, outweighs it."""
+    prefix = list(range(100))
+    placed = placement(*(node(i, rate=1.0) for i in range(2)))
+    placed.send(0, prefix)
+    placed.follow(node(0, rate=1.0, waiting=30, sequence=2), node(1, rate=1.0))
+    choices = [placed.send(number, [*prefix, *[1_000 + number] * 20])[0] for number in range(1, 7)]
+    assert [choice.record.name for choice in choices] == ["prefill-0"] * 4 + ["prefill-1", "prefill-0"]
+    assert [choice.compute_tokens for choice in choices] == [20] * 4 + [120, 20]
+
+
+def test_what_was_sent_is_expected_for_a_while_behind_the_call() -> None:
+    """The call has ended, and the node's word has not come: its blocks count. Seconds later they count no more: they
+    were evicted at once, or the call came to nothing. Two calls of one prompt each keep it."""
+    prompt = list(range(40))
+    placed = placement(node(0, rate=1.0))
+    _, first = placed.send(0, prompt)
+    _, second = placed.send(1, prompt)
+    first()
+    placed.now_s = EXPECTED_S
+    second()
+    assert placed.choose(prompt).compute_tokens == 1
+    placed.now_s = 2 * EXPECTED_S - 0.1
+    assert placed.choose(prompt).compute_tokens == 1
+    placed.now_s = 2 * EXPECTED_S
+    assert placed.choose(prompt).compute_tokens == 40
+    assert placed._expected._total == 0 and not placed._expected._counts
+
+
+def test_what_is_expected_is_bounded() -> None:
+    """A flood of long prompts: those beyond the limit are placed, but not remembered."""
+    expected, hashes = Expected(), [bytes([i]) for i in range(100)]
+    taken = [expected.add(Incarnation(1), hashes) for _ in range(EXPECTED_BLOCKS_MAX // 100 + 5)]
+    assert sum(taken) == EXPECTED_BLOCKS_MAX // 100
+    for _ in range(sum(taken)):
+        expected.leave(Incarnation(1), hashes, 0.0)
+    expected.expire(EXPECTED_S)
+    assert list(expected.blocks(hashes)) == [] and expected.add(Incarnation(1), hashes)
 
 
 def test_a_report_replaces_what_was_counted_since_the_last_one() -> None:
     """The node's own number is the truth; the same report seen again replaces nothing."""
-    records = [node(0), node(1)]
+    records = [node(0, rate=10.0)]
     placed = placement(*records)
-    placed.sent(records[0], key(0), [], 50)
-    placed.update(records)
-    assert placed.expected_ttft_s(records[0], [], 10, 10.0) == 6.0
-    placed.update([node(0, waiting=20, sequence=2), records[1]])
-    assert placed.expected_ttft_s(records[0], [], 10, 10.0) == 3.0
+    placed.send(0, 50)
+    placed.follow(*records)
+    assert placed.choose([1] * 10).ttft_s == 6.0
+    placed.follow(node(0, waiting=20, rate=10.0, sequence=2))
+    assert placed.choose([1] * 10).ttft_s == 3.0
 
 
 def test_a_prompt_goes_where_its_prefix_is_unless_the_queue_is_longer() -> None:
     """100 tokens of it are cached on the second node: 99 waiting there are still worth it, 101 are not."""
-    prompt = list(range(120))
-    hashes = hashes_of(prompt)
     for waiting, chosen in ((0, "prefill-1"), (99, "prefill-1"), (101, "prefill-0")):
         records = [node(0), node(1, waiting=waiting)]
         placed = placement(*records)
-        placed.sent(records[1], key(0), hashes[:25], 0)()
-        assert placed.pick(records, hashes, 120).name == chosen, waiting
+        placed.has(records[1], range(100))
+        assert placed.name(120) == chosen, waiting
 
 
-def test_only_a_leading_chain_counts_as_cached() -> None:
-    """A block in the middle that is not known ends the prefix, though later ones are known."""
-    record = node(0)
-    hashes = hashes_of(list(range(16)))
-    placed = placement(record)
-    placed.sent(record, key(0), [hashes[0], hashes[2], hashes[3]], 16)
-    assert placed.cached_blocks(record.incarnation, hashes) == 1
-    assert placed.cached_blocks(Incarnation(99), hashes) == 0
+def test_kv_of_another_root_counts_for_its_own_nodes_only() -> None:
+    """A node of rounded weights has the prompt, one of full precision has not: each counts what is its own, and neither
+    is told of the other as an owner."""
+    rounded = replace(MODEL, kv_root=b"rounded")
+    records = [node(0, rate=1.0, waiting=50), node(1, rate=1.0, model=rounded)]
+    placed = placement(*records)
+    placed.has(records[0], range(100))
+    assert (placed.choose(101).record.name, placed.choose(101).ttft_s) == ("prefill-0", 51.0)
+    placed.has(records[1], range(100))
+    assert (placed.choose(101).record.name, placed.choose(101).ttft_s) == ("prefill-1", 1.0)
+    placed.follow(records[1])
+    placed.index.forget(records[1].incarnation)
+    choice = placed.choose(101)
+    assert (choice.compute_tokens, choice.owners) == (101, ())
 
 
-def test_the_memory_of_blocks_is_bounded_and_forgets_the_oldest() -> None:
-    """Three blocks are remembered: a fourth pushes the least recently sent one out."""
-    record = node(0)
-    placed = placement(record, blocks_max=3)
-    a, b, c, d = (hashes_of([i] * BLOCK)[0] for i in range(4))
-    for digest in (a, b, c, a, d):
-        placed.sent(record, key(0), [digest], 4)
-    assert [placed.cached_blocks(record.incarnation, [digest]) for digest in (a, b, c, d)] == [1, 0, 1, 1]
+def test_a_fetch_is_weighed_against_queue_and_computing() -> None:
+    """100 tokens at a busy node, an idle one that fetches ten times as fast as it computes: it fetches them, as its
+    queue is none. Where the busy node's queue is short the prompt goes there, and without a measured rate too."""
+    for waiting, fetch, chosen, tokens in ((90, 100.0, 1, 20), (5, 100.0, 0, 20), (90, 0.0, 0, 20), (120, 0.0, 1, 120)):
+        records = [node(0, waiting=waiting, rate=10.0), node(1, rate=10.0, fetch=fetch)]
+        placed = placement(*records)
+        placed.has(records[0], range(100))
+        choice = placed.choose(120)
+        assert (choice.record.name, choice.compute_tokens) == (f"prefill-{chosen}", tokens), (waiting, fetch)
+    assert choice.owners == (
+        Owner(name="prefill-0", endpoint="127.0.0.1:1", incarnation=Incarnation(1), blocks=25),
+    )  # it may fetch all the same
+
+
+def test_a_fetch_takes_the_time_of_its_bytes_or_of_the_queue() -> None:
+    """Ten tokens wait, and 100 are fetched at 50 a second: two seconds and a little, then the rest of 20."""
+    records = [node(0, waiting=10_000, rate=10.0), node(1, waiting=10, rate=10.0, fetch=50.0)]
+    placed = placement(*records)
+    placed.has(records[0], range(100))
+    assert placed.choose(120).ttft_s == pytest.approx(2.0 + FETCH_FIXED_S + 2.0)
+    placed.follow(records[0], node(1, waiting=30, rate=10.0, fetch=50.0, sequence=2))
+    assert placed.choose(120).ttft_s == pytest.approx(3.0 + 2.0)
+
+
+def test_three_owners_are_named_those_with_the_most_first() -> None:
+    """Decode nodes have it too: an answer's KV. A node that does not answer is not named, nor the chosen one."""
+    decoders = [node(10 + i, role=Role.DECODE) for i in range(4)]
+    records = [node(0), node(1, waiting=1_000), *decoders]
+    placed = placement(*records)
+    placed.has(records[0], range(8))
+    placed.has(records[1], range(40))
+    for more, decoder in enumerate(decoders):
+        placed.has(decoder, range(4 * (more + 1)))
+    choice = placed.pick(range(100), SALT, no_owners={decoders[2].incarnation})
+    assert (choice.record.name, choice.compute_tokens) == ("prefill-0", 92)
+    assert [(owner.name, owner.blocks) for owner in choice.owners] == [("prefill-1", 10), ("decode-13", 4)]
+    assert [owner.name for owner in placed.choose(100).owners] == ["prefill-1", "decode-13", "decode-12"]
+
+
+def test_many_owners_of_one_prefix_are_asked_in_turn() -> None:
+    """A hundred nodes have a system prompt. Prompts that go elsewhere are sent to different ones for it."""
+    owners = [node(i, role=Role.DECODE) for i in range(1, 101)]
+    placed = placement(node(0), *owners)
+    for owner in owners:
+        placed.has(owner, range(8))
+    named = {owner.name for i in range(50) for owner in placed.choose([*range(8), i, i, i, i]).owners}
+    assert len(named) > 50
 
 
 def test_a_process_that_is_gone_is_forgotten_with_all_it_had() -> None:
     """The node restarts under its name: the new incarnation has no queue and no cache, and the old one is not kept."""
-    old = node(0)
-    hashes = hashes_of(list(range(8)))
+    old, new = node(0, rate=1.0), replace(node(0, rate=1.0), incarnation=Incarnation(99))
     placed = placement(old)
-    left = placed.sent(old, key(0), hashes, 8)
-    placed.update([node(1)])
-    assert placed.cached_blocks(old.incarnation, hashes) == 0
+    placed.has(old, range(8))
+    _, left = placed.send(0, 8)
+    placed.follow(new)
+    placed.index.forget(old.incarnation)
+    assert placed.choose(8).ttft_s == 8.0
     left()  # the call to the dead process ends only now
-    placed.update([old])
-    assert placed.expected_ttft_s(old, hashes, 8, 1.0) == 8.0
+    assert placed.choose(8).ttft_s == 8.0
+    assert placed.on_their_way() == {}
 
 
 def test_what_sibling_workers_have_sent_counts_until_the_next_report() -> None:
@@ -197,11 +332,11 @@ def test_what_sibling_workers_have_sent_counts_until_the_next_report() -> None:
     first, second = node(0, rate=100.0), node(1, rate=100.0)
     placed = placement(first, second)
     placed.follow_siblings({first.incarnation: 50})
-    assert placed.pick([first, second], [], 10) is second
+    assert placed.name(10) == second.name
     assert placed.on_their_way() == {}
-    left = placed.sent(second, key(1), [], 20)
+    choice, left = placed.send(1, 20)
+    assert choice.record is second
     assert placed.on_their_way() == {second.incarnation: 20}
     left()
-    first = node(0, rate=100.0, sequence=2)
-    placed.update([first, second])
-    assert placed.pick([first, second], [], 10) is first
+    placed.follow(node(0, rate=100.0, sequence=2), second)
+    assert placed.name([3] * 10) == first.name

@@ -39,14 +39,14 @@ def test_a_process_that_does_not_answer_is_asked_only_where_no_other_is_left() -
     nodes, job = among(node(1, 90, waiting_tokens=0), node(2, 90, waiting_tokens=500)), request(8)
 
     def placed(*silent: int) -> str:
-        record, left = nodes.place(
+        choice, left = nodes.place(
             job,
             RequestKey(request=job.id, attempt=Attempt(0)),
             now_s=0.0,
             silent={Incarnation(number) for number in silent},
         )
         left()
-        return record.name
+        return choice.record.name
 
     assert [placed(), placed(1), placed(2), placed(1, 2)] == ["node-1", "node-2", "node-1", "node-1"]
     job.avoid.add(Incarnation(2))
@@ -81,9 +81,9 @@ class Scene:
             self.nodes.follow([record_from_proto(record) for record in self.directory.list(now_s=now_s)])
         job = request(8)
         job.avoid.update(map(Incarnation, avoid))
-        record, left = self.nodes.place(job, RequestKey(request=job.id, attempt=Attempt(0)), now_s=now_s)
+        choice, left = self.nodes.place(job, RequestKey(request=job.id, attempt=Attempt(0)), now_s=now_s)
         left()
-        return record.name
+        return choice.record.name
 
     def fails(self, error: BatonError, *, now_s: float) -> None:
         self.nodes.failed(request(8), self.records[1], error, now_s=now_s)
@@ -150,8 +150,8 @@ def test_a_prefill_node_that_finds_all_decode_nodes_full_again_and_again_is_not_
     full = BatonError(Reason.DECODE_FULL, "All are full.")
     asked = []
     for _ in range(7):
-        record, left = nodes.place(job, RequestKey(request=job.id, attempt=Attempt(0)), now_s=0.0)
+        choice, left = nodes.place(job, RequestKey(request=job.id, attempt=Attempt(0)), now_s=0.0)
         left()
-        asked.append(record.name)
-        nodes.failed(job, record, full, now_s=0.0)
+        asked.append(choice.record.name)
+        nodes.failed(job, choice.record, full, now_s=0.0)
     assert asked == ["node-1"] * 4 + ["node-2"] * 3

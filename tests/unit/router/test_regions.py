@@ -14,11 +14,12 @@ from baton.errors import REGION_BLOCKS_KEY, BatonError, Code, Reason
 from baton.ids import Attempt, Incarnation, NodeName, RequestId, RequestKey
 from baton.lifecycle import Lifecycle
 from baton.wire import BlockLoad, NodeLoad, NodeRecord, Role
+from cachestore.holder_index import HolderIndex
 from router.answers import Collected
 from router.config import RouterConfig
 from router.job import Job
 from router.line import Place, Priority, Turns
-from router.placement import ANSWER_TOKENS_MIN, RegionWatch, answer_tokens, outgrown, tokens_max
+from router.placement import ANSWER_TOKENS_MIN, RegionWatch, answer_tokens, outgrown, region_tokens, tokens_max
 from router.prefill_nodes import PrefillNodes
 from router.request import CheckedRequest
 from router.retries import Retries, RetryConfig
@@ -72,8 +73,8 @@ def request(prompt: int, *, output: int = 0) -> Job:
 
 
 def placed(nodes: PrefillNodes, job: Job) -> str:
-    record, _ = nodes.place(job, RequestKey(request=job.id, attempt=Attempt(0)), now_s=0.0)
-    return record.name
+    choice, _ = nodes.place(job, RequestKey(request=job.id, attempt=Attempt(0)), now_s=0.0)
+    return choice.record.name
 
 
 def refused(nodes: PrefillNodes, job: Job) -> BatonError:
@@ -83,7 +84,7 @@ def refused(nodes: PrefillNodes, job: Job) -> BatonError:
 
 
 def among(*records: NodeRecord) -> PrefillNodes:
-    nodes = PrefillNodes(blocks_max=100)
+    nodes = PrefillNodes(HolderIndex(), lambda: 0.0)
     nodes.follow(records)
     return nodes
 
@@ -253,6 +254,18 @@ def test_the_log_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_how_long_a_request_may_be(records: tuple[NodeRecord, ...], found: int) -> None:
     """By the largest region of each kind: both have to hold it. Nodes of another model do not count."""
     assert tokens_max(records, MODEL) == found
+
+
+def test_two_groups_of_layers_halve_what_a_region_holds() -> None:
+    """Nine blocks of 16 tokens are four positions with a block of each group, and one block over."""
+    model = replace(MODEL, layer_groups=2)
+    records = [
+        replace(node(number, 9, role=role), model=model) for number, role in ((1, Role.PREFILL), (2, Role.DECODE))
+    ]
+    assert [region_tokens(record) for record in records] == [64, 64]
+    assert tokens_max(records, model) == 64
+    assert tokens_max([with_pins(record, 4) for record in records], model) == 32
+    assert [model.blocks_for(tokens) for tokens in (0, 1, 16, 17)] == [0, 2, 2, 4]
 
 
 def test_what_pins_keep_is_no_part_of_a_request() -> None:

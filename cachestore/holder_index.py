@@ -1,0 +1,213 @@
+"""Which nodes have which blocks: what a router knows of all of them, 8 bytes for each block of each node.
+
+Pure; owned by one thread. An entry is one number: 48 bits of the block's digest, 14 of its holder, 2 of the tier.
+Sorted, the holders of a block are neighbours. A change goes into a small sorted array, which is merged into the next
+larger one when it is full; a later entry of the same block and holder hides an earlier one (a log-structured merge
+tree).
+
+Two blocks may share 48 bits of their digests: one in ten million look-ups of a block that nobody has finds somebody
+where ten million are known. What is found here is a hint: holders compare tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.ids import Incarnation
+
+_TIER_BITS: Final = 2
+_LOW_BITS: Final = 16
+"""Holder and tier."""
+HOLDERS_MAX: Final = (1 << (_LOW_BITS - _TIER_BITS)) - 1
+"""Nodes that are known at a time, and those that were and whose entries are still to be swept. One number stays free:
+it is the end of a block's entries."""
+_GONE: Final = 0
+_TIER_MASK: Final = np.uint64(3)
+_LOW_MASK: Final = np.uint64((1 << _LOW_BITS) - 1)
+_LEVEL_MIN: Final = 4_096
+_LEVEL_RATIO: Final = 16
+"""The first array has up to `_LEVEL_MIN` entries, each other one so many times as many."""
+SAVED: Final = np.array([0, 8, 7, 6], dtype=np.uint8)
+"""By tier, what a block there saves of what its computing takes, in eighths: loading it takes the rest, about."""
+SAVED_WHOLE: Final = 8
+
+_Entries = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Of one prompt, by holder number; the last element, which -1 names too, is of no holder and 0."""
+
+    blocks: npt.NDArray[np.uint16]
+    """Leading blocks that it has, in whatever tier."""
+    saved: npt.NDArray[np.uint16]
+    """What these save, in `SAVED_WHOLE` parts of a block. A block counts no more than one before it."""
+
+
+class HolderIndex:
+    """Holders have numbers. A new holder is filled under a number of its own and then published, in place of what was
+    known of it before; one that is forgotten is forgotten at once, and its entries are swept later."""
+
+    def __init__(self) -> None:
+        self._levels: list[_Entries] = []
+        """The newest and smallest first. Entries of one block and holder are in one level once."""
+        self.holders: dict[Incarnation, int] = {}
+        """Those published."""
+        self._by_number: dict[int, Incarnation] = {}
+        self._retired: list[int] = []
+        self._free: list[int] = []
+        self._numbers = 0
+        """Ever given out at a time: what `Found` is as long as."""
+        self.version = 0
+        """Rises with each change of `holders`."""
+
+    @property
+    def entries(self) -> int:
+        """With those that are hidden or retired."""
+        return sum(level.size for level in self._levels)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(level.nbytes for level in self._levels)
+
+    def incarnation(self, number: int) -> Incarnation | None:
+        """The holder published under this number."""
+        return self._by_number.get(number)
+
+    def begin(self) -> int | None:
+        """A number for a holder that is to be filled and published, or discarded. None: there are too many."""
+        if not self._free and self._numbers == HOLDERS_MAX:
+            self.sweep()
+            if not self._free:
+                return None
+        if self._free:
+            return self._free.pop()
+        self._numbers += 1
+        return self._numbers - 1
+
+    def publish(self, incarnation: Incarnation, number: int) -> None:
+        """What is known under this number is what the holder has."""
+        self.forget(incarnation)
+        self.holders[incarnation] = number
+        self._by_number[number] = incarnation
+        self.version += 1
+
+    def discard(self, number: int) -> None:
+        """A number that was not published."""
+        assert number not in self._by_number, number
+        self._retired.append(number)
+
+    def forget(self, incarnation: Incarnation) -> None:
+        """Idempotent."""
+        number = self.holders.pop(incarnation, None)
+        if number is not None:
+            del self._by_number[number]
+            self._retired.append(number)
+            self.version += 1
+
+    def put(self, number: int, digests: bytes, tiers: bytes) -> None:
+        """What has changed at a holder: 16 bytes for each block, each block once, and a byte with its tier; 0: gone."""
+        assert len(digests) == 16 * len(tiers), (len(digests), len(tiers))
+        if not tiers:
+            return
+        assert max(tiers) < len(SAVED), max(tiers)
+        new = _keys(digests) | np.uint64(number << _TIER_BITS) | np.frombuffer(tiers, dtype=np.uint8)
+        new.sort()
+        self._push(new)
+
+    def sweep(self) -> None:
+        """Drop the entries of those forgotten. Call it every second."""
+        if not self._retired:
+            return
+        retired = np.zeros(HOLDERS_MAX + 1, dtype=np.bool_)
+        retired[self._retired] = True
+        for i, level in enumerate(self._levels):
+            self._levels[i] = level[~retired[(level & _LOW_MASK) >> np.uint64(_TIER_BITS)]]
+        self._free += self._retired
+        self._retired = []
+
+    def lookup(self, digests: Sequence[bytes]) -> Found:
+        """Who has how many leading blocks of a chain."""
+        blocks, saved = np.zeros((2, self._numbers + 1), dtype=np.uint16)
+        least = None
+        for row, count in self._rows(digests):
+            least = row if least is None else np.minimum(least, row)
+            if not least.any():
+                break
+            blocks += (least != 0) * np.uint16(count)
+            saved += least * np.uint16(count)
+        return Found(blocks=blocks, saved=saved)
+
+    def _rows(self, digests: Sequence[bytes]) -> Iterator[tuple[npt.NDArray[np.uint8], int]]:
+        """What each holder saves of a block, and of how many blocks in a row that is so: mostly the same nodes have
+        many blocks of a chain, and only where this changes is there another row."""
+        if not digests:
+            return
+        keys = _keys(b"".join(digests))
+        first = np.array((keys[0], keys[0] | _LOW_MASK))
+        if all(np.diff(level.searchsorted(first)) == 0 for level in self._levels):
+            return  # as of most prompts
+        bounds = np.concatenate((keys, keys | _LOW_MASK))
+        ranges = [level.searchsorted(bounds).reshape(2, -1) for level in self._levels]
+        counts = np.array([ends - starts for starts, ends in ranges])
+        total = counts.sum(0)
+        known = int(total.argmin()) if not total.all() else len(keys)
+        turns = [0, *(1 + np.flatnonzero((counts[:, 1:known] != counts[:, : known - 1]).any(0))).tolist(), known]
+        for start, end in pairwise(turns):
+            parts = [
+                np.concatenate([level[a:b] for a, b in zip(*found[:, start:end].tolist(), strict=True)])
+                .astype(np.uint16)
+                .reshape(end - start, -1)
+                for level, found in zip(self._levels, ranges, strict=True)
+            ]
+            parts = [part for part in reversed(parts) if part.size]
+            if all((part == part[0]).all() for part in parts):
+                yield self._row([part[0] for part in parts]), end - start
+            else:
+                yield from ((self._row([part[i] for part in parts]), 1) for i in range(end - start))
+
+    def _row(self, parts: Sequence[npt.NDArray[np.uint16]]) -> npt.NDArray[np.uint8]:
+        """Holders and tiers of one block, the oldest level first."""
+        row = np.zeros(self._numbers + 1, dtype=np.uint8)
+        for part in parts:
+            row[part >> _TIER_BITS] = SAVED[part & 3]
+        return row
+
+    def _push(self, new: _Entries) -> None:
+        """Merge into the first level, and each level that is too large then into the next."""
+        limit = _LEVEL_MIN
+        for i in range(1 << 30):
+            if i == len(self._levels):
+                self._levels.append(np.empty(0, dtype=np.uint64))
+            merged = _merged(self._levels[i], new, last=i == len(self._levels) - 1)
+            if merged.size <= limit:
+                self._levels[i] = merged
+                return
+            self._levels[i] = np.empty(0, dtype=np.uint64)
+            new, limit = merged, limit * _LEVEL_RATIO
+
+
+def _keys(digests: bytes) -> _Entries:
+    """Entries of these digests, without holder and tier."""
+    keys: _Entries = np.frombuffer(digests, dtype="<u8")[::2] & ~_LOW_MASK
+    return keys
+
+
+def _merged(old: _Entries, new: _Entries, *, last: bool) -> _Entries:
+    """`new` hides what is the same but for the tier. In the last level nothing is left to be hidden."""
+    if old.size:
+        at = np.minimum(old.searchsorted(new & ~_TIER_MASK), old.size - 1)
+        same = (old[at] ^ new) <= _TIER_MASK
+        if same.any():
+            old = np.delete(old, at[same])
+    if last:
+        new = new[(new & _TIER_MASK) != _GONE]
+    merged = np.concatenate((old, new))
+    merged.sort(kind="stable")  # of two sorted runs: one pass
+    return merged

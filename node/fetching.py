@@ -1,0 +1,511 @@
+"""Fetches of a prompt's leading blocks from another node: both sides of `Transfer.Fetch`.
+
+The caller is the receiver of the blocks, the node called is their owner and writes them. From the owner's Reserve on it
+is a handoff as any other, with the same state machines; only its end differs: the blocks go into the receiver's prefix
+cache, and nobody holds them (docs/handoff.md).
+
+Neither side waits while it holds what the other may want: a Reserve is answered at once, out of blocks that nobody
+waits for, and an owner without a place for one more fetch refuses it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import grpc.aio
+import numpy as np
+from batonpb import node_pb2, transfer_pb2, transfer_pb2_grpc
+
+from baton.errors import BatonError, Reason
+from baton.ids import Attempt, BlockId, GrantId, Incarnation, Pair, RequestId, RequestKey, ReserveNumber
+from baton.log import get_log
+from baton.repeats import RepeatLog
+from baton.rpc import Channels, rpc_errors
+from baton.runtime import NodeRuntime
+from baton.tasks import Tasks
+from baton.wire import Owner, check_header, key_from_proto, key_to_proto
+from cachestore.prefix_cache import IndexCursor
+from kvtransfer.checksums import checksums_from_proto
+from kvtransfer.protocol.receiver import AnswerRefused, CommitAsked, Refusal, ReserveAsked
+from kvtransfer.protocol.writer import HandoffEnd
+from kvtransfer.receiver import Receiver
+from node.peers import Peers
+from node.pool import DevicePool, check_tokens
+from node.sources import LinearCost, Offer, Prefix, SourceKind
+
+log = get_log("fetch")
+
+FETCHES_MAX: Final = 4
+"""That a node has under way as receiver. Beyond it prompts are computed."""
+FETCHES_OWNED_MAX: Final = 8
+"""That a node serves at the same time as owner. Beyond it callers compute."""
+FETCH_MS_MAX: Final = 10_000
+"""A fetch that takes longer is given up, whatever it might save."""
+CONNECT_MS_MAX: Final = 2_000
+FAILED_PAUSE_MS: Final = 5_000
+"""An owner that has failed is not asked meanwhile."""
+UNFIT_PAUSE_MS: Final = 60_000
+"""An owner whose KV is another's is not asked meanwhile."""
+ABSENT_PAUSE_MS: Final = 2_000
+"""An owner is not asked again for a block that it had not. The router learns of it sooner or later."""
+PAUSES_MAX: Final = 1_024
+"""Remembered, oldest dropped first."""
+OWNERS_MAX: Final = 1_024
+"""Whose figures are kept, least recently used dropped first."""
+COST_AGE_MS_MAX: Final = 60_000
+"""Older measurements say nothing: otherwise an owner that was slow once would never be asked again."""
+FIXED_S: Final = 0.005
+BYTE_S: Final = 1e-9
+"""What is believed of an owner before the first fetch."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Fetch:
+    """One, as its receiver has it."""
+
+    key: RequestKey
+    owner: Owner
+    prompt: Prefix
+    end: int
+    """Leading blocks wanted, in positions."""
+    prefix: tuple[BlockId, ...] = ()
+    blocks: tuple[BlockId, ...] = ()
+    filled: int = 0
+    """Leading ones of `blocks` that the Commit names."""
+    came: int = 0
+    """Positions that the prefix cache has by it."""
+
+
+class OwnerFigures:
+    """What one owner has brought, and what that takes."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.fetches = self.tokens = self.nbytes = self.refused = self.failed = 0
+        self.seconds = 0.0
+        self._cost = _believed()
+        self._measured_s = 0.0
+
+    def measured(self, nbytes: int, seconds: float, now_s: float) -> None:
+        self.cost(now_s).measured(nbytes, seconds)
+        self._measured_s = now_s
+
+    def cost(self, now_s: float) -> LinearCost:
+        """Of so many bytes."""
+        if now_s - self._measured_s > COST_AGE_MS_MAX / 1000:
+            self._cost = _believed()
+            self._measured_s = now_s
+        return self._cost
+
+
+def _believed() -> LinearCost:
+    return LinearCost(fixed_s=FIXED_S, unit_s=BYTE_S, units=1 << 24)
+
+
+class Fetches:
+    """This node's fetches as receiver. Is a `node.sources.PrefixSource`. Control thread only."""
+
+    def __init__(
+        self,
+        *,
+        runtime: NodeRuntime,
+        pool: DevicePool,
+        receiver: Receiver,
+        channels: Channels,
+        changed: Callable[[], None],
+    ) -> None:
+        """`changed` is called when blocks have been released that requests may wait for."""
+        self.spare: Callable[[], int] = lambda: pool.ledger.available
+        """Blocks of the region that nothing here waits for. The node that computes prompts sets it."""
+        self._runtime = runtime
+        self._own = runtime.incarnation
+        self._pool = pool
+        self._blocks = pool.blocks
+        self._cache = pool.blocks.prefix_cache
+        self._groups = pool.layout.num_groups
+        self._receiver = receiver
+        self._channels = channels
+        self._changed = changed
+        self._loop = asyncio.get_running_loop()
+        self._under_way: dict[RequestKey, Fetch] = {}
+        self._granted: dict[GrantId, Fetch] = {}
+        self._figures: OrderedDict[Incarnation, OwnerFigures] = OrderedDict()
+        self._pauses: OrderedDict[tuple[Incarnation, bytes], float] = OrderedDict()
+        """Until when an owner is not asked for the block of a digest, or (b"") for any."""
+        self._connecting: set[Incarnation] = set()
+        self._tasks = Tasks(self._loop, log, broken="asking an owner to connect failed")
+        self._repeats = RepeatLog(log, self._loop.time)
+
+    @property
+    def under_way(self) -> int:
+        return len(self._under_way)
+
+    # As a source of prefixes.
+
+    def offer(self, prompt: Prefix, have_blocks: int) -> Offer | None:
+        """From the owner with most of it; of equal ones the one that is expected to bring it sooner. An owner that is
+        not connected yet is asked to connect, for the prompts to come."""
+        if len(self._under_way) >= FETCHES_MAX or have_blocks >= len(prompt.chain):
+            return None
+        spare = self.spare() // self._groups
+        offers = [
+            self._offer_of(owner, prompt, have_blocks, spare)
+            for owner in prompt.owners
+            if owner.blocks > have_blocks and self._may_ask(owner, prompt.chain[have_blocks])
+        ]
+        return max(offers, key=lambda offer: (offer.blocks, -offer.expected_s), default=None)
+
+    def _offer_of(self, owner: Owner, prompt: Prefix, have_blocks: int, spare: int) -> Offer:
+        cost = self._of(owner).cost(self._loop.time())
+        block_bytes = self._pool.layout.position_bytes
+        return Offer(
+            source=self,
+            kind=SourceKind.PEER,
+            prompt=prompt,
+            have_blocks=have_blocks,
+            blocks=max(0, min(owner.blocks, len(prompt.chain), have_blocks + spare) - have_blocks),
+            fixed_s=cost.fixed_s,
+            block_s=cost.unit_s * block_bytes,
+            block_bytes=block_bytes,
+            origin=owner.name,
+            detail=owner,
+        )
+
+    def _may_ask(self, owner: Owner, digest: bytes) -> bool:
+        if owner.incarnation == self._own:
+            return False
+        now_s = self._loop.time()
+        if any(self._pauses.get((owner.incarnation, what), now_s) > now_s for what in (b"", digest)):
+            return False
+        if self._is_connected(owner):
+            return True
+        if owner.incarnation not in self._connecting:
+            self._connecting.add(owner.incarnation)
+            self._tasks.spawn(self._connect(owner))
+        return False
+
+    def _is_connected(self, owner: Owner) -> bool:
+        return self._receiver.is_connected(Pair(receiver=self._own, writer=owner.incarnation))
+
+    async def _connect(self, owner: Owner) -> None:
+        """Have an owner make its link to here. A Fetch of nothing does that."""
+        try:
+            await self._ask(owner, transfer_pb2.FetchRequest(), ms_max=CONNECT_MS_MAX)
+        except BatonError as error:
+            self._failed(owner, error.message)
+        finally:
+            self._connecting.discard(owner.incarnation)
+        if not self._is_connected(owner):
+            self._pause(owner, b"", FAILED_PAUSE_MS)
+
+    async def bring(self, offer: Offer) -> int:
+        owner = offer.detail
+        assert isinstance(owner, Owner), offer
+        size = self._pool.layout.block_size
+        fetch = Fetch(
+            key=RequestKey(request=RequestId(f"fetch-{secrets.token_hex(16)}"), attempt=Attempt(0)),
+            owner=owner,
+            prompt=offer.prompt,
+            end=offer.have_blocks + offer.blocks,
+        )
+        request = transfer_pb2.FetchRequest(
+            key=key_to_proto(fetch.key),
+            tokens=offer.prompt.tokens[: fetch.end * size],
+            cache_salt=offer.prompt.salt,
+            first_block=offer.have_blocks,
+        )
+        began_s = self._loop.time()
+        self._under_way[fetch.key] = fetch
+        try:
+            reply = await self._ask(owner, request, ms_max=FETCH_MS_MAX)
+            if not fetch.came:
+                self._refused(fetch, reply, offer)
+        except BatonError as error:
+            self._failed(owner, error.message)
+        except asyncio.CancelledError:
+            waited_s = self._loop.time() - began_s
+            if waited_s > offer.expected_s:
+                self._of(owner).measured(offer.nbytes, waited_s, self._loop.time())
+                self._failed(owner, f"not here after {waited_s:.3f} s")
+            raise
+        finally:
+            del self._under_way[fetch.key]
+            if not fetch.came:
+                self._receiver.cancel(fetch.key)
+        if fetch.came:
+            self._count(fetch, self._loop.time() - began_s)
+        return fetch.came
+
+    async def _ask(self, owner: Owner, request: transfer_pb2.FetchRequest, *, ms_max: int) -> transfer_pb2.FetchReply:
+        """Raises BatonError."""
+        request.header.sender, request.header.receiver = self._own, owner.incarnation
+        request.kv_root = self._pool.model.kv_root
+        request.receiver_name, request.receiver_endpoint = self._runtime.name, self._runtime.endpoint
+        try:
+            with rpc_errors(owner.endpoint):
+                stub = transfer_pb2_grpc.TransferStub(self._channels.get(owner.endpoint))
+                reply: transfer_pb2.FetchReply = await stub.Fetch(request, timeout=ms_max / 1000)
+                return reply
+        except grpc.aio.UsageError as error:  # the channel was closed under us
+            raise BatonError(Reason.PEER_UNREACHABLE, f"{owner.name} is being forgotten.") from error
+
+    def _refused(self, fetch: Fetch, reply: transfer_pb2.FetchReply, offer: Offer) -> None:
+        owner, outcome = fetch.owner, reply.outcome
+        if outcome == transfer_pb2.FETCH_OUTCOME_FAILED:
+            self._failed(owner, reply.reason)
+            return
+        self._of(owner).refused += 1
+        self._repeats.info("fetch refused", peer=owner.name, why=reply.reason)
+        if outcome == transfer_pb2.FETCH_OUTCOME_ABSENT:
+            self._pause(owner, offer.prompt.chain[offer.have_blocks], ABSENT_PAUSE_MS)
+        elif outcome == transfer_pb2.FETCH_OUTCOME_UNFIT:
+            self._pause(owner, b"", UNFIT_PAUSE_MS)
+
+    def _failed(self, owner: Owner, why: str) -> None:
+        self._of(owner).failed += 1
+        self._repeats.warning("fetch failed", peer=owner.name, why=why)
+        self._pause(owner, b"", FAILED_PAUSE_MS)
+
+    def _pause(self, owner: Owner, what: bytes, pause_ms: int) -> None:
+        self._pauses[owner.incarnation, what] = self._loop.time() + pause_ms / 1000
+        self._pauses.move_to_end((owner.incarnation, what))
+        while len(self._pauses) > PAUSES_MAX:
+            self._pauses.popitem(last=False)
+
+    def _of(self, owner: Owner) -> OwnerFigures:
+        figures = self._figures.get(owner.incarnation)
+        if figures is None:
+            figures = self._figures[owner.incarnation] = OwnerFigures(owner.name)
+            if len(self._figures) > OWNERS_MAX:
+                self._figures.popitem(last=False)
+        self._figures.move_to_end(owner.incarnation)
+        return figures
+
+    def _count(self, fetch: Fetch, seconds: float) -> None:
+        figures, layout = self._of(fetch.owner), self._pool.layout
+        nbytes = fetch.filled // self._groups * layout.position_bytes
+        figures.measured(nbytes, seconds, self._loop.time())
+        figures.fetches += 1
+        figures.tokens += fetch.came * layout.block_size
+        figures.nbytes += nbytes
+        figures.seconds += seconds
+
+    # What the owner asks, as the writer.
+
+    def reserve(self, request: transfer_pb2.ReserveRequest, pair: Pair) -> transfer_pb2.ReserveReply:
+        """Grant spare blocks to a fetch that this node has asked this owner for, at once or not at all. A repeat gets
+        the first one's answer."""
+        key, number = key_from_proto(request.key), ReserveNumber(request.number)
+        fetch = self._under_way.get(key)
+        wanted = fetch is not None and fetch.owner.incarnation == pair.writer
+        grant, prefix, new = GrantId(secrets.token_bytes(16)), [], 0
+        if fetch is not None and wanted:
+            end = min(request.fetch_blocks, fetch.end)
+            prefix = self._cache.match(fetch.prompt.tokens, fetch.prompt.salt, end * self._groups)
+            spare = self.spare() - self._pool.ledger.idle_cached(prefix)
+            new = min(end * self._groups - len(prefix), max(0, spare) // self._groups * self._groups)
+        self._pool.ledger.hold(prefix)  # so that making room does not evict what was just matched
+        try:
+            room = new > 0 and self._cache.evict_until(new)
+            answer = self._receiver.reserve(
+                ReserveAsked(
+                    pair=pair,
+                    number=number,
+                    lowest_live=ReserveNumber(request.lowest_live),
+                    key=key,
+                    grant=grant,
+                    blocks_new=new,
+                    prefix=tuple(prefix),
+                    room=room,
+                )
+            )
+        finally:
+            self._blocks.release(prefix)
+        if isinstance(answer, AnswerRefused):
+            if answer.refusal in (Refusal.BUSY, Refusal.FENCING, Refusal.SPAN):
+                why = "it has the blocks, or no spare ones" if wanted else "it does not wait for this fetch"
+                return transfer_pb2.ReserveReply(busy=transfer_pb2.Busy(reason=why))
+            return transfer_pb2.ReserveReply(reject=transfer_pb2.Reject(reason=answer.refusal.value))
+        if answer.grant == grant and fetch is not None:
+            fetch.prefix, fetch.blocks = answer.prefix, answer.blocks
+            self._granted[grant] = fetch
+        return transfer_pb2.ReserveReply(
+            granted=transfer_pb2.Grant(
+                grant=answer.grant,
+                epoch=answer.epoch,
+                blocks=answer.blocks,
+                prefix_skip=len(answer.prefix),
+                lease_ms=self._receiver.config.lease_ms,
+            )
+        )
+
+    async def commit(self, request: transfer_pb2.CommitRequest, pair: Pair) -> bool:
+        """As `Receiver.commit`. Also of a grant that is over: a repeat is answered from its state."""
+        grant = GrantId(request.grant)
+        fetch = self._granted.get(grant)
+        if fetch is not None and self._receiver.grants.blocks_uncommitted(grant, pair) is not None:
+            fetch.filled = min(request.blocks_filled, len(fetch.blocks)) // self._groups * self._groups
+        sampled = bool(request.checksums or request.checksum_layers or request.checksum_blocks)
+        return await self._receiver.commit(
+            CommitAsked(
+                pair=pair,
+                grant=grant,
+                writes=request.writes,
+                bytes_written=request.bytes_written,
+                sampled=sampled,
+            ),
+            checksums_from_proto(request) if sampled else None,
+        )
+
+    # What the receiver instructs, of grants of fetches.
+
+    def has(self, grant: GrantId) -> bool:
+        return grant in self._granted
+
+    def committed(self, key: RequestKey, grant: GrantId) -> None:
+        """The blocks are here: enter them, and let go. What the cache has by now under other blocks is released."""
+        fetch = self._granted.pop(grant)
+        taken = self._receiver.grants.take_over(grant)
+        assert taken, grant.hex()
+        table = [*fetch.prefix, *fetch.blocks]
+        positions = (len(fetch.prefix) + fetch.filled) // self._groups
+        computed = positions * self._pool.layout.block_size
+        self._cache.index(fetch.prompt.tokens, table, computed, fetch.prompt.salt, IndexCursor())
+        fetch.came = fetch.filled // self._groups
+        self._blocks.release(table)
+        self._receiver.ended(key)
+        self._changed()
+
+    def let_go(self, grant: GrantId) -> None:
+        """It does not come: given up, refused renewal, or its owner fenced."""
+        fetch = self._granted.pop(grant)
+        self._cache.released((*fetch.prefix, *fetch.blocks))
+        self._changed()
+
+    # Upkeep.
+
+    def upkeep(self) -> None:
+        """Called every second."""
+        self._repeats.upkeep()
+
+    def add_status(self, message: node_pb2.NodeStatus) -> None:
+        for incarnation, figures in self._figures.items():
+            if figures.fetches or figures.refused or figures.failed:
+                message.fetches.add(
+                    owner=figures.name,
+                    owner_incarnation=incarnation,
+                    fetches=figures.fetches,
+                    tokens=figures.tokens,
+                    nbytes=figures.nbytes,
+                    refused=figures.refused,
+                    failed=figures.failed,
+                    seconds=figures.seconds,
+                )
+
+    async def close(self) -> None:
+        await self._tasks.cancel()
+        self._repeats.close()
+
+
+class FetchOwner:
+    """This node's side of fetches that others ask it for. Control thread only."""
+
+    def __init__(self, *, runtime: NodeRuntime, pool: DevicePool, peers: Peers, changed: Callable[[], None]) -> None:
+        """`changed` is called when blocks have been released that requests may wait for."""
+        self._runtime = runtime
+        self._pool = pool
+        self._ledger = pool.ledger
+        self._blocks = pool.blocks
+        self._groups = pool.layout.num_groups
+        self._peers = peers
+        self._changed = changed
+        self.serving = 0
+        """Fetches under way."""
+
+    async def serve(self, request: transfer_pb2.FetchRequest) -> transfer_pb2.FetchReply:
+        """Until the blocks are committed, or are not to be. Cancelling it gives the fetch up."""
+        receiver = check_header(request.header, own=self._runtime.incarnation)
+        if not self._runtime.lifecycle.takes_requests:
+            return _refusal(transfer_pb2.FETCH_OUTCOME_BUSY, "it takes nothing new")
+        if request.kv_root != self._pool.model.kv_root:
+            return _refusal(transfer_pb2.FETCH_OUTCOME_UNFIT, "another model, rounding or layout made its KV")
+        if self.serving >= FETCHES_OWNED_MAX:
+            return _refusal(transfer_pb2.FETCH_OUTCOME_BUSY, "it serves as many fetches as it may")
+        check_tokens("tokens", request.tokens, self._pool.model)
+        self.serving += 1
+        try:
+            return await self._serve(request, receiver)
+        except BatonError as error:
+            return _refusal(_OUTCOMES.get(error.reason, transfer_pb2.FETCH_OUTCOME_FAILED), error.message)
+        finally:
+            self.serving -= 1
+
+    async def _serve(self, request: transfer_pb2.FetchRequest, receiver: Incarnation) -> transfer_pb2.FetchReply:
+        """Raises BatonError: not granted."""
+        peer = self._peers.towards(request.receiver_name, request.receiver_endpoint, receiver)
+        if not request.tokens:
+            await peer.connect()
+            return _refusal(transfer_pb2.FETCH_OUTCOME_ABSENT, "nothing was asked for")
+        if not peer.has_room():
+            return _refusal(transfer_pb2.FETCH_OUTCOME_BUSY, "earlier writes are not acknowledged")
+        blocks = self._found(request)
+        if len(blocks) // self._groups <= request.first_block:
+            return _refusal(transfer_pb2.FETCH_OUTCOME_ABSENT, "it has no more of it than the caller")
+        self._ledger.hold(blocks)
+        held = list(blocks)
+
+        def release() -> None:
+            """Once, whoever comes first: the writer, or a Reserve that was not granted."""
+            released, held[:] = held[:], []
+            self._blocks.release(released)
+            self._changed()
+
+        reserve = transfer_pb2.ReserveRequest(key=request.key, fetch_blocks=len(blocks) // self._groups)
+        try:
+            handoff = await peer.reserve(key_from_proto(request.key), reserve, metadata=(), sources_released=release)
+        except BaseException:
+            release()
+            raise
+        try:
+            handoff.pinned_blocks = len(blocks)
+            skip, count = handoff.prefix_skip, len(handoff.dst_blocks)
+            src_B, dst_B = (np.array(b, dtype=np.int64) for b in (blocks[skip : skip + count], handoff.dst_blocks))
+            if handoff.may_post():
+                handoff.plan_step(src_B, dst_B).all_layers_done()
+                handoff.all_filled(count)
+            # Shielded: cancelling this call must not cancel the writer's future.
+            end = await asyncio.shield(handoff.ended)
+        finally:
+            handoff.cancel()
+        if end is not HandoffEnd.COMMITTED:
+            return _refusal(transfer_pb2.FETCH_OUTCOME_FAILED, f"it ended: {end.value}")
+        filled = (skip + count) // self._groups
+        return transfer_pb2.FetchReply(outcome=transfer_pb2.FETCH_OUTCOME_DONE, blocks=filled)
+
+    def _found(self, request: transfer_pb2.FetchRequest) -> list[BlockId]:
+        """The leading blocks that are here, fewer where holding them would take what is promised to requests."""
+        positions = len(request.tokens) // self._pool.layout.block_size
+        found = self._blocks.prefix_cache.match(request.tokens, request.cache_salt, positions * self._groups)
+        room = self._ledger.available
+        if self._ledger.idle_cached(found) > room:
+            found = found[: room // self._groups * self._groups]
+        return found
+
+
+_OUTCOMES: Final = {
+    Reason.DECODE_FULL: transfer_pb2.FETCH_OUTCOME_BUSY,
+    Reason.PROMPT_TOO_LONG: transfer_pb2.FETCH_OUTCOME_BUSY,
+    Reason.PAIR_FENCING: transfer_pb2.FETCH_OUTCOME_BUSY,
+    Reason.TOO_MANY_PEERS: transfer_pb2.FETCH_OUTCOME_BUSY,
+    Reason.INCOMPATIBLE_NODE: transfer_pb2.FETCH_OUTCOME_UNFIT,
+}
+"""Of errors before a grant. Any other is a failure."""
+
+
+def _refusal(outcome: transfer_pb2.FetchOutcome, reason: str) -> transfer_pb2.FetchReply:
+    return transfer_pb2.FetchReply(outcome=outcome, reason=reason)

@@ -1,0 +1,135 @@
+"""What a router knows of who has which blocks, against a dict."""
+
+from __future__ import annotations
+
+import random
+from unittest.mock import patch
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.ids import Incarnation
+from cachestore import holder_index
+from cachestore.holder_index import HOLDERS_MAX, SAVED, HolderIndex
+
+BYTES_MAX = 24
+"""Of memory for each block of each holder."""
+
+
+def digest(number: int) -> bytes:
+    return random.Random(number).randbytes(16)
+
+
+DIGESTS = [digest(number) for number in range(6)]
+CHANGES = st.lists(
+    st.one_of(
+        st.tuples(st.integers(0, 3), st.dictionaries(st.sampled_from(DIGESTS), st.integers(0, 3), max_size=6)),
+        st.tuples(st.integers(0, 3), st.none()),
+        st.just("sweep"),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(CHANGES, st.permutations(DIGESTS).flatmap(lambda chain: st.integers(0, 6).map(lambda end: chain[:end])))
+def test_the_index_agrees_with_a_dict(changes: list[object], chain: list[bytes]) -> None:
+    """Blocks come to holders, change their tier and go; holders are forgotten and come again. With levels of two
+    entries there are many of them. For each chain the leading blocks of each holder, and what they save, are right."""
+    index = HolderIndex()
+    model: dict[Incarnation, dict[bytes, int]] = {}
+    with patch.multiple(holder_index, _LEVEL_MIN=2, _LEVEL_RATIO=2):
+        for change in changes:
+            if change == "sweep":
+                index.sweep()
+                continue
+            holder, blocks = Incarnation(change[0] + 1), change[1]  # type: ignore[index]
+            if blocks is None:
+                index.forget(holder)
+                model.pop(holder, None)
+                continue
+            if holder not in model:
+                number = index.begin()
+                assert number is not None
+                index.publish(holder, number)
+                model[holder] = {}
+            index.put(index.holders[holder], b"".join(blocks), bytes(blocks.values()))
+            model[holder].update(blocks)
+            model[holder] = {key: tier for key, tier in model[holder].items() if tier}
+            check(index, model, chain)
+        check(index, model, chain)
+        index.sweep()
+        check(index, model, chain)
+
+
+def check(index: HolderIndex, model: dict[Incarnation, dict[bytes, int]], chain: list[bytes]) -> None:
+    found = index.lookup(chain)
+    assert found.blocks[-1] == found.saved[-1] == 0
+    assert index.holders.keys() == model.keys()
+    for holder, number in index.holders.items():
+        assert index.incarnation(number) == holder
+        blocks = saved = 0
+        least = int(SAVED.max())
+        for key in chain:
+            if key not in model[holder]:
+                break
+            least = min(least, int(SAVED[model[holder][key]]))
+            blocks, saved = blocks + 1, saved + least
+        assert (int(found.blocks[number]), int(found.saved[number])) == (blocks, saved)
+
+
+def test_a_holder_is_known_by_its_new_number_only_once_that_is_complete() -> None:
+    """A router resyncs: until the snapshot is whole it goes on with what it knew, and then knows that alone."""
+    index, node = HolderIndex(), Incarnation(1)
+    first = index.begin()
+    assert first is not None
+    index.put(first, DIGESTS[0] + DIGESTS[1], b"\1\1")
+    index.publish(node, first)
+    second = index.begin()
+    assert second is not None
+    index.put(second, DIGESTS[0], b"\1")
+    assert index.lookup(DIGESTS[:2]).blocks[index.holders[node]] == 2
+    index.publish(node, second)
+    assert index.lookup(DIGESTS[:2]).blocks[index.holders[node]] == 1
+    index.sweep()
+    assert index.entries == 1
+    dropped = index.begin()
+    assert dropped == first, "its number is free again"
+    index.discard(dropped)
+
+
+def test_numbers_are_used_again_and_there_are_so_many() -> None:
+    """More restarts than numbers: those of the dead are swept when they are needed. With all in use there is none."""
+    index = HolderIndex()
+    for start in range(HOLDERS_MAX + 10):
+        number = index.begin()
+        assert number is not None
+        index.publish(Incarnation(1 + start % 3), number)
+    for other in range(HOLDERS_MAX - 3):
+        number = index.begin()
+        assert number is not None
+        index.publish(Incarnation(10 + other), number)
+    assert index.begin() is None
+    index.forget(Incarnation(10))
+    assert index.begin() is not None
+
+
+def test_a_million_blocks_take_little_memory() -> None:
+    """A hundred nodes with ten thousand blocks each, then a third of them evicted and replaced by others."""
+    index, rng = HolderIndex(), np.random.default_rng(1)
+    blocks = {}
+    for node in range(100):
+        number = index.begin()
+        assert number is not None
+        blocks[number] = rng.bytes(16 * 10_000)
+        index.put(number, blocks[number], b"\1" * 10_000)
+        index.publish(Incarnation(node + 1), number)
+    for number, digests in blocks.items():
+        for start in range(0, 3_300, 330):
+            index.put(number, digests[16 * start : 16 * (start + 330)], bytes(330))
+            index.put(number, rng.bytes(16 * 330), b"\1" * 330)
+    assert index.nbytes <= BYTES_MAX * 1_000_000
+    kept = index.lookup([blocks[7][16 * i : 16 * (i + 1)] for i in range(3_300, 3_324)])
+    assert kept.blocks[7] == 24 and kept.blocks.sum() == 24
+    assert not index.lookup([blocks[7][:16]]).blocks.any()
