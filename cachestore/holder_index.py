@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby
 from typing import Final
 
 import numpy as np
@@ -132,17 +132,21 @@ class HolderIndex:
         self._free += self._retired
         self._retired = []
 
-    def lookup(self, digests: Sequence[bytes]) -> Found:
-        """Who has how many leading blocks of a chain."""
-        blocks, saved = np.zeros((2, self._numbers + 1), dtype=np.uint16)
-        least = None
+    def nothing(self) -> Found:
+        """What nobody has any of."""
+        none = np.zeros(self._numbers + 1, dtype=np.uint16)
+        return Found(blocks=none, saved=none)
+
+    def lookup(self, digests: Sequence[bytes]) -> Found | None:
+        """Who has how many leading blocks of a chain; None: nobody has any."""
+        least = blocks = saved = None
         for row, count in self._rows(digests):
             least = row if least is None else np.minimum(least, row)
             if not least.any():
                 break
-            blocks += (least != 0) * np.uint16(count)
-            saved += least * np.uint16(count)
-        return Found(blocks=blocks, saved=saved)
+            more, better = (least != 0) * np.uint16(count), least * np.uint16(count)
+            blocks, saved = (more, better) if blocks is None or saved is None else (blocks + more, saved + better)
+        return None if blocks is None or saved is None else Found(blocks=blocks, saved=saved)
 
     def _rows(self, digests: Sequence[bytes]) -> Iterator[tuple[npt.NDArray[np.uint8], int]]:
         """What each holder saves of a block, and of how many blocks in a row that is so: mostly the same nodes have
@@ -150,27 +154,41 @@ class HolderIndex:
         if not digests:
             return
         keys = _keys(b"".join(digests))
-        first = np.array((keys[0], keys[0] | _LOW_MASK))
-        if all(np.diff(level.searchsorted(first)) == 0 for level in self._levels):
+        first = keys[:1], keys[:1] | _LOW_MASK
+        if all(level.searchsorted(first[0]) == level.searchsorted(first[1]) for level in self._levels):
             return  # as of most prompts
         bounds = np.concatenate((keys, keys | _LOW_MASK))
-        ranges = [level.searchsorted(bounds).reshape(2, -1) for level in self._levels]
-        counts = np.array([ends - starts for starts, ends in ranges])
-        total = counts.sum(0)
-        known = int(total.argmin()) if not total.all() else len(keys)
-        turns = [0, *(1 + np.flatnonzero((counts[:, 1:known] != counts[:, : known - 1]).any(0))).tolist(), known]
-        for start, end in pairwise(turns):
-            parts = [
-                np.concatenate([level[a:b] for a, b in zip(*found[:, start:end].tolist(), strict=True)])
-                .astype(np.uint16)
-                .reshape(end - start, -1)
-                for level, found in zip(self._levels, ranges, strict=True)
-            ]
-            parts = [part for part in reversed(parts) if part.size]
-            if all((part == part[0]).all() for part in parts):
-                yield self._row([part[0] for part in parts]), end - start
-            else:
-                yield from ((self._row([part[i] for part in parts]), 1) for i in range(end - start))
+        ranges: list[tuple[_Entries, list[tuple[int, int]]]] = []
+        for level in reversed(self._levels):
+            places = level.searchsorted(bounds).tolist()
+            starts, ends = places[: len(keys)], places[len(keys) :]
+            if starts != ends:
+                ranges.append((level, list(zip(starts, ends, strict=True))))
+        counts = [
+            tuple(end - start for start, end in each) for each in zip(*(found for _, found in ranges), strict=True)
+        ]
+        at = 0
+        for count, alike in groupby(counts):
+            if not any(count):
+                return
+            depths = slice(at, at := at + sum(1 for _ in alike))
+            yield from self._alike(
+                [(level, found[depths]) for level, found in ranges if found[depths.start][0] != found[depths.start][1]]
+            )
+
+    def _alike(
+        self, ranges: Sequence[tuple[_Entries, Sequence[tuple[int, int]]]]
+    ) -> Iterator[tuple[npt.NDArray[np.uint8], int]]:
+        """The same of blocks that have as many holders each, by level the oldest first: one row, if the same ones."""
+        count = len(ranges[0][1])
+        parts = [
+            np.concatenate([level[start:end] for start, end in places]).astype(np.uint16).reshape(count, -1)
+            for level, places in ranges
+        ]
+        if count == 1 or all((part == part[0]).all() for part in parts):
+            yield self._row([part[0] for part in parts]), count
+        else:
+            yield from ((self._row([part[i] for part in parts]), 1) for i in range(count))
 
     def _row(self, parts: Sequence[npt.NDArray[np.uint16]]) -> npt.NDArray[np.uint8]:
         """Holders and tiers of one block, the oldest level first."""

@@ -60,8 +60,10 @@ def chain_digests(
 ) -> list[bytes]:
     """One digest for each full block of `tokens`, each over the root and everything up to the block's end."""
     digests = []
-    for start in range(0, len(tokens) - block_size + 1, block_size):
-        root = digest(root, pack_tokens(tokens[start : start + block_size]))
+    packed = pack_tokens(tokens)
+    nbytes = len(pack_tokens((0,))) * block_size
+    for start in range(0, len(packed) - nbytes + 1, nbytes):
+        root = digest(root, packed[start : start + nbytes])
         digests.append(root)
     return digests
 

@@ -145,6 +145,12 @@ class Fetches:
     def under_way(self) -> int:
         return len(self._under_way)
 
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all that was fetched from owners that are remembered; 0 before the first fetch."""
+        seconds = sum(figures.seconds for figures in self._figures.values())
+        return sum(figures.tokens for figures in self._figures.values()) / seconds if seconds else 0.0
+
     # As a source of prefixes.
 
     def offer(self, prompt: Prefix, have_blocks: int) -> Offer | None:
@@ -453,6 +459,8 @@ class FetchOwner:
             return _refusal(transfer_pb2.FETCH_OUTCOME_ABSENT, "nothing was asked for")
         if not peer.has_room():
             return _refusal(transfer_pb2.FETCH_OUTCOME_BUSY, "earlier writes are not acknowledged")
+        if self._pool.store is not None:
+            await self._pool.store.bring_all(list(request.tokens), request.cache_salt)
         blocks = self._found(request)
         if len(blocks) // self._groups <= request.first_block:
             return _refusal(transfer_pb2.FETCH_OUTCOME_ABSENT, "it has no more of it than the caller")

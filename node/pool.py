@@ -227,6 +227,10 @@ async def open_device_pool(
                 tiers = await open_store(
                     store, below=region, layout=layout, blocks=blocks, name=name, progress=progress
                 )
+                tiers.room_changed = engine.changed
+                if host is not None:
+                    headroom = host.spill.headroom
+                    tiers.spare = lambda: ledger.available - headroom()
         except BaseException as error:
             clear_frames_of(error)
             raise

@@ -14,6 +14,7 @@ A tier's block is one position: of a layout with several groups, a block of the 
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -41,7 +42,7 @@ from node.copiers import BlockCopier, MemoryBelow, PositionCopy, PositionPlaces,
 from node.disk_file import DiskFile, Outcome
 from node.disk_format import FileIdentity
 from node.regions import PoolRegion, on_thread
-from node.sources import LinearCost, Offer, Prefix, SourceKind
+from node.sources import ROUNDS_MAX, LinearCost, Offer, Prefix, SourceKind
 
 log = get_log("store")
 
@@ -162,6 +163,8 @@ class Store:
         """Blocks in host memory that are to be written."""
         self._admitted = asyncio.Event()
         self._loop = asyncio.get_running_loop()
+        self._coming: dict[bytes, asyncio.Future[int]] = {}
+        """By the digest of the first block that is coming up, how many come: prompts of one beginning share it."""
         self._promotions = Tasks(self._loop, log, broken="blocks did not come up")
         self._tasks: list[asyncio.Task[None]] = []
         self._broken = False
@@ -376,16 +379,30 @@ class Store:
 
     async def bring(self, offer: Offer) -> int:
         """See `PrefixSource.bring`. A cancelled one goes on by itself: its copies own their blocks until they end."""
-        brought: asyncio.Future[int] = self._loop.create_future()
-        self._promotions.spawn(self._bring(offer, brought))
-        return await asyncio.shield(brought)
+        digest = offer.prompt.chain[offer.have_blocks]
+        brought = self._coming.get(digest)
+        if brought is None:
+            brought = self._coming[digest] = self._loop.create_future()
+            self._promotions.spawn(self._bring(offer, digest, brought))
+        return min(offer.blocks, await asyncio.shield(brought))
 
-    async def _bring(self, offer: Offer, brought: asyncio.Future[int]) -> None:
+    async def _bring(self, offer: Offer, digest: bytes, brought: asyncio.Future[int]) -> None:
+        came = 0
         try:
-            brought.set_result(await self._bring_up(offer))
+            came = await self._bring_up(offer)
         finally:
-            if not brought.done():
-                brought.set_result(0)
+            del self._coming[digest]
+            brought.set_result(came)
+
+    async def bring_all(self, tokens: Sequence[int], salt: bytes) -> None:
+        """Bring up what the tiers have of these tokens behind what the region has: for another node that fetches it."""
+        chain = self._cache.chain(tokens, salt)
+        prompt = Prefix(tokens=tokens, salt=salt, chain=chain)
+        for _ in range(ROUNDS_MAX):
+            have = bisect_left(chain, True, key=lambda digest: not self._cache.indexed(digest))
+            offer = self.offer(prompt, have) if have < len(chain) else None
+            if offer is None or not await self.bring(offer):
+                return
 
     async def _bring_up(self, offer: Offer) -> int:
         """Hold what is before, copy into blocks of the region, index, let go -> how many came."""

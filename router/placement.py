@@ -247,12 +247,22 @@ class Placement:
     def _make_arrays(self, count: int) -> None:
         self._region_tokens = np.zeros(count, dtype=np.int64)
         """0: not known."""
+        self._region_least = 0
+        """The smallest of these, where none is smaller."""
         self.ready: Mask = np.zeros(count, dtype=np.bool_)
         self._waiting = np.zeros(count, dtype=np.float64)
         self._rate = np.zeros(count, dtype=np.float64)
         """Tokens a second; 0 while the node has not measured itself."""
         self._fetch_s = np.zeros(count, dtype=np.float64)
         """Seconds to fetch a token's KV."""
+        self._token_s = np.zeros(count, dtype=np.float64)
+        """Seconds to compute a token."""
+        self._queue_s = np.zeros(count, dtype=np.float64)
+        """Seconds until a prompt that comes now is begun."""
+        self._fetching = False
+        """Whether any of them has fetched yet."""
+        self._changed = True
+        """Rates, or who is ready: `_token_s` and what follows from it are out of date."""
         self._root = np.zeros(count, dtype=np.int64)
         """Its place in `_roots`."""
         self._holder = np.full(count, -1, dtype=np.int64)
@@ -281,6 +291,7 @@ class Placement:
     def _set(self, slot: int, record: NodeRecord) -> None:
         node, load, model = self._nodes.setdefault(record.incarnation, _Node()), record.load, record.model
         node.slot = slot
+        self._changed = True
         if record.sequence != node.sequence:
             node.sequence, node.waiting_tokens = record.sequence, load.waiting_tokens
             node.sent.clear()
@@ -301,6 +312,7 @@ class Placement:
     def _count(self, node: _Node) -> None:
         if node.slot >= 0:
             self._waiting[node.slot] = node.waiting_tokens + node.sent_by_siblings
+            self._queue_s[node.slot] = self._waiting[node.slot] * self._token_s[node.slot]
 
     def serving(self, fingerprint: str) -> Mask:
         """Those that are ready and have this model."""
@@ -311,6 +323,8 @@ class Placement:
 
     def may_hold(self, tokens: int) -> Mask:
         """As `may_hold` of each record."""
+        if tokens <= self._region_least:
+            return self.ready
         return (self._region_tokens == 0) | (self._region_tokens >= tokens)
 
     def sequence(self, incarnation: Incarnation) -> int:
@@ -347,70 +361,87 @@ class Placement:
         """
         among = self.ready if among is None else among
         self._expected.expire(self._now_s())
-        self._follow_index()
+        self._refresh()
+        count = len(tokens)
         kinds = [self._kind(root, size, tokens, salt) for root, size in self._roots]
         kind = kinds[0] if len(kinds) == 1 else _by_slot(kinds, self._root)
-        rate = np.where(self._rate > 0, self._rate, (self._rate * among).max() or RATE_UNKNOWN_TOKENS_PER_S)
-        to_compute = np.maximum(1.0, len(tokens) - kind.saved_tokens)
-        queue_s = self._waiting / rate
-        ttft_s = queue_s + to_compute / rate
-        if kind.fetched_tokens.any():
-            rest = np.maximum(1.0, to_compute - kind.fetched_tokens)
+        queue_s, token_s = self._queue_s, self._token_s
+        ttft_s = (
+            queue_s + token_s * np.maximum(1.0, count - kind.saved_tokens) if kind.some else queue_s + token_s * count
+        )
+        if kind.some and self._fetching:
+            rest = np.maximum(1.0, count - kind.saved_tokens - kind.fetched_tokens)
             fetch_s = FETCH_FIXED_S + self._fetch_s * kind.fetched_tokens
-            by_fetch_s = np.maximum(queue_s, fetch_s) + rest / rate
-            to_compute = np.where(by_fetch_s < ttft_s, rest, to_compute)
-            ttft_s = np.minimum(ttft_s, by_fetch_s)
+            computing_s, ttft_s = ttft_s, np.minimum(ttft_s, np.maximum(queue_s, fetch_s) + rest * token_s)
         ttft_s = np.where(among, ttft_s, np.inf)
-        best = np.flatnonzero(ttft_s == ttft_s.min())
-        slot = int(best[self._waiting[best].argmin()])
+        slot = int(ttft_s.argmin())
+        same = np.flatnonzero(ttft_s == ttft_s[slot])
+        slot = int(same[self._waiting[same].argmin()]) if same.size > 1 else slot
         own = kinds[int(self._root[slot])]
+        to_compute = max(1.0, count - float(own.saved_tokens[slot])) if own.some else count
+        if kind.some and self._fetching and ttft_s[slot] < computing_s[slot]:
+            to_compute = float(rest[slot])
         return Choice(
             record=self.records[slot],
             ttft_s=float(ttft_s[slot]),
-            compute_tokens=int(to_compute[slot]),
+            compute_tokens=int(to_compute),
             hashes=own.hashes,
-            owners=self._owners(own, slot, no_owners),
+            owners=self._owners(own, slot, no_owners) if own.some else (),
         )
 
-    def _follow_index(self) -> None:
+    def _refresh(self) -> None:
+        """What the next choice starts from, where records or the index have changed."""
         if self._index_version != self._index.version:
             self._index_version = self._index.version
             self._holder[:] = [self._index.holders.get(record.incarnation, -1) for record in self.records]
+        if self._changed:
+            self._changed = False
+            fastest = (self._rate * self.ready).max(initial=0.0) or RATE_UNKNOWN_TOKENS_PER_S
+            self._token_s = 1 / np.where(self._rate > 0, self._rate, fastest)
+            self._queue_s = self._waiting * self._token_s
+            self._region_least = int(self._region_tokens.min(initial=1 << 62, where=self._region_tokens > 0))
+            self._fetching = bool((self._fetch_s < NO_FETCH_S_PER_TOKEN).any())
 
     def _kind(self, root: bytes, block_size: int, tokens: Sequence[int], salt: bytes) -> _Kind:
         """What nodes have of the prompt, and could fetch, if its KV is of this kind for all of them."""
         hashes = chain_digests(root_digest(root, salt), tokens, block_size)
         found = self._index.lookup(hashes)
-        blocks, saved = found.blocks[self._holder].astype(np.int64), found.saved[self._holder].astype(np.int64)
-        for incarnation, count in self._expected.blocks(hashes):
-            if (node := self._nodes.get(incarnation)) is not None:
-                blocks[node.slot] = max(blocks[node.slot], count)
-                saved[node.slot] = max(saved[node.slot], count * SAVED_WHOLE)
+        expected = [(self._nodes[i].slot, count) for i, count in self._expected.blocks(hashes) if i in self._nodes]
+        if found is None and not expected:
+            return _Kind(hashes=hashes)
+        if found is None:
+            found = self._index.nothing()
+        blocks = found.blocks.take(self._holder).astype(np.float64)
+        saved = found.saved.take(self._holder) * (block_size / SAVED_WHOLE)
+        for slot, count in expected:
+            blocks[slot] = max(blocks[slot], count)
+            saved[slot] = max(saved[slot], count * block_size)
         return _Kind(
             hashes=hashes,
             found=found,
             blocks=blocks,
-            saved_tokens=(saved * block_size / SAVED_WHOLE).astype(np.float64),
+            saved_tokens=saved,
             fetched_tokens=np.maximum(0, int(found.blocks.max()) - blocks) * block_size,
         )
 
     def _owners(self, kind: _Kind, slot: int, no_owners: Collection[Incarnation]) -> tuple[Owner, ...]:
         """Of those that have as much of it as each other, other prompts get others."""
-        having = np.flatnonzero(kind.found.blocks > kind.blocks[slot])
-        if not having.size:
-            return ()
-        having = np.roll(having, int.from_bytes(kind.hashes[-1][:4], "little") % having.size)
+        assert kind.found is not None
+        blocks = kind.found.blocks
         owners: list[Owner] = []
-        for number in having[np.argsort(-kind.found.blocks[having].astype(np.int64), kind="stable")].tolist():
-            incarnation = self._index.incarnation(number)
-            record = None if incarnation is None or incarnation in no_owners else self._serving.get(incarnation)
-            if record is not None and incarnation != self.records[slot].incarnation:
-                blocks = int(kind.found.blocks[number])
-                owners.append(
-                    Owner(name=record.name, endpoint=record.endpoint, incarnation=record.incarnation, blocks=blocks)
-                )
-            if len(owners) == OWNERS_MAX:
-                break
+        most, turn = int(blocks.max()), int.from_bytes(kind.hashes[-1][:4], "little")
+        while len(owners) < OWNERS_MAX and most > kind.blocks[slot]:
+            having = np.flatnonzero(blocks == most).tolist()
+            first = turn % len(having)
+            for number in (*having[first : first + OWNERS_MAX], *having[: min(first, OWNERS_MAX)]):
+                incarnation = self._index.incarnation(number)
+                record = None if incarnation is None or incarnation in no_owners else self._serving.get(incarnation)
+                if record is not None and incarnation != self.records[slot].incarnation:
+                    owners.append(
+                        Owner(name=record.name, endpoint=record.endpoint, incarnation=record.incarnation, blocks=most)
+                    )
+            most = int(blocks.max(where=blocks < most, initial=0))
+        del owners[OWNERS_MAX:]
         return tuple(owners)
 
     def sent(self, choice: Choice, key: RequestKey) -> Callable[[], None]:
@@ -431,26 +462,38 @@ class Placement:
         return left
 
 
+def _none() -> npt.NDArray[np.float64]:
+    return np.zeros(0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
     """Of one prompt and one kind of KV, by place in the arrays."""
 
     hashes: Sequence[bytes]
-    found: Found
-    blocks: npt.NDArray[np.int64]
+    found: Found | None = None
+    """None: nobody has any of it, nor is about to."""
+    blocks: npt.NDArray[np.float64] = field(default_factory=_none)
     """Leading blocks that the node has, or is about to have."""
-    saved_tokens: npt.NDArray[np.float64]
+    saved_tokens: npt.NDArray[np.float64] = field(default_factory=_none)
     """Tokens that it does not compute: of blocks in slower tiers a part."""
-    fetched_tokens: npt.NDArray[np.int64]
+    fetched_tokens: npt.NDArray[np.float64] = field(default_factory=_none)
     """Of blocks behind its own that some other node has."""
+
+    @property
+    def some(self) -> bool:
+        return self.found is not None
 
 
 def _by_slot(kinds: Sequence[_Kind], root: npt.NDArray[np.int64]) -> _Kind:
     """Each node's own kind."""
+    found = next((kind.found for kind in kinds if kind.some), None)
+    if found is None:
+        return _Kind(hashes=())
+    nothing = np.zeros(len(root))
     return _Kind(
         hashes=(),
-        found=kinds[0].found,
-        blocks=np.choose(root, [kind.blocks for kind in kinds]),
-        saved_tokens=np.choose(root, [kind.saved_tokens for kind in kinds]),
-        fetched_tokens=np.choose(root, [kind.fetched_tokens for kind in kinds]),
+        found=found,
+        saved_tokens=np.choose(root, [kind.saved_tokens if kind.some else nothing for kind in kinds]),
+        fetched_tokens=np.choose(root, [kind.fetched_tokens if kind.some else nothing for kind in kinds]),
     )

@@ -7,10 +7,19 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Coroutine
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+import kvtransfer.receiver
+import node.fetching
+from baton.lifecycle import Lifecycle
+from decode_node.node import DecodeNode
+from kvtransfer.writer import Handoff
+from prefill_node.node import PrefillNode
 from tests.support.cluster_harness import Answer, mock_spec, mock_tokens, random_prompt
 from tests.support.inprocess_cluster import InProcessCluster, inprocess, until
 from tests.support.steering import Steering, compute_slowly, connected, steered
@@ -31,10 +40,10 @@ def play(scene: Scene, **spec: Any) -> None:
                 compute_slowly(cluster, "prefill-1")
                 await connected(cluster, "prefill-1", "prefill-0")
                 await scene(cluster, steering)
-            nodes = (*cluster.prefill.values(), *cluster.decode.values())
-            await until(cluster, "nothing to be left", lambda: not any(node.holds().left() for node in nodes))
-            for node in nodes:
-                counts = node.ledger.check()
+            nodes: tuple[PrefillNode | DecodeNode, ...] = (*cluster.prefill.values(), *cluster.decode.values())
+            await until(cluster, "nothing to be left", lambda: not any(each.holds().left() for each in nodes))
+            for each in nodes:
+                counts = each.ledger.check()
                 assert counts.cached + counts.free == counts.total, counts
 
     asyncio.run(scenario())
@@ -101,5 +110,170 @@ def test_the_next_turn_computes_new_tokens_only() -> None:
         sources = (await ask(cluster, talk, 20)).stats.sources
         assert (sources.fetched, sources.fetched_from) == (known, "decode-0")
         assert sources.computed == len(talk) - known
+
+    play(scene)
+
+
+def refusals(cluster: InProcessCluster) -> tuple[int, int, int]:
+    """Fetches of the second node that have brought something, were refused, and failed."""
+    figures = cluster.fetches["prefill-1"]._figures.values()
+    return sum(f.fetches for f in figures), sum(f.refused for f in figures), sum(f.failed for f in figures)
+
+
+async def is_computed(cluster: InProcessCluster, steering: Steering, prompt: list[int], **sampling: Any) -> None:
+    steering.prefill, steering.owners = "prefill-1", ["prefill-0"]
+    sources = (await ask(cluster, prompt, **sampling)).stats.sources
+    assert (sources.fetched, sources.computed) == (0, len(prompt))
+
+
+REFUSALS: dict[str, Callable[[InProcessCluster], Any]] = {
+    "busy": lambda cluster: patch.object(node.fetching, "FETCHES_OWNED_MAX", 0),
+    "draining": lambda cluster: patch.object(cluster.runtimes["prefill-0"].lifecycle, "_state", Lifecycle.CORDONED),
+    "another root": lambda cluster: patch.object(
+        cluster.fetches["prefill-1"], "_pool", replace(cluster.fetches["prefill-1"]._pool, model=other_root(cluster))
+    ),
+    "evicted": lambda cluster: evicted(cluster),
+}
+
+
+def other_root(cluster: InProcessCluster) -> Any:
+    return replace(cluster.prefill["prefill-1"].pool.model, kv_root=b"another")
+
+
+def evicted(cluster: InProcessCluster) -> Any:
+    owner = cluster.prefill["prefill-0"].pool.blocks
+    assert owner.prefix_cache.evict_until(owner.ledger.num_blocks)
+    return nullcontext()
+
+
+@pytest.mark.parametrize("why", REFUSALS)
+def test_an_owner_that_refuses_costs_nothing(why: str) -> None:
+    """It is busy, cordoned, has another root, or has evicted the blocks: the prompt is computed."""
+    prompt = random_prompt(random.Random(4), PROMPT_TOKENS)
+
+    async def scene(cluster: InProcessCluster, steering: Steering) -> None:
+        await ask(cluster, prompt)
+        with REFUSALS[why](cluster):
+            await is_computed(cluster, steering, prompt)
+        brought, refused, failed = refusals(cluster)
+        assert (brought, failed) == (0, 0) and refused >= 1
+
+    play(scene)
+
+
+def test_no_fetch_across_salts() -> None:
+    """One prompt of two tenants: what one has had computed is not fetched for the other."""
+    prompt = random_prompt(random.Random(5), PROMPT_TOKENS)
+
+    async def scene(cluster: InProcessCluster, steering: Steering) -> None:
+        await cluster.client.generate(prompt, max_tokens=2, cache_salt="one")
+        steering.prefill, steering.owners = "prefill-1", ["prefill-0"]
+        sources = (await cluster.client.generate(prompt, max_tokens=2, cache_salt="two")).stats.sources
+        assert (sources.fetched, sources.computed) == (0, len(prompt))
+        sources = (await cluster.client.generate(prompt, max_tokens=2, cache_salt="one")).stats.sources
+        assert sources.fetched == BLOCKS * SIZE
+
+    play(scene)
+
+
+def test_an_owner_that_has_ended_costs_nothing() -> None:
+    prompt = random_prompt(random.Random(6), PROMPT_TOKENS)
+
+    async def scene(cluster: InProcessCluster, steering: Steering) -> None:
+        runtime = cluster.runtimes["prefill-0"]
+        await ask(cluster, prompt)
+        await cluster.stop_node("prefill-0")
+        del cluster.prefill["prefill-0"], cluster.peers["prefill-0"], cluster.fetches["prefill-0"]
+        cluster.runtimes["gone"] = runtime
+        steering.owners = ["gone"]
+        steering.prefill = "prefill-1"
+        sources = (await ask(cluster, prompt)).stats.sources
+        del cluster.runtimes["gone"]
+        assert (sources.fetched, sources.computed) == (0, len(prompt))
+
+    play(scene)
+
+
+def test_an_owner_that_stops_in_mid_fetch_is_given_up() -> None:
+    """Granted, and nothing more is heard of it: the prompt is computed after a quarter of the time that this is
+    believed to take, the owner gives the grant back, and its blocks are free again. Meanwhile both count in a drain."""
+    prompt = random_prompt(random.Random(7), PROMPT_TOKENS)
+
+    async def scene(cluster: InProcessCluster, steering: Steering) -> None:
+        compute_slowly(cluster, "prefill-1", 0.01)
+        await ask(cluster, prompt)
+        under_way = []
+
+        def never(handoff: Handoff, blocks: int) -> None:
+            under_way.append([cluster.prefill[n].holds().left() for n in ("prefill-0", "prefill-1")])
+
+        with patch.object(Handoff, "all_filled", never):
+            await is_computed(cluster, steering, prompt)
+        owner, receiver = under_way[0]
+        assert owner["fetches_under_way"] == 1 and owner["grants_written"] == 1
+        assert receiver["fetches_under_way"] == 1 and receiver["grants_received"] == 1
+        assert refusals(cluster) == (0, 0, 1)
+
+    play(scene)
+
+
+def test_a_client_that_leaves_in_mid_fetch_leaves_nothing_behind() -> None:
+    prompt = random_prompt(random.Random(8), PROMPT_TOKENS)
+
+    async def scene(cluster: InProcessCluster, steering: Steering) -> None:
+        await ask(cluster, prompt)
+        steering.prefill, steering.owners = "prefill-1", ["prefill-0"]
+        granted = asyncio.Event()
+        with patch.object(Handoff, "all_filled", lambda _handoff, _blocks: granted.set()):
+            asking = asyncio.create_task(cluster.client.generate(prompt, max_tokens=2))
+            await granted.wait()
+            asking.cancel()
+            await asyncio.wait([asking])
+            await until(cluster, "the request to end", lambda: not cluster.prefill["prefill-1"].holds().left())
+
+    play(scene)
+
+
+def test_two_nodes_with_full_pools_fetch_from_each_other() -> None:
+    """Each has filled its region with prompts of its own, and is asked for those of the other, four at once: whatever
+    is fetched or computed, all is answered."""
+    rng = random.Random(9)
+    of = {name: [random_prompt(rng, PROMPT_TOKENS) for _ in range(4)] for name in ("prefill-0", "prefill-1")}
+
+    async def scene(cluster: InProcessCluster, steering: Steering) -> None:
+        compute_slowly(cluster, "prefill-0")
+        await connected(cluster, "prefill-0", "prefill-1")
+        for name, prompts in of.items():
+            steering.prefill = name
+            for prompt in prompts:
+                await ask(cluster, prompt)
+        asked: list[asyncio.Task[Answer]] = []
+        steering.owners = list(of)
+        for mine, others in (("prefill-0", "prefill-1"), ("prefill-1", "prefill-0")):
+            steering.prefill = mine
+            asked += [asyncio.create_task(ask(cluster, prompt)) for prompt in of[others]]
+            count = len(asked)
+            await until(cluster, "all to be placed", lambda count=count: len(cluster.router.streams.inboxes) >= count)  # type: ignore[misc]
+        answers = await asyncio.gather(*asked)
+        assert sum(answer.stats.sources.fetched for answer in answers) > 0
+
+    play(scene, blocks=4 * (BLOCKS + 1))
+
+
+def test_idle_pairs_are_fenced_beyond_a_limit() -> None:
+    """The least recently used goes first. An owner that has been fenced connects again when it is named."""
+    prompt = random_prompt(random.Random(10), PROMPT_TOKENS)
+
+    async def scene(cluster: InProcessCluster, steering: Steering) -> None:
+        await ask(cluster, prompt)
+        receiver = cluster.fetches["prefill-1"]._receiver
+        await connected(cluster, "prefill-1", "decode-0")
+        with patch.object(kvtransfer.receiver, "PAIRS_IDLE_MAX", 1):
+            receiver.upkeep()
+            await until(cluster, "one pair to be left", lambda: len(receiver._writers) == 1)
+        assert [place.name for place in receiver._writers.values()] == ["decode-0"]
+        await connected(cluster, "prefill-1", "prefill-0")
+        steering.prefill, steering.owners = "prefill-1", ["prefill-0"]
+        assert (await ask(cluster, prompt)).stats.sources.fetched == BLOCKS * SIZE
 
     play(scene)

@@ -24,6 +24,7 @@ from tests.support.cluster_harness import (
     wait_for,
 )
 from tests.support.inprocess_cluster import inprocess
+from tests.support.steering import compute_slowly, connected, steered
 
 BLOCK: Final = 16
 CONFIG: Final = MockConfig(num_layers=TWO_GROUPS_LAYERS, latent_layers=TWO_GROUPS_LATENT)
@@ -169,5 +170,37 @@ def test_a_mixed_node_keeps_and_hands_over() -> None:
                 transports.add(answer.stats.transport)
             await assert_conserved(cluster)
         assert transports == {"local", "shm"}
+
+    asyncio.run(scenario())
+
+
+def test_a_prompt_is_fetched_from_another_node_with_both_blocks_of_a_position() -> None:
+    """A second prefill node has a prompt's positions from the first, then the next turn's from the decode node: only
+    what is new is computed, and every token is the reference's."""
+    spec = mock_spec(prefill=2, both={"engine.model": MOCK_TWO_GROUPS})
+
+    async def scenario() -> None:
+        talk = random_prompt(random.Random(7), 12 * BLOCK + 3)
+        async with inprocess(spec) as cluster:
+            with steered(cluster) as steering:
+                compute_slowly(cluster, "prefill-1")
+                for owner in ("prefill-0", "decode-0"):
+                    await connected(cluster, "prefill-1", owner)
+                answer = await cluster.client.generate(talk, max_tokens=40)
+                assert answer.ids == expected(talk, 40)
+                steering.prefill, steering.owners = "prefill-1", ["prefill-0"]
+                answer = await cluster.client.generate(talk, max_tokens=40)
+                assert answer.ids == expected(talk, 40)
+                sources = answer.stats.sources
+                assert (sources.fetched, sources.computed, sources.cached_device) == (12 * BLOCK, 3, 0)
+                known = (len(talk) + 40 - 1) // BLOCK * BLOCK  # the KV of the last token drawn is never written
+                talk += answer.ids + random_prompt(random.Random(8), 30)
+                steering.owners = ["decode-0"]
+                answer = await cluster.client.generate(talk, max_tokens=8)
+                assert answer.ids == expected(talk, 8)
+                sources = answer.stats.sources
+                assert (sources.fetched, sources.cached_device) == (known - 12 * BLOCK, 12 * BLOCK)
+                assert sources.computed == len(talk) - known
+            await assert_conserved(cluster)
 
     asyncio.run(scenario())

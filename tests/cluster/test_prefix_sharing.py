@@ -210,7 +210,7 @@ def test_a_tenants_prompt_does_not_attract_anothers() -> None:
 
             def known(salt: bytes) -> int:
                 found = index.lookup(chain_digests(root_digest(root, salt), prompt, SIZE))
-                return int(found.blocks[index.holders[incarnation]])
+                return 0 if found is None else int(found.blocks[index.holders[incarnation]])
 
             await until(cluster, "the router to know what the node has", lambda: known(b"acme") == 3)
             assert (known(b"globex"), known(b"")) == (0, 0)

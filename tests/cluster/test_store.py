@@ -14,7 +14,6 @@ import pytest
 from cli.services import Service
 from engine.build import MOCK_TWO_GROUPS, TWO_GROUPS_LATENT, TWO_GROUPS_LAYERS
 from engine.mock import MockConfig
-from node.sources import LinearCost
 from node.store import Store
 from tests.support.cluster_harness import (
     Answer,
@@ -27,6 +26,7 @@ from tests.support.cluster_harness import (
     wait_for,
 )
 from tests.support.inprocess_cluster import InProcessCluster, inprocess
+from tests.support.steering import Steering, compute_slowly, connected, steered
 
 SIZE: Final = 16
 PROMPT_BLOCKS: Final = 8
@@ -36,8 +36,6 @@ POSITION_BYTES: Final = 4 * 2 * 16 * 8
 """Of the mock engine: layers, K and V, tokens, bytes of each."""
 REGION_BLOCKS: Final = 32
 HOST_BLOCKS: Final = 1_000
-COMPUTING: Final = LinearCost(fixed_s=0.0, unit_s=1.0, units=SIZE)
-"""So slow that everything is brought that can be, on any machine."""
 
 
 def prompts(seed: int, count: int = PROMPTS) -> list[list[int]]:
@@ -65,8 +63,8 @@ def play(story: Callable[[InProcessCluster], Awaitable[None]], **flags: object) 
 
 
 def brings_all_it_can(cluster: InProcessCluster) -> None:
-    for node in cluster.prefill.values():
-        node.gatherer._computing = COMPUTING
+    for name in cluster.prefill:
+        compute_slowly(cluster, name)
 
 
 async def ask(
@@ -147,6 +145,37 @@ def test_many_prompts_at_once_over_a_small_region() -> None:
         assert store_of(cluster).host.counters.hit_blocks > 0
 
     play(story)
+
+
+def test_another_node_fetches_what_is_in_host_memory() -> None:
+    """The first node has computed twelve prompts, and few of them are in its region still. The second fetches the
+    oldest one from it: all of its blocks come, by way of the first one's region."""
+    below = {"engine.num_blocks": REGION_BLOCKS, "store.host_bytes": HOST_BLOCKS * POSITION_BYTES}
+
+    async def story(cluster: InProcessCluster, steering: Steering) -> None:
+        asked, owner = prompts(7), cluster.prefill["prefill-0"].pool
+        steering.prefill, steering.owners = "prefill-0", []
+        for prompt in asked:
+            await ask(cluster, prompt)
+        assert owner.store is not None
+        books = owner.store.host.books
+        await wait_for(lambda: _holds(books.blocks == PROMPTS * PROMPT_BLOCKS), "all to be in host memory")
+        assert owner.blocks.match_prompt(asked[0], b"") == []
+        steering.prefill, steering.owners = "prefill-1", ["prefill-0"]
+        answer = await ask(cluster, asked[0])
+        assert answer.stats.sources.fetched == PROMPT_BLOCKS * SIZE
+        assert owner.store.host.counters.hit_blocks == PROMPT_BLOCKS
+
+    async def scenario() -> None:
+        spec = mock_spec(prefill=2, node_flags={"prefill-0": below})
+        async with inprocess(spec) as cluster:
+            with steered(cluster) as steering:
+                compute_slowly(cluster, "prefill-1")
+                await connected(cluster, "prefill-1", "prefill-0")
+                await story(cluster, steering)
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())
 
 
 def test_a_prefix_on_disk_outlives_the_node(tmp_path: Path) -> None:

@@ -302,6 +302,25 @@ def test_whoever_waits_may_leave_and_the_blocks_come_all_the_same() -> None:
     play(8, 20, story, prompt=False)
 
 
+def test_prompts_of_one_beginning_share_what_comes() -> None:
+    """Two ask for the same blocks: one copy brings them for both."""
+
+    async def story(scene: Scene) -> None:
+        scene.compute(ONE)
+        await turns()
+        scene.copier.finish()
+        await turns()
+        scene.evict_all()
+        bringing = [asyncio.create_task(scene.bring(tokens)) for tokens in (ONE, [*ONE, 5, 6])]
+        await turns()
+        assert len(scene.copier.waiting) == 1
+        scene.copier.finish()
+        assert await asyncio.gather(*bringing) == [4, 4]
+        assert scene.store.host.counters.hit_blocks == 4
+
+    play(8, 20, story, prompt=False)
+
+
 def test_only_spare_blocks_are_taken() -> None:
     """All but two blocks of the region are promised: two blocks come. When nothing is spare, none is offered."""
 

@@ -14,7 +14,7 @@ from batonpb import common_pb2, inference_pb2
 from baton.errors import BatonError, Code, Reason
 from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
-from baton.wire import NodeRecord, Role
+from baton.wire import NodeLoad, NodeRecord, Role, TierLoad
 from cli.options import config_flags, config_path
 from cli.services import Service, load_config
 from router.keys import ApiKey, KeyUse, parse_keys
@@ -142,7 +142,7 @@ def served_metrics() -> dict[str, set[str]]:
     """The same of a router that has had a request of each kind, and knows a node."""
     node = NodeRecord(
         name=NodeName("decode-0"), role=Role.DECODE, incarnation=Incarnation(7), endpoint="127.0.0.1:9",
-        lifecycle=Lifecycle.READY,
+        lifecycle=Lifecycle.READY, load=NodeLoad(tiers=(TierLoad(tier="device"), TierLoad(tier="host"))),
     )  # fmt: skip
     use = KeyUse(ApiKey(name="a", sha256="0" * 64), 0.0)
     use.admit(0.0, spread=0.0)

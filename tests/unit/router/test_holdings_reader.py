@@ -95,7 +95,9 @@ class Router:
         )
 
     def blocks(self, node: Node) -> int:
-        return int(self.index.lookup(CHAIN).blocks[self.index.holders.get(node.incarnation, -1)])
+        return int(
+            (self.index.lookup(CHAIN) or self.index.nothing()).blocks[self.index.holders.get(node.incarnation, -1)]
+        )
 
     async def until(self, node: Node, blocks: int) -> None:
         async with asyncio.timeout(WAIT_S):
