@@ -5,8 +5,8 @@ Sorted, the holders of a block are neighbours. A change goes into a small sorted
 larger one when it is full; a later entry of the same block and holder hides an earlier one (a log-structured merge
 tree).
 
-Two blocks may share 48 bits of their digests: one in ten million look-ups of a block that nobody has finds somebody
-where ten million are known. What is found here is a hint: holders compare tokens.
+Two blocks may share 48 bits of their digests: where ten million are known, less than one in ten million look-ups of a
+block that nobody has finds somebody. What is found here is a hint: holders compare tokens.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class HolderIndex:
         self.holders: dict[Incarnation, int] = {}
         """Those published."""
         self._by_number: dict[int, Incarnation] = {}
+        self._live = np.zeros(HOLDERS_MAX + 1, dtype=np.uint8)
+        """By number, all bits of one that is published."""
         self._retired: list[int] = []
         self._free: list[int] = []
         self._numbers = 0
@@ -96,6 +98,7 @@ class HolderIndex:
         self.forget(incarnation)
         self.holders[incarnation] = number
         self._by_number[number] = incarnation
+        self._live[number] = 0xFF
         self.version += 1
 
     def discard(self, number: int) -> None:
@@ -108,6 +111,7 @@ class HolderIndex:
         number = self.holders.pop(incarnation, None)
         if number is not None:
             del self._by_number[number]
+            self._live[number] = 0
             self._retired.append(number)
             self.version += 1
 
@@ -141,7 +145,7 @@ class HolderIndex:
         """Who has how many leading blocks of a chain; None: nobody has any."""
         least = blocks = saved = None
         for row, count in self._rows(digests):
-            least = row if least is None else np.minimum(least, row)
+            least = row & self._live[: row.size] if least is None else np.minimum(least, row)
             if not least.any():
                 break
             more, better = (least != 0) * np.uint16(count), least * np.uint16(count)

@@ -319,13 +319,15 @@ class Placement:
         if self._fingerprints == {fingerprint}:
             return self.ready
         models = [record.model for record in self.records]
-        return self.ready & np.array([model is not None and model.fingerprint == fingerprint for model in models])
+        alike: Mask = np.array([model is not None and model.fingerprint == fingerprint for model in models])
+        return self.ready & alike
 
     def may_hold(self, tokens: int) -> Mask:
         """As `may_hold` of each record."""
         if tokens <= self._region_least:
             return self.ready
-        return (self._region_tokens == 0) | (self._region_tokens >= tokens)
+        found: Mask = (self._region_tokens == 0) | (self._region_tokens >= tokens)
+        return found
 
     def sequence(self, incarnation: Incarnation) -> int:
         """Of its last report; -1: it is not known."""
@@ -412,7 +414,8 @@ class Placement:
         if found is None:
             found = self._index.nothing()
         blocks = found.blocks.take(self._holder).astype(np.float64)
-        saved = found.saved.take(self._holder) * (block_size / SAVED_WHOLE)
+        saved = found.saved.take(self._holder).astype(np.float64)
+        saved *= block_size / SAVED_WHOLE
         for slot, count in expected:
             blocks[slot] = max(blocks[slot], count)
             saved[slot] = max(saved[slot], count * block_size)
@@ -428,15 +431,16 @@ class Placement:
         """Of those that have as much of it as each other, other prompts get others."""
         assert kind.found is not None
         blocks = kind.found.blocks
+        own = int(blocks[self._holder[slot]])
         owners: list[Owner] = []
         most, turn = int(blocks.max()), int.from_bytes(kind.hashes[-1][:4], "little")
-        while len(owners) < OWNERS_MAX and most > kind.blocks[slot]:
+        while len(owners) < OWNERS_MAX and most > own:
             having = np.flatnonzero(blocks == most).tolist()
             first = turn % len(having)
             for number in (*having[first : first + OWNERS_MAX], *having[: min(first, OWNERS_MAX)]):
                 incarnation = self._index.incarnation(number)
                 record = None if incarnation is None or incarnation in no_owners else self._serving.get(incarnation)
-                if record is not None and incarnation != self.records[slot].incarnation:
+                if record is not None and record.lifecycle is Lifecycle.READY and record != self.records[slot]:
                     owners.append(
                         Owner(name=record.name, endpoint=record.endpoint, incarnation=record.incarnation, blocks=most)
                     )

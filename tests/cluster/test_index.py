@@ -6,11 +6,17 @@ import asyncio
 import random
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
+from unittest.mock import patch
+
+import numpy as np
 
 from baton.lifecycle import LifecycleEvent
 from cachestore.prefix_cache import chain_digests, root_digest
 from cli.services import Service
 from cli.supervisor import ROUTER_NAME
+from decode_node.node import DecodeNode
+from prefill_node.node import PrefillNode
+from router.placement import Choice
 from tests.support.cluster_harness import Answer, Client, mock_spec, mock_tokens, random_prompt
 from tests.support.inprocess_cluster import InProcessCluster, inprocess, until
 from tests.support.steering import compute_slowly, connected
@@ -26,7 +32,8 @@ def play(scene: Scene, **spec: Any) -> None:
     async def scenario() -> None:
         async with inprocess(mock_spec(**{"prefill": 2, "decode": 1, **spec})) as cluster:
             await scene(cluster)
-            for node in (*cluster.prefill.values(), *cluster.decode.values()):
+            nodes: tuple[PrefillNode | DecodeNode, ...] = (*cluster.prefill.values(), *cluster.decode.values())
+            for node in nodes:
                 node.ledger.check()
 
     asyncio.run(scenario())
@@ -57,8 +64,9 @@ async def until_known(cluster: InProcessCluster, prompt: Sequence[int], **blocks
 
 
 def test_the_router_names_the_owner_and_the_prompt_is_fetched() -> None:
-    """One node has computed a prompt, and takes no new ones. The router sends the next one to the other node, and tells
-    it who has it: but for its end nothing is computed again. Then both have it, and the decode node."""
+    """One node has computed a prompt. The next one goes to the other node, as if the first one's queue was too long,
+    and the router tells it who has it: but for its end nothing is computed again. Then both have it, and the decode
+    node. One that is cordoned gives nothing, and is not named."""
     prompt = random_prompt(random.Random(1), BLOCKS * SIZE + 3)
 
     async def scene(cluster: InProcessCluster) -> None:
@@ -67,15 +75,29 @@ def test_the_router_names_the_owner_and_the_prompt_is_fetched() -> None:
         await connected(cluster, "prefill-1", "decode-0")
         assert (await ask(cluster, prompt)).stats.prefill_node == "prefill-0"
         await until_known(cluster, prompt, prefill_0=BLOCKS, decode_0=BLOCKS)
-        cluster.runtimes["prefill-0"].drain.order(LifecycleEvent.CORDON, "the test says so")
-        nodes = cluster.router._prefill_nodes
-        await until(cluster, "the router to hear of it", lambda: [r.name for r in nodes.ready] == ["prefill-1"])
-        stats = (await ask(cluster, prompt)).stats
+        placement = cluster.router._prefill_nodes.placement
+        second = np.array([record.name == "prefill-1" for record in placement.records])
+        real_pick = placement.pick
+
+        def pick(*args: Any, **kwargs: Any) -> Choice:
+            return real_pick(*args, **{**kwargs, "among": second})
+
+        with patch.object(placement, "pick", pick):
+            stats = (await ask(cluster, prompt)).stats
         assert stats.prefill_node == "prefill-1"
         assert (stats.sources.fetched, stats.sources.computed) == (BLOCKS * SIZE, 3)
         assert stats.sources.fetched_from in ("prefill-0", "decode-0")
         await until_known(cluster, prompt, prefill_0=BLOCKS, prefill_1=BLOCKS, decode_0=BLOCKS)
         assert cluster.prefill["prefill-1"].load().fetch_tokens_per_s > 0
+        assert len(placement.pick((*prompt, *[1] * SIZE), b"other", among=second).owners) == 0
+        long = (*prompt, *[1] * SIZE)
+        cluster.prefill["prefill-1"].pool.blocks.prefix_cache.evict_until(300)
+        await until_known(cluster, prompt, prefill_0=BLOCKS, decode_0=BLOCKS)
+        assert {owner.name for owner in placement.pick(long, b"", among=second).owners} == {"prefill-0", "decode-0"}
+        cluster.runtimes["prefill-0"].drain.order(LifecycleEvent.CORDON, "the test says so")
+        nodes = cluster.router._prefill_nodes
+        await until(cluster, "the router to hear of it", lambda: [r.name for r in nodes.ready] == ["prefill-1"])
+        assert {owner.name for owner in placement.pick(long, b"").owners} == {"decode-0"}
 
     play(scene)
 

@@ -72,6 +72,9 @@ def check(index: HolderIndex, model: dict[Incarnation, dict[bytes, int]], chain:
     found = index.lookup(chain) or index.nothing()
     assert found.blocks[-1] == found.saved[-1] == 0
     assert index.holders.keys() == model.keys()
+    others = np.ones(found.blocks.size, dtype=np.bool_)
+    others[list(index.holders.values())] = False
+    assert not found.blocks[others].any(), "nobody else has anything"
     for holder, number in index.holders.items():
         assert index.incarnation(number) == holder
         blocks = saved = 0
