@@ -2,8 +2,8 @@
 
 Ours: the tokens go to the owner, which computes their digests, looks them up, compares the tokens and writes the blocks
 into the asker's memory, as one handoff's tcp transfer does. The time is the asker's, with the request and the answer.
-Mooncake's: `batch_get_into` of as many keys, in a process without a segment, and its time alone. Both sides' bytes are
-looked at after each get. Mooncake runs in an environment of its own: see docs/bench.md.
+Mooncake's: `batch_get_into` of as many keys, in a process without a segment, and its time alone. After
+each get of either, 64 objects are compared with what was put. Mooncake has an environment of its own (docs/bench.md).
 """
 
 from __future__ import annotations

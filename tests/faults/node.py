@@ -46,6 +46,8 @@ def wrap_prefill(points: Failpoints, marks: Marks) -> None:
 
     def reach(point: Failpoint, handoff: Any) -> None:
         request = handoff.key.request
+        if handoff.is_fetch:
+            return
         router = marks.router_of_request[request]
         ends = Ends(writer=marks.own_name, receiver=handoff.peer.address.name, router=router)
         points.reach(point, mark=marks.of_request[request], request=request, ends=ends)
@@ -95,6 +97,8 @@ def _wrap_receiving(points: Failpoints, marks: Marks) -> None:
 
     async def reserve(self: ReceiverService, request: Any, context: Any) -> Any:
         key = request.key.request
+        if request.HasField("fetch_blocks"):
+            return await real_reserve(self, request, context)
         marks.note(key, request.prompt, request.router)
         marks.peer_of_request[key] = marks.name_of_writer[request.header.sender]
         reach(Failpoint.RESERVE_SENT, key)
