@@ -110,6 +110,19 @@ class TierLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MovedLoad:
+    """KV that a node has moved since its start. See the message of the same name."""
+
+    handoff_bytes: int = 0
+    served_bytes: int = 0
+    fetches: int = 0
+    fetched_bytes: int = 0
+    fetch_s: float = 0.0
+    fetches_refused: int = 0
+    fetches_failed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLoad:
     """How busy a node is, as it reports it."""
 
@@ -135,6 +148,7 @@ class NodeLoad:
     two reports differ when a request came and went between them."""
     tiers: tuple[TierLoad, ...] = ()
     """The region first, then the tiers below it."""
+    moved: MovedLoad = MovedLoad()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +222,7 @@ def record_from_proto(message: directory_pb2.NodeRecord) -> NodeRecord:
     check_record(message)
     blocks = BlockLoad(**_values(BlockLoad, message.load.blocks))
     tiers = tuple(TierLoad(**_values(TierLoad, tier)) for tier in message.load.tiers)
+    moved = MovedLoad(**_values(MovedLoad, message.load.moved))
     return NodeRecord(
         **_values(
             NodeRecord,
@@ -215,7 +230,7 @@ def record_from_proto(message: directory_pb2.NodeRecord) -> NodeRecord:
             role=_enum(Role, message.role, "role"),
             lifecycle=_enum(Lifecycle, message.lifecycle, "lifecycle"),
             model=model_from_proto(message.model) if message.HasField("model") else None,
-            load=NodeLoad(**_values(NodeLoad, message.load, blocks=blocks, tiers=tiers)),
+            load=NodeLoad(**_values(NodeLoad, message.load, blocks=blocks, tiers=tiers, moved=moved)),
             transports=tuple(message.transports),
         )
     )

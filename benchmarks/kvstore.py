@@ -2,6 +2,7 @@
 
     python -m benchmarks.kvstore disk [--folder /var/tmp]     # the disk tier's file beside fio
     python -m benchmarks.kvstore host                         # copies to and from the host tier beside memcpy
+    python -m benchmarks.kvstore mooncake --python PYTHON     # gets over tcp beside Mooncake Store's
     python -m benchmarks.kvstore unused                       # with the store over without, where nothing is reused
 
 Each prints a table with ratios and says which bar it misses; `--json` keeps the samples. A part is a module of its own,
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
-PARTS = ("disk", "host", "unused")
+PARTS = ("disk", "host", "mooncake", "unused")
 
 
 def main() -> None:

@@ -5,10 +5,11 @@
 The traces are not in this repository: github.com/kvcache-ai/Mooncake, FAST25-release/traces. Each request has a time, a
 length, and an id for each 512 tokens of its prompt; equal ids are equal prompts up to there.
 
-The classes that decide are the product's: placement, ledger, block manager, prefix cache. Time is a mock, and so are
-engines: a node computes prompts one after the other at `PREFILL_TOKENS_PER_S`. There is no decoding. For speed a block
-has two "tokens", of the block's id, and a prompt's unfinished last block has one: so it is computed and not cached, as
-in the product.
+The classes that decide are the product's: placement and the index it looks into, ledger, block manager, prefix cache,
+what nodes say that they hold, the choice between sources, the store and the books of its tiers. Time is a mock, and so
+are engines and what bytes pass through: a node computes prompts one after the other at `PREFILL_TOKENS_PER_S`. There is
+no decoding. For speed a block has two "tokens", of the block's id, and a prompt's unfinished last block has one: so it
+is computed and not cached, as in the product.
 """
 
 from __future__ import annotations
@@ -22,20 +23,32 @@ import sys
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Final
+from types import SimpleNamespace
+from typing import Any, Final
+
+import numpy as np
 
 from baton.ids import Attempt, Incarnation, NodeName, RequestId, RequestKey
 from baton.lifecycle import Lifecycle
 from baton.membership import MembershipConfig
-from baton.wire import BlockLoad, ModelInfo, NodeLoad, NodeRecord, Role
+from baton.wire import BlockLoad, ModelInfo, NodeLoad, NodeRecord, Owner, Role
 from cachestore.block_manager import BlockManager, prefix_blocks_max
+from cachestore.holder_index import HolderIndex
+from cachestore.holdings import Tier
 from cachestore.ledger import Ledger
 from cachestore.prefix_cache import IndexCursor, chain_digests, root_digest
-from router.config import RouterConfig
+from cachestore.tier_books import TierBooks
+from node.copiers import PositionCopy
+from node.disk_file import BLOCKS_IN_FLIGHT_MAX, Done, Outcome
+from node.fetching import FETCHES_MAX, FETCHES_OWNED_MAX, OwnerFigures
+from node.sources import Gatherer, LinearCost, Offer, Prefix, SourceKind
+from node.store import DISK_BYTES_PER_S as BELIEVED_DISK_BYTES_PER_S
+from node.store import DISK_FIXED_S, HOST_FIXED_S, PIECE_BLOCKS_MAX, DiskTier, HostTier, Store
+from node.store import HOST_BYTES_PER_S as BELIEVED_HOST_BYTES_PER_S
 from router.placement import Placement
 
 BLOCK_TOKENS: Final = 512
@@ -48,6 +61,22 @@ DEVICE_TOKENS: Final = 3_000_000
 """Of each node: Qin et al., "Mooncake: Trading More Storage for Less Computation", FAST'25, figure 10."""
 PREFILL_TOKENS_PER_S: Final = 8_900.0
 """LLaMA3-70B (2 x 70e9 operations a token) on that paper's node, eight A800 of 312 TFLOP/s each, at half their peak."""
+BLOCK_BYTES: Final = BLOCK_TOKENS * 80 * 2 * 8 * 128 * 2
+"""Of that model: 80 layers, K and V, 8 heads of 128, 2 bytes."""
+PEER_BYTES_PER_S: Final = 87e9
+"""Between two nodes: that paper's transfer engine over four links of 200 Gb/s."""
+PEER_FIXED_S: Final = 0.005
+"""Beside the bytes: two calls between nodes whose control threads are busy."""
+HOST_BYTES_PER_S: Final = 8 * 20e9
+"""Between host memory and eight devices: PCIe 4.0 x16 each, at two thirds of the line."""
+DISK_READ_BYTES_PER_S: Final = 24e9
+DISK_WRITE_BYTES_PER_S: Final = 12e9
+"""Four NVMe drives on PCIe 4.0."""
+HOST_SHARE: Final = 2
+DISK_SHARE: Final = 8
+"""Tiers below the device, in times of it: ten together."""
+NEWS_PAUSE_S: Final = 0.05
+"""From a change in a node to the router."""
 KV_ROOT: Final = b"replay"
 SALT: Final = b""
 
@@ -93,7 +122,7 @@ class Prompt:
 
     @property
     def reusable(self) -> list[bytes]:
-        """Those that need not be computed: the last token always is."""
+        """Digests of those that need not be computed: the last token always is."""
         return self.chain[: prefix_blocks_max(len(self.units), BLOCK_UNITS)]
 
 
@@ -141,6 +170,8 @@ class Job:
 
     prompt: Prompt
     reusable: list[bytes] = field(default_factory=list)
+    waits: bool = False
+    """For the engine."""
     computing_until_s: float | None = None
 
 
@@ -153,14 +184,22 @@ class Tally:
     hits: dict[str, int] = field(default_factory=dict)
     """Tokens that were not computed, by where they were found."""
     ttft_s: list[float] = field(default_factory=list)
+    blocks: dict[int, int] = field(default_factory=dict)
+    """That were not computed, by the prompt's number."""
+    missed: dict[str, int] = field(default_factory=dict)
+    """Tokens that an infinite cache has and that were computed, by why."""
 
     def add(self, prompt: Prompt, hits: Mapping[str, int], ttft_s: float) -> None:
         """`hits` are in blocks."""
         self.requests += 1
+        self.blocks[prompt.number] = sum(hits.values())
         self.tokens += prompt.tokens
         self.ttft_s.append(ttft_s)
         for kind, blocks in hits.items():
             self.hits[kind] = self.hits.get(kind, 0) + blocks * BLOCK_TOKENS
+
+    def miss(self, why: str, blocks: int) -> None:
+        self.missed[why] = self.missed.get(why, 0) + max(0, blocks) * BLOCK_TOKENS
 
     def share(self, kind: str | None = None) -> float:
         """Of all prompt tokens, those that were found (there)."""
@@ -176,17 +215,148 @@ class Tally:
         return sorted(self.ttft_s)[int(0.99 * len(self.ttft_s))] if self.ttft_s else 0.0
 
 
+class MockLane:
+    """What bytes pass through, one transfer after the other: a link, or the way to a tier."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self.free_s = 0.0
+        """From when on nothing is on it."""
+
+    def take(self, nbytes: int, *others: MockLane) -> float:
+        """When so many bytes will have passed, over all these lanes at once."""
+        now_s = asyncio.get_running_loop().time()
+        lanes = (self, *others)
+        ends_s = max(now_s, *(lane.free_s for lane in lanes)) + nbytes / min(lane.bytes_per_s for lane in lanes)
+        for lane in lanes:
+            lane.free_s = ends_s
+        return ends_s
+
+
+class MockMemoryBelow:
+    """Stands for a tier's memory and for its copier: nothing is copied."""
+
+    def __init__(self) -> None:
+        self.copier = self
+        self.region = SimpleNamespace(array_U8=None)
+        self._lane = MockLane(HOST_BYTES_PER_S)
+
+    def start(self, copy: PositionCopy, done: Callable[[BaseException | None], None]) -> None:
+        asyncio.get_running_loop().call_at(self._lane.take(len(copy.host) * BLOCK_BYTES), done, None)
+
+
+class MockDiskFile:
+    """Stands for `node.disk_file.DiskFile`: nothing is written or read."""
+
+    writable = readable = True
+    room = BLOCKS_IN_FLIGHT_MAX
+
+    def __init__(self) -> None:
+        self._reads, self._writes = MockLane(DISK_READ_BYTES_PER_S), MockLane(DISK_WRITE_BYTES_PER_S)
+
+    def start_store(self, memory: object, slots: Sequence[int], keys: object, at: object, done: Done) -> None:
+        self._start(self._writes, len(slots), done)
+
+    def start_load(self, memory: object, slots: Sequence[int], at: object, done: Done) -> None:
+        self._start(self._reads, len(slots), done)
+
+    def _start(self, lane: MockLane, count: int, done: Done) -> None:
+        asyncio.get_running_loop().call_at(lane.take(count * BLOCK_BYTES), done, [Outcome.DONE] * count)
+
+
+class MockPeers:
+    """A `PrefixSource`: other nodes. Decides as `node.fetching.Fetches` does; a fetch only takes time."""
+
+    def __init__(self, node: MockNode, by_name: Mapping[str, MockNode]) -> None:
+        self._node = node
+        self._by_name = by_name
+        self._loop = asyncio.get_running_loop()
+        self._figures: dict[str, OwnerFigures] = {}
+        self._under_way = 0
+        self.served = 0
+        """Under way as owner."""
+        self.link = MockLane(PEER_BYTES_PER_S)
+        self.tokens_per_s = 0.0
+        """Of the last fetch; 0 before the first one."""
+
+    def offer(self, prompt: Prefix, have_blocks: int) -> Offer | None:
+        if self._under_way >= FETCHES_MAX:
+            return None
+        end = min(len(prompt.chain), have_blocks + max(0, self._node.spare_blocks))
+        offers = [self._offer_of(owner, prompt, have_blocks, end) for owner in prompt.owners]
+        return max(offers, key=lambda offer: (offer.blocks, -offer.expected_s), default=None)
+
+    def _offer_of(self, owner: Owner, prompt: Prefix, have_blocks: int, end: int) -> Offer:
+        cost = self._of(owner.name).cost(self._loop.time())
+        return Offer(
+            source=self,
+            kind=SourceKind.PEER,
+            prompt=prompt,
+            have_blocks=have_blocks,
+            blocks=max(0, min(owner.blocks, end) - have_blocks),
+            fixed_s=cost.fixed_s,
+            block_s=cost.unit_s * BLOCK_BYTES,
+            block_bytes=BLOCK_BYTES,
+            origin=owner.name,
+        )
+
+    def _of(self, name: str) -> OwnerFigures:
+        return self._figures.setdefault(name, OwnerFigures(name))
+
+    async def bring(self, offer: Offer) -> int:
+        owner, began_s = self._by_name[offer.origin], self._loop.time()
+        prompt, end = offer.prompt, offer.have_blocks + offer.blocks
+        if owner.peers.served >= FETCHES_OWNED_MAX:
+            return 0
+        if owner.store is not None:
+            await owner.store.bring_all(prompt.tokens[: end * BLOCK_UNITS], prompt.salt)
+        source = owner.cache.match(prompt.tokens, prompt.salt, end)
+        owner.ledger.hold(source)
+        before = self._node.cache.match(prompt.tokens, prompt.salt, len(source))
+        self._node.ledger.hold(before)
+        count = min(len(source) - len(before), max(0, self._node.spare_blocks))
+        table = [*before, *self._node.blocks.allocate(count)]
+        self._under_way += 1
+        owner.peers.served += 1
+        try:
+            ends_s = self.link.take(count * BLOCK_BYTES, owner.peers.link) + PEER_FIXED_S
+            await asyncio.sleep(ends_s - self._loop.time())
+            units = len(table) * BLOCK_UNITS
+            self._node.cache.index(prompt.tokens, table, units, prompt.salt, IndexCursor())
+        finally:
+            self._under_way -= 1
+            owner.peers.served -= 1
+            self._node.blocks.release(table)
+            owner.blocks.release(source)
+        if count:
+            seconds = self._loop.time() - began_s
+            self._of(offer.origin).measured(count * BLOCK_BYTES, seconds, self._loop.time())
+            self.tokens_per_s = count * BLOCK_TOKENS / seconds
+        return max(0, len(table) - offer.have_blocks)
+
+
 class MockNode:
     """The books of a prefill node. Its engine computes one prompt after the other, and nothing but time passes."""
 
-    def __init__(self, number: int, *, blocks: int, tokens_per_s: float) -> None:
-        self.ledger = Ledger(blocks)
+    def __init__(self, number: int, *, sizes: Sizes, policy: Policy, by_name: Mapping[str, MockNode]) -> None:
+        self.ledger = Ledger(sizes.device_blocks)
         self.blocks = BlockManager(self.ledger, BLOCK_UNITS, KV_ROOT)
         self.cache = self.blocks.prefix_cache
-        self.tokens_per_s = tokens_per_s
+        self.tokens_per_s = sizes.tokens_per_s
         self._engine = asyncio.Lock()
         self._jobs: list[Job] = []
         self._loop = asyncio.get_running_loop()
+        self._computing = LinearCost(fixed_s=0.0, unit_s=UNIT_TOKENS / self.tokens_per_s, units=BLOCK_UNITS)
+        self.gatherer = Gatherer(
+            block_size=BLOCK_UNITS, have=self._have, computing=self._computing, clock=self._loop.time
+        )
+        self.peers = MockPeers(self, by_name)
+        if policy.fetches:
+            self.gatherer.add(self.peers)
+        self.store: Store | None = None
+        if policy.tiers:
+            self.store = self._open_store(sizes)
+            self.gatherer.add(self.store)
         self.record = NodeRecord(
             name=NodeName(f"prefill-{number}"),
             role=Role.PREFILL,
@@ -198,17 +368,75 @@ class MockNode:
             sequence=1,
         )
 
-    async def prefill(self, prompt: Prompt) -> dict[str, int]:
-        """Compute what is not found -> blocks that were, by where."""
+    def _open_store(self, sizes: Sizes) -> Store:
+        memory: Any = MockMemoryBelow()
+        file: Any = MockDiskFile()
+        store = Store(
+            blocks=self.blocks,
+            groups=1,
+            host=HostTier(
+                memory=memory,
+                books=self._books(Tier.HOST, sizes.host_blocks),
+                cost=LinearCost(
+                    fixed_s=HOST_FIXED_S, unit_s=BLOCK_BYTES / BELIEVED_HOST_BYTES_PER_S, units=PIECE_BLOCKS_MAX
+                ),
+            ),
+            disk=DiskTier(
+                file=file,
+                books=self._books(Tier.DISK, sizes.disk_blocks),
+                cost=LinearCost(
+                    fixed_s=DISK_FIXED_S, unit_s=BLOCK_BYTES / BELIEVED_DISK_BYTES_PER_S, units=PIECE_BLOCKS_MAX
+                ),
+            ),
+        )
+        store.spare = lambda: self.spare_blocks
+        store.start()
+        return store
+
+    def _books(self, tier: Tier, slots: int) -> TierBooks:
+        holdings = self.cache.holdings
+        return TierBooks(
+            slots,
+            BLOCK_BYTES,
+            on_added=lambda digest: holdings.added(digest, tier),
+            on_removed=lambda digest: holdings.removed(digest, tier),
+        )
+
+    def holds(self, digest: bytes) -> bool:
+        """In any tier."""
+        tiers = () if self.store is None else self.store.tiers
+        return self.cache.indexed(digest) or any(tier.books.known(digest) for tier in tiers)
+
+    @property
+    def spare_blocks(self) -> int:
+        """As PrefillNode counts them."""
+        waiting = (job for job in self._jobs if job.waits)
+        return self.ledger.available - sum(self.blocks.blocks_for(len(job.prompt.units)) for job in waiting)
+
+    def _have(self, prompt: Prefix) -> int:
+        return bisect_left(prompt.chain, True, key=lambda digest: not self.cache.indexed(digest))
+
+    async def prefill(self, prompt: Prompt, owners: Sequence[Owner]) -> dict[str, int]:
+        """Gather, wait for the engine, compute what is not found -> blocks that were, by where."""
         job = Job(prompt=prompt, reusable=prompt.reusable)
         self._jobs.append(job)
         try:
+            units = prompt.units[: len(job.reusable) * BLOCK_UNITS]
+            gathered = await self.gatherer.gather(Prefix(tokens=units, salt=SALT, chain=job.reusable, owners=owners))
+            job.waits = True
             async with self._engine:
-                return await self._compute(job)
+                job.waits = False
+                left = await self._compute(job)
         finally:
             self._jobs.remove(job)
+        hits = {}
+        for kind in (SourceKind.PEER, SourceKind.DISK, SourceKind.HOST):  # as prefill_node.job.prompt_sources
+            hits[kind.value] = min(left, gathered.blocks.get(kind, 0))
+            left -= hits[kind.value]
+        return {"device": left, **hits}
 
-    async def _compute(self, job: Job) -> dict[str, int]:
+    async def _compute(self, job: Job) -> int:
+        """-> blocks that were not computed."""
         prompt = job.prompt
         found = self.blocks.match_prompt(prompt.units, SALT)
         new_blocks = self.blocks.blocks_for(len(prompt.units)) - len(found)
@@ -218,23 +446,14 @@ class MockNode:
         await asyncio.sleep(seconds)
         self.cache.index(prompt.units, table, len(prompt.units), SALT, IndexCursor())
         self.blocks.release(table)
-        return {"device": len(found)}
+        self._computing.measured(len(prompt.units) - len(found) * BLOCK_UNITS, seconds)
+        return len(found)
 
     def report(self) -> NodeRecord:
         """As the directory would pass it on: a new one only where something has changed."""
         load = self._load()
         if load != self.record.load:
-            record = self.record
-            self.record = NodeRecord(
-                name=record.name,
-                role=record.role,
-                incarnation=record.incarnation,
-                endpoint=record.endpoint,
-                lifecycle=record.lifecycle,
-                model=record.model,
-                load=load,
-                sequence=record.sequence + 1,
-            )
+            self.record = replace(self.record, load=load, sequence=self.record.sequence + 1)
         return self.record
 
     def _load(self) -> NodeLoad:
@@ -243,6 +462,7 @@ class MockNode:
             waiting_tokens=self._units_left(),
             blocks=BlockLoad(free=self.ledger.num_blocks),
             prefill_tokens_per_s=self.tokens_per_s / UNIT_TOKENS,
+            fetch_tokens_per_s=self.peers.tokens_per_s / UNIT_TOKENS,
         )
 
     def _units_left(self) -> int:
@@ -287,6 +507,10 @@ class Policy:
     """The figure to compare with."""
     at_random: bool = False
     """Not the product's placement: any node."""
+    fetches: bool = False
+    """From other nodes."""
+    tiers: bool = False
+    """Host memory and disk below the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,45 +518,99 @@ class Sizes:
     nodes: int = NODES
     device_tokens: int = DEVICE_TOKENS
     tokens_per_s: float = PREFILL_TOKENS_PER_S
+    host_share: float = HOST_SHARE
+    disk_share: float = DISK_SHARE
 
     @property
     def device_blocks(self) -> int:
         return self.device_tokens // BLOCK_TOKENS
 
+    @property
+    def host_blocks(self) -> int:
+        return int(self.host_share * self.device_blocks)
+
+    @property
+    def disk_blocks(self) -> int:
+        return int(self.disk_share * self.device_blocks)
+
 
 POLICIES: Final = (
     Policy(name="any node, its own cache", at_random=True, paper=lambda paper: paper.local),
     Policy(name="placed, its own cache", paper=lambda paper: paper.local),
+    Policy(name="any node, fetches", at_random=True, fetches=True, paper=lambda paper: paper.everywhere),
+    Policy(name="placed, fetches", fetches=True, paper=lambda paper: paper.everywhere),
+    Policy(name="placed, tiers", tiers=True),
+    Policy(name="placed, fetches, tiers", fetches=True, tiers=True),
 )
+
+
+def _leading(prompt: Prompt, has: Callable[[bytes], bool]) -> int:
+    """Blocks of its beginning that are there; what is there is always the beginning of a chain, or nearly."""
+    return bisect_left(prompt.reusable, True, key=lambda digest: not has(digest))
 
 
 class Cluster:
     """Nodes, and a router that places prompts on them."""
 
-    def __init__(self, policy: Policy, sizes: Sizes) -> None:
+    def __init__(self, policy: Policy, sizes: Sizes, most: Tally) -> None:
+        """`most` is what an infinite cache has of each prompt."""
         self._policy = policy
+        self._most = most
+        self._computed: set[bytes] = set()
+        """Blocks of prompts that have ended."""
         self._rng = random.Random(0)
         self._loop = asyncio.get_running_loop()
-        self._placement = Placement(blocks_max=RouterConfig().prefix_blocks_max)
+        self._index = HolderIndex()
+        self._placement = Placement(self._index, self._loop.time)
+        self._by_name: dict[str, MockNode] = {}
         self.nodes = [
-            MockNode(number, blocks=sizes.device_blocks, tokens_per_s=sizes.tokens_per_s)
-            for number in range(sizes.nodes)
+            MockNode(number, sizes=sizes, policy=policy, by_name=self._by_name) for number in range(sizes.nodes)
         ]
-        self._by_name = {node.record.name: node for node in self.nodes}
+        for node in self.nodes:
+            self._by_name[node.record.name] = node
+            self._follow(node)
         self.tally = Tally()
+
+    def _follow(self, node: MockNode) -> None:
+        """What the node holds comes into the index: at most `NEWS_PAUSE_S` late, as the router's stream would be."""
+        number = self._index.begin()
+        assert number is not None
+        self._index.publish(node.record.incarnation, number)
+        holdings, known = node.cache.holdings, 0
+
+        def changed() -> None:
+            holdings.on_change = None
+            self._loop.call_later(NEWS_PAUSE_S, take)
+
+        def take() -> None:
+            nonlocal known
+            part = holdings.since(known)
+            assert part is not None, "too far behind"
+            self._index.put(number, part.digests, part.tiers)
+            known = part.number
+            holdings.on_change = changed
+
+        holdings.on_change = changed
 
     async def live(self, prompt: Prompt) -> None:
         """One request, from its arrival to its first token."""
-        records = [node.record for node in self.nodes]
+        among = None
         if self._policy.at_random:
-            record = self._rng.choice(records)
-        else:
-            record = self._placement.pick(records, prompt.chain, len(prompt.units))
+            among = np.zeros(len(self.nodes), dtype=np.bool_)
+            among[self._rng.randrange(len(self.nodes))] = True
+        choice = self._placement.pick(prompt.units, SALT, among=among)
         key = RequestKey(request=RequestId(f"r{prompt.number}"), attempt=Attempt(0))
-        left = self._placement.sent(record, key, prompt.chain, len(prompt.units))
-        hits = await self._by_name[record.name].prefill(prompt)
+        left = self._placement.sent(choice, key)
+        computed = _leading(prompt, self._computed.__contains__)
+        held = max(_leading(prompt, node.holds) for node in self.nodes)
+        hits = await self._by_name[choice.record.name].prefill(prompt, choice.owners)
         left()
+        self._computed.update(prompt.chain)
         self.tally.add(prompt, hits, self._loop.time() - prompt.arrival_s)
+        found = sum(hits.values())
+        self.tally.miss("too early", self._most.blocks[prompt.number] - max(computed, found))
+        self.tally.miss("evicted", computed - max(held, found))
+        self.tally.miss("not brought", held - found)
 
     async def report(self) -> None:
         """What nodes say of themselves comes to the router with their heartbeats. Never ends."""
@@ -340,10 +618,32 @@ class Cluster:
             self._placement.update([node.report() for node in self.nodes])
             await asyncio.sleep(MembershipConfig().heartbeat_ms / 1000)
 
+    def tiers(self) -> str:
+        """What became of blocks in the tiers of all nodes."""
+        text = ""
+        for kind in (SourceKind.HOST, SourceKind.DISK):
+            of_kind = [t for node in self.nodes if node.store for t in node.store.tiers if t.kind is kind]
+            counts = {
+                "stored": sum(tier.counters.stored_blocks for tier in of_kind),
+                "lost": sum(tier.counters.lost_blocks for tier in of_kind),
+                "refused": sum(tier.counters.refused_blocks for tier in of_kind),
+                "evicted": sum(tier.books.evicted for tier in of_kind),
+                "evicted unused": sum(tier.books.evicted_unused for tier in of_kind),
+                "there": sum(tier.books.blocks for tier in of_kind),
+            }
+            if of_kind:
+                text += f"\n  {kind.value}, blocks: {', '.join(f'{count} {what}' for what, count in counts.items())}"
+        return text
 
-async def replay(prompts: Sequence[Prompt], policy: Policy, sizes: Sizes) -> Tally:
+    async def stop(self) -> None:
+        for node in self.nodes:
+            if node.store is not None:
+                await node.store.stop()
+
+
+async def replay(prompts: Sequence[Prompt], policy: Policy, sizes: Sizes, most: Tally) -> Cluster:
     """The whole trace through a cluster, cold at the start."""
-    cluster = Cluster(policy, sizes)
+    cluster = Cluster(policy, sizes, most)
     loop = asyncio.get_running_loop()
     reports = asyncio.create_task(cluster.report())
     async with asyncio.TaskGroup() as requests:
@@ -351,12 +651,15 @@ async def replay(prompts: Sequence[Prompt], policy: Policy, sizes: Sizes) -> Tal
             await asyncio.sleep(max(0.0, prompt.arrival_s - loop.time()))
             requests.create_task(cluster.live(prompt))
     reports.cancel()
-    return cluster.tally
+    await cluster.stop()
+    return cluster
 
 
-def run(prompts: Sequence[Prompt], policy: Policy, sizes: Sizes) -> Tally:
+def run(prompts: Sequence[Prompt], policy: Policy, sizes: Sizes, most: Tally | None = None) -> Cluster:
+    """The cluster as it is at the end. `most` is `infinite(prompts)`."""
+    most = infinite(prompts) if most is None else most
     with asyncio.Runner(loop_factory=MockTimeLoop) as runner:
-        return runner.run(replay(prompts, policy, sizes))
+        return runner.run(replay(prompts, policy, sizes, most))
 
 
 def infinite(prompts: Sequence[Prompt]) -> Tally:
@@ -374,7 +677,9 @@ def infinite(prompts: Sequence[Prompt]) -> Tally:
 
 # Reports.
 
-COLUMNS: Final = ("policy", "hits", "of infinite", "paper", "device", "TTFT mean s", "p99 s", "took s")
+KINDS: Final = ("device", "peer", "host", "disk")
+MISSES: Final = ("too early", "evicted", "not brought")
+COLUMNS: Final = ("policy", "hits", "of infinite", "paper", *KINDS, *MISSES, "TTFT mean s", "p99 s", "took s")
 
 
 def row(name: str, tally: Tally, most: Tally, paper: float | None, took_s: float) -> list[str]:
@@ -384,7 +689,8 @@ def row(name: str, tally: Tally, most: Tally, paper: float | None, took_s: float
         f"{tally.share():.3f}",
         f"{tally.share() / most.share():.2f}" if most.share() else "-",
         "-" if paper is None else f"{paper:.3f}",
-        f"{tally.share('device'):.3f}",
+        *(f"{tally.share(kind):.3f}" if kind in tally.hits else "-" for kind in KINDS),
+        *(f"{tally.missed[why] / tally.tokens:.3f}" if why in tally.missed else "-" for why in MISSES),
         f"{tally.ttft_mean_s:.2f}" if timed else "-",
         f"{tally.ttft_p99_s:.2f}" if timed else "-",
         f"{took_s:.0f}",
@@ -407,10 +713,10 @@ def report(path: Path, *, limit: int | None, policies: Sequence[Policy], sizes: 
     rows = [row("infinite", most, most, everywhere, time.monotonic() - began_s)]
     for policy in policies:
         began_s = time.monotonic()
-        tally = run(prompts, policy, sizes)
+        cluster = run(prompts, policy, sizes, most)
         figure = policy.paper(paper) if policy.paper is not None and paper is not None else None
-        rows.append(row(policy.name, tally, most, figure, time.monotonic() - began_s))
-        print(f"{path.stem}: {rows[-1]}", file=sys.stderr)
+        rows.append(row(policy.name, cluster.tally, most, figure, time.monotonic() - began_s))
+        print(f"{path.stem}: {' '.join(rows[-1])}{cluster.tiers()}", file=sys.stderr, flush=True)
     return f"{path.stem}, {len(prompts)} requests\n\n{table(rows)}\n"
 
 
@@ -418,11 +724,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, nargs="+", required=True, help="files of Mooncake's FAST'25 release")
     parser.add_argument("--limit", type=int, help="only so many requests of each")
+    parser.add_argument("--device-tokens", type=int, default=DEVICE_TOKENS, help="of each node")
+    parser.add_argument("--host", type=float, default=HOST_SHARE, help="host memory of a node, in times of its device")
+    parser.add_argument("--disk", type=float, default=DISK_SHARE, help="the same of its disk")
     parser.add_argument("--policies", nargs="+", type=int, help="by their numbers in the table")
     args = parser.parse_args()
     policies = [POLICIES[number - 1] for number in args.policies] if args.policies else POLICIES
+    sizes = Sizes(device_tokens=args.device_tokens, host_share=args.host, disk_share=args.disk)
     for path in args.trace:
-        print(report(path, limit=args.limit, policies=policies, sizes=Sizes()))
+        print(report(path, limit=args.limit, policies=policies, sizes=sizes))
 
 
 if __name__ == "__main__":

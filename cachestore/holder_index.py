@@ -5,8 +5,8 @@ Sorted, the holders of a block are neighbours. A change goes into a small sorted
 larger one when it is full; a later entry of the same block and holder hides an earlier one (a log-structured merge
 tree).
 
-Two blocks may share 48 bits of their digests: one in ten million look-ups of a block that nobody has finds somebody
-where ten million are known. What is found here is a hint: holders compare tokens.
+Two blocks may share 48 bits of their digests: where ten million are known, less than one in ten million look-ups of a
+block that nobody has finds somebody. What is found here is a hint: holders compare tokens.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final, TextIO
 
 import click
+from batonpb import common_pb2
 
 from baton.client import Answer, AsyncClient, BatonError, Piece, Reason, TokenLogprobs
 from baton.client.asynchronous import UNREACHED_KEY
@@ -135,6 +136,15 @@ def _best(of: TokenLogprobs) -> list[tuple[int, float]]:
     return list(zip(of.top_ids, of.top_logprobs, strict=True))
 
 
+def _sources_text(sources: common_pb2.PromptSources) -> str:
+    """Where it came from, in tokens."""
+    cached = (("device", sources.cached_device), ("host", sources.cached_host), ("disk", sources.cached_disk))
+    parts = [f"computed {sources.computed}", *(f"cached: {tier} {tokens}" for tier, tokens in cached if tokens)]
+    if sources.fetched:
+        parts.append(f"fetched {sources.fetched} from {sources.fetched_from}")
+    return ", ".join(parts)
+
+
 def stats_text(answer: Answer) -> str:
     """All that is known of a request, a line each."""
     stats = answer.stats
@@ -146,6 +156,7 @@ def stats_text(answer: Answer) -> str:
         ("transport", stats.transport or "none"),
         ("blocks", f"{stats.blocks_written} written ({stats.bytes_written} bytes), {stats.blocks_skipped} skipped"),
         ("prompt", f"{stats.prompt_tokens} tokens, {stats.prompt_tokens_cached} of them cached"),
+        ("prompt's KV", _sources_text(stats.sources)),
         ("answer", f"{stats.output_tokens} tokens"),
         ("TTFT", f"{stats.ttft_ms:.1f} ms"),
         ("mean ITL", f"{stats.itl_mean_ms:.1f} ms"),

@@ -96,6 +96,9 @@ def status_data(status: node_pb2.NodeStatus, role: Role) -> dict[str, Any]:
         "transports": list(record.transports),
         "pairs": [_pair_data(pair) for pair in status.pairs],
         "writers": [_writer_data(writer) for writer in status.writers],
+        "fetches": [
+            {**message_data(fetch), "owner_incarnation": f"{fetch.owner_incarnation:016x}"} for fetch in status.fetches
+        ],
     }
 
 
@@ -409,6 +412,9 @@ def _node_text(view: NodeView) -> str:
         ], right={1, 2, 3})  # fmt: skip
     if status.pairs:
         text += "\n\n" + format_table(_PAIR_HEADER, [_pair_row(pair) for pair in status.pairs], right={4, 5, 6, 7, 8})
+    if status.fetches:
+        rows_of_owners = [_fetch_row(fetch) for fetch in status.fetches]
+        text += "\n\n" + format_table(_FETCH_HEADER, rows_of_owners, right={1, 2, 3, 4, 5, 6})
     if status.writers:
         text += "\n\n" + format_table(
             _WRITER_HEADER, [_writer_row(writer) for writer in status.writers], right={4, 5, 6, 7, 8, 9, 10}
@@ -430,6 +436,21 @@ def tier_row(tier: directory_pb2.TierLoad) -> list[str]:
         *(str(count * tier.block_bytes) if below else "-" for count in moved),
         *(str(count) if below else "-" for count in counts),
         f"{tier.promotion_s / tier.promotions * 1e3:.1f} ms" if tier.promotions else "-",
+    ]
+
+
+_FETCH_HEADER: Final = ("FETCHED FROM", "FETCHES", "TOKENS", "BYTES", "EACH TOOK", "REFUSED", "FAILED")
+
+
+def _fetch_row(fetch: node_pb2.FetchStatus) -> list[str]:
+    return [
+        fetch.owner,
+        str(fetch.fetches),
+        str(fetch.tokens),
+        str(fetch.nbytes),
+        f"{fetch.seconds / fetch.fetches * 1e3:.1f} ms" if fetch.fetches else "-",
+        str(fetch.refused),
+        str(fetch.failed),
     ]
 
 

@@ -406,6 +406,7 @@ class DecodeNode:
             host_blocks_filled=0 if host is None else host.filled,
             host_blocks_free=0 if host is None else host.free,
             requests_taken=self._requests_taken,
+            moved=self.transfers.moved(),
         )
 
     async def close(self) -> None:

@@ -45,6 +45,7 @@ from kvtransfer.native.disk import (
 )
 from node.disk_format import (
     FILE_ID_BYTES,
+    SLOTS_AT,
     FileIdentity,
     FirstPage,
     FoundBlock,
@@ -268,7 +269,7 @@ class DiskFile:
                     packed = pack_block_header(file_id, slots[i], first + i, identity, keys[i])
                     at = (i - start) * shape.header_nbytes
                     room[at : at + len(packed)] = packed
-                slot_at_B = np.array([identity.slot_at(slot) for slot in slots[start:stop]], dtype=np.int64)
+                slot_at_B = SLOTS_AT + np.array(slots[start:stop], dtype=np.int64) * shape.slot_nbytes
                 return io.write(
                     fd, slot_at_B, headers_U8, memory_U8, record_at_BR[start:stop], shape, scratch.bounce_U8
                 )
@@ -283,15 +284,22 @@ class DiskFile:
         Records of a block that is not DONE may have anything. `done` and the limit are those of `start_store`.
         """
         assert len(slots) == len(record_at_BR), (len(slots), len(record_at_BR))
-        io, fd, shape, identity = self._io, self._fd, self._shape, self.identity
+        io, fd, shape = self._io, self._fd, self._shape
         sums_B = np.array([self._sums[slot] for slot in slots], dtype=np.uint64)
 
         def part(start: int, stop: int) -> Work:
             def work(scratch: _Scratch) -> tuple[Results, Sums | None]:
-                data_at = [identity.slot_at(slot) + shape.header_nbytes for slot in slots[start:stop]]
-                data_at_B = np.array(data_at, dtype=np.int64)
+                slot_at_B = SLOTS_AT + np.array(slots[start:stop], dtype=np.int64) * shape.slot_nbytes
                 rows_BR = record_at_BR[start:stop]
-                return io.read(fd, data_at_B, memory_U8, rows_BR, shape, scratch.bounce_U8, sums_B[start:stop]), None
+                return io.read(
+                    fd,
+                    slot_at_B + shape.header_nbytes,
+                    memory_U8,
+                    rows_BR,
+                    shape,
+                    scratch.bounce_U8,
+                    sums_B[start:stop],
+                ), None
 
             return work
 
@@ -321,11 +329,12 @@ class DiskFile:
         self._queue(self._stores, _Part(work=work, report=None))
 
     def close(self) -> None:
-        """Wait for calls that have begun; what waits is dropped. No `done` is called any more. Idempotent."""
+        """Wait for calls that have begun, and for what empties slots; else what waits is dropped. No `done` is called
+        any more. Idempotent."""
         with self._wake:
             closed, self._closed = self._closed, True
             self._loads.clear()
-            self._stores.clear()
+            self._stores = deque(part for part in self._stores if part.report is None)
             self._wake.notify_all()
         for thread in self._threads:
             thread.join()
@@ -370,6 +379,8 @@ class DiskFile:
     ) -> None:
         """Results of one part, on the control thread."""
         self._in_flight -= len(results)
+        if tried:
+            self._count(results, writing=writing)
         for i, result in enumerate(results.tolist()):
             if result == 0:
                 batch.outcomes[start + i] = Outcome.DONE
@@ -377,8 +388,6 @@ class DiskFile:
                     self._sums[slots[start + i]] = int(sums[i])
             elif result == errno.EBADMSG:
                 batch.outcomes[start + i] = Outcome.CORRUPT
-        if tried:
-            self._count(results, writing=writing)
         batch.left -= len(results)
         if not batch.left and not self._closed:
             batch.done(batch.outcomes)
@@ -522,7 +531,7 @@ class DiskFile:
         with self._wake:
             while not (self._loads or self._stores or self._closed):
                 self._wake.wait()
-            if self._closed:
+            if not (self._loads or self._stores):
                 return None
             return self._loads.popleft() if self._loads else self._stores.popleft()
 

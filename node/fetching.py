@@ -60,8 +60,10 @@ OWNERS_MAX: Final = 1_024
 COST_AGE_MS_MAX: Final = 60_000
 """Older measurements say nothing: otherwise an owner that was slow once would never be asked again."""
 FIXED_S: Final = 0.005
-BYTE_S: Final = 1e-9
-"""What is believed of an owner before the first fetch."""
+BYTE_S: Final = 1e-11
+BELIEVED_BYTES: Final = 1 << 30
+"""What is believed of an owner before the first fetch, of so many bytes: less than it takes anywhere, as an owner that
+is believed to be slow is never asked, and so never measured."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -104,7 +106,7 @@ class OwnerFigures:
 
 
 def _believed() -> LinearCost:
-    return LinearCost(fixed_s=FIXED_S, unit_s=BYTE_S, units=1 << 24)
+    return LinearCost(fixed_s=FIXED_S, unit_s=BYTE_S, units=BELIEVED_BYTES)
 
 
 class Fetches:
@@ -134,6 +136,8 @@ class Fetches:
         self._loop = asyncio.get_running_loop()
         self._under_way: dict[RequestKey, Fetch] = {}
         self._granted: dict[GrantId, Fetch] = {}
+        self.total = OwnerFigures("")
+        """Of all owners together."""
         self._figures: OrderedDict[Incarnation, OwnerFigures] = OrderedDict()
         self._pauses: OrderedDict[tuple[Incarnation, bytes], float] = OrderedDict()
         """Until when an owner is not asked for the block of a digest, or (b"") for any."""
@@ -147,9 +151,8 @@ class Fetches:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all that was fetched from owners that are remembered; 0 before the first fetch."""
-        seconds = sum(figures.seconds for figures in self._figures.values())
-        return sum(figures.tokens for figures in self._figures.values()) / seconds if seconds else 0.0
+        """Of all that was fetched; 0 before the first fetch."""
+        return self.total.tokens / self.total.seconds if self.total.seconds else 0.0
 
     # As a source of prefixes.
 
@@ -265,7 +268,8 @@ class Fetches:
         if outcome == transfer_pb2.FETCH_OUTCOME_FAILED:
             self._failed(owner, reply.reason)
             return
-        self._of(owner).refused += 1
+        for figures in (self._of(owner), self.total):
+            figures.refused += 1
         self._repeats.info("fetch refused", peer=owner.name, why=reply.reason)
         if outcome == transfer_pb2.FETCH_OUTCOME_ABSENT:
             self._pause(owner, offer.prompt.chain[offer.have_blocks], ABSENT_PAUSE_MS)
@@ -273,7 +277,8 @@ class Fetches:
             self._pause(owner, b"", UNFIT_PAUSE_MS)
 
     def _failed(self, owner: Owner, why: str) -> None:
-        self._of(owner).failed += 1
+        for figures in (self._of(owner), self.total):
+            figures.failed += 1
         self._repeats.warning("fetch failed", peer=owner.name, why=why)
         self._pause(owner, b"", FAILED_PAUSE_MS)
 
@@ -293,13 +298,14 @@ class Fetches:
         return figures
 
     def _count(self, fetch: Fetch, seconds: float) -> None:
-        figures, layout = self._of(fetch.owner), self._pool.layout
+        layout = self._pool.layout
         nbytes = fetch.filled // self._groups * layout.position_bytes
-        figures.measured(nbytes, seconds, self._loop.time())
-        figures.fetches += 1
-        figures.tokens += fetch.came * layout.block_size
-        figures.nbytes += nbytes
-        figures.seconds += seconds
+        for figures in (self._of(fetch.owner), self.total):
+            figures.measured(nbytes, seconds, self._loop.time())
+            figures.fetches += 1
+            figures.tokens += fetch.came * layout.block_size
+            figures.nbytes += nbytes
+            figures.seconds += seconds
 
     # What the owner asks, as the writer.
 

@@ -70,6 +70,8 @@ class Peers:
         self._closing_peers: set[Incarnation] = set()
         self._machines: OrderedDict[Incarnation, WriterMachine] = OrderedDict()
         """Of closed peers: a receiver that was wrongly believed gone goes on with the numbering that it knows."""
+        self._moved_before = self._fetched_before = 0
+        """Bytes, by writers that are closed."""
         self._closing = Tasks(self._loop, log, broken="closing a writer failed")
         self._checksums = checksum_thread(pool.region, name=runtime.name) if config.writer.checksum_fraction else None
         self._poster: EventPoster | None = None
@@ -151,6 +153,12 @@ class Peers:
         return sum(peer.machine.writing for peer in self._peers.values())
 
     @property
+    def bytes_moved(self) -> tuple[int, int]:
+        """Since the start, for requests and for fetches by others."""
+        fetched = self._fetched_before + sum(peer.bytes_fetched for peer in self._peers.values())
+        return self._moved_before + sum(peer.bytes_moved for peer in self._peers.values()) - fetched, fetched
+
+    @property
     def unacknowledged_writes(self) -> int:
         return sum(peer.machine.outstanding for peer in self._peers.values())
 
@@ -204,6 +212,8 @@ class Peers:
             await peer.close()
         finally:
             del self._peers[incarnation]
+            self._moved_before += peer.bytes_moved
+            self._fetched_before += peer.bytes_fetched
             self._closing_peers.discard(incarnation)
             self._machines[incarnation] = peer.machine
             if len(self._machines) > MACHINES_MAX:

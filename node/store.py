@@ -63,10 +63,11 @@ WAITING_BLOCKS_MAX: Final = 1 << 17
 PROMOTIONS_MAX: Final = 16
 """Prompts that blocks come up for at the same time."""
 HOST_FIXED_S: Final = 5e-4
-HOST_BYTES_PER_S: Final = 2e9
+HOST_BYTES_PER_S: Final = 1e11
 DISK_FIXED_S: Final = 2e-3
-DISK_BYTES_PER_S: Final = 5e8
-"""What coming up is believed to cost before the first time."""
+DISK_BYTES_PER_S: Final = 1e10
+"""What coming up is believed to cost before the first time: less than anywhere, as what is believed to cost too much is
+never tried, and so never measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from batonpb import node_pb2
 from baton.drain import Holdings
 from baton.ids import GrantId, RequestKey
 from baton.runtime import NodeRuntime
-from baton.wire import Role
+from baton.wire import MovedLoad, Role
 from kvtransfer.protocol.receiver import GrantState
 from kvtransfer.receiver import LivenessStreams, ReceiverHost
 from node.config import NodeConfig
@@ -86,6 +86,19 @@ class Transfers:
             grants_written=self.peers.grants_written,
             unacknowledged_writes=self.peers.unacknowledged_writes,
             fetches_under_way=self.fetches.under_way + self.owner.serving,
+        )
+
+    def moved(self) -> MovedLoad:
+        handoff_bytes, served_bytes = self.peers.bytes_moved
+        fetches = self.fetches
+        return MovedLoad(
+            handoff_bytes=handoff_bytes,
+            served_bytes=served_bytes,
+            fetches=fetches.total.fetches,
+            fetched_bytes=fetches.total.nbytes,
+            fetch_s=fetches.total.seconds,
+            fetches_refused=fetches.total.refused,
+            fetches_failed=fetches.total.failed,
         )
 
     def add_status(self, message: node_pb2.NodeStatus) -> None:

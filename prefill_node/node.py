@@ -462,6 +462,7 @@ class PrefillNode:
             requests_taken=self._requests_taken,
             fetch_tokens_per_s=self._transfers.fetches.tokens_per_s,
             transports_given_up=self._peers.transports_given_up,
+            moved=self._transfers.moved(),
         )
 
     def holds(self) -> Holdings:

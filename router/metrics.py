@@ -383,6 +383,14 @@ class _NodeCollector(Collector):
         )
         promotions = _family("tier_promotions", "Times that blocks came up from a tier for a prompt.", "tier")
         promotion_s = _family("tier_promotion_seconds", "How long all of these took together.", "tier")
+        moved = _family(
+            "moved_bytes",
+            "KV written to other nodes since the node's start: for requests (handoff), for their fetches (served); and "
+            "fetched from others.",
+            "reason",
+        )
+        fetches = _family("fetches", "Fetches of KV from other nodes since the node's start, by their end.", "end")
+        fetch_s = _family("fetch_seconds", "How long those took together that brought something.")
         lag = _family(
             "control_loop_lag_seconds", "The longest that the node's control thread was late in the last 30 s or more."
         )
@@ -413,11 +421,18 @@ class _NodeCollector(Collector):
                     tier_blocks.add_metric([*of, what], getattr(tier, f"blocks_{what}"))
                 promotions.add_metric(of, tier.promotions)
                 promotion_s.add_metric(of, tier.promotion_s)
+            for reason in ("handoff", "served", "fetched"):
+                moved.add_metric([*labels, reason], getattr(load.moved, f"{reason}_bytes"))
+            brought = load.moved.fetches
+            ends = {"done": brought, "refused": load.moved.fetches_refused, "failed": load.moved.fetches_failed}
+            for end, times in ends.items():
+                fetches.add_metric([*labels, end], times)
+            fetch_s.add_metric(labels, load.moved.fetch_s)
             lag.add_metric(labels, load.control_loop_lag_ms_max / 1000)
         for (role, state), count in counts.items():
             there.add_metric([role.name.lower(), state.name.lower()], count)
         yield from (there, requests, blocks, pinned, host, swapped_out, given_up, lag)
-        yield from (tier_bytes, tier_moved, tier_blocks, promotions, promotion_s)
+        yield from (tier_bytes, tier_moved, tier_blocks, promotions, promotion_s, moved, fetches, fetch_s)
 
 
 class _KeyCollector(Collector):

@@ -336,13 +336,15 @@ class Placement:
         if self._fingerprints == {fingerprint}:
             return self.ready
         models = [record.model for record in self.records]
-        return self.ready & np.array([model is not None and model.fingerprint == fingerprint for model in models])
+        alike: Mask = np.array([model is not None and model.fingerprint == fingerprint for model in models])
+        return self.ready & alike
 
     def may_hold(self, tokens: int) -> Mask:
         """As `may_hold` of each record."""
         if tokens <= self._region_least:
             return self.ready
-        return (self._region_tokens == 0) | (self._region_tokens >= tokens)
+        found: Mask = (self._region_tokens == 0) | (self._region_tokens >= tokens)
+        return found
 
     def sequence(self, incarnation: Incarnation) -> int:
         """Of its last report; -1: it is not known."""
@@ -429,7 +431,8 @@ class Placement:
         if found is None:
             found = self._index.nothing()
         blocks = found.blocks.take(self._holder).astype(np.float64)
-        saved = found.saved.take(self._holder) * (block_size / SAVED_WHOLE)
+        saved = found.saved.take(self._holder).astype(np.float64)
+        saved *= block_size / SAVED_WHOLE
         for slots, count in expected:
             blocks[slots] = np.maximum(blocks[slots], count)
             saved[slots] = np.maximum(saved[slots], count * block_size)

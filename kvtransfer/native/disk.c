@@ -1,7 +1,7 @@
 /* Blocks between memory and a file: many of them by one call, which the caller makes without holding any lock.
  *
- * A block's slot in the file is a header (whole pages) and its data. In memory its records lie scattered. Where all of
- * them are whole pages they are written and read in place; else the caller lends a bounce buffer.
+ * A block's slot in the file is a header (whole pages) and its data. In memory its records lie scattered. They are written
+ * and read in place, which must be whole pages, or through a bounce buffer that the caller lends.
  *
  * Results are 0 or a negative errno; -EBADMSG: what was read is not what was written.
  */

@@ -8,6 +8,7 @@ Shape suffixes: U8 = one-dimensional array of bytes; B = one entry per block; R 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -28,6 +29,9 @@ log = get_log("native")
 PAGE_BYTES: Final = 4096
 """What O_DIRECT asks for everywhere: of places in the file, of addresses, of lengths."""
 SEGMENTS_MAX: Final = 1024
+IN_PLACE_BYTES_MIN: Final = 32 << 10
+"""Records shorter than this are copied through a bounce buffer: a drive takes longer over many pieces of memory than
+the copy takes."""
 HEADER_SUM: Final = slice(8, 16)
 """Where headers have the sums; disk.c has the same."""
 DATA_SUM: Final = slice(16, 24)
@@ -51,8 +55,14 @@ def pages(nbytes: int) -> int:
 
 
 def page_buffer(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Zeros that begin on a page; given back with the last array that looks into them."""
-    return np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
+    """Zeros that begin on a page; given back with the last array that looks into them.
+
+    In huge pages where the kernel makes some: a drive is told of each piece of memory that is not beside the last one.
+    """
+    memory = mmap.mmap(-1, nbytes)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype=np.uint8)
 
 
 class BlockShape:
@@ -64,7 +74,8 @@ class BlockShape:
         self.block_nbytes = int(self.record_nbytes_R.sum())
         self.data_nbytes = pages(self.block_nbytes)
         self.header_nbytes = header_nbytes
-        self._whole_pages = len(record_nbytes) < SEGMENTS_MAX and not (self.record_nbytes_R % PAGE_BYTES).any()
+        whole_pages = len(record_nbytes) < SEGMENTS_MAX and not (self.record_nbytes_R % PAGE_BYTES).any()
+        self._may_be_in_place = whole_pages and min(record_nbytes) >= IN_PLACE_BYTES_MIN
 
     @property
     def slot_nbytes(self) -> int:
@@ -78,8 +89,8 @@ class BlockShape:
         assert (record_at_BR >= 0).all() and (record_at_BR + self.record_nbytes_R <= len(memory_U8)).all()
 
     def in_place(self, memory_U8: npt.NDArray[np.uint8], record_at_BR: Offsets) -> bool:
-        """Whether these records are whole pages of memory, so that they need no bounce buffer."""
-        return self._whole_pages and not ((record_at_BR + memory_U8.ctypes.data) % PAGE_BYTES).any()
+        """Whether these records are whole pages of memory, and long enough to need no bounce buffer."""
+        return self._may_be_in_place and not ((record_at_BR + memory_U8.ctypes.data) % PAGE_BYTES).any()
 
 
 class BlockIo(Protocol):

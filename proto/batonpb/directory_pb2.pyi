@@ -32,7 +32,7 @@ class NodeRecord(_message.Message):
     def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., incarnation: _Optional[int] = ..., endpoint: _Optional[str] = ..., lifecycle: _Optional[_Union[_common_pb2.Lifecycle, str]] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., sequence: _Optional[int] = ..., admin_endpoint: _Optional[str] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
-    __slots__ = ("waiting_requests", "running_requests", "waiting_tokens", "blocks", "prefill_tokens_per_s", "swapped_out_requests", "host_blocks_filled", "host_blocks_free", "transports_given_up", "control_loop_lag_ms_max", "requests_taken", "fetch_tokens_per_s", "tiers")
+    __slots__ = ("waiting_requests", "running_requests", "waiting_tokens", "blocks", "prefill_tokens_per_s", "swapped_out_requests", "host_blocks_filled", "host_blocks_free", "transports_given_up", "control_loop_lag_ms_max", "requests_taken", "fetch_tokens_per_s", "tiers", "moved")
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,7 @@ class NodeLoad(_message.Message):
     REQUESTS_TAKEN_FIELD_NUMBER: _ClassVar[int]
     FETCH_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
     waiting_requests: int
     running_requests: int
     waiting_tokens: int
@@ -59,7 +60,26 @@ class NodeLoad(_message.Message):
     requests_taken: int
     fetch_tokens_per_s: float
     tiers: _containers.RepeatedCompositeFieldContainer[TierLoad]
-    def __init__(self, waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., blocks: _Optional[_Union[_common_pb2.BlockCounts, _Mapping]] = ..., prefill_tokens_per_s: _Optional[float] = ..., swapped_out_requests: _Optional[int] = ..., host_blocks_filled: _Optional[int] = ..., host_blocks_free: _Optional[int] = ..., transports_given_up: _Optional[int] = ..., control_loop_lag_ms_max: _Optional[int] = ..., requests_taken: _Optional[int] = ..., fetch_tokens_per_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierLoad, _Mapping]]] = ...) -> None: ...
+    moved: MovedLoad
+    def __init__(self, waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., blocks: _Optional[_Union[_common_pb2.BlockCounts, _Mapping]] = ..., prefill_tokens_per_s: _Optional[float] = ..., swapped_out_requests: _Optional[int] = ..., host_blocks_filled: _Optional[int] = ..., host_blocks_free: _Optional[int] = ..., transports_given_up: _Optional[int] = ..., control_loop_lag_ms_max: _Optional[int] = ..., requests_taken: _Optional[int] = ..., fetch_tokens_per_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierLoad, _Mapping]]] = ..., moved: _Optional[_Union[MovedLoad, _Mapping]] = ...) -> None: ...
+
+class MovedLoad(_message.Message):
+    __slots__ = ("handoff_bytes", "served_bytes", "fetches", "fetched_bytes", "fetch_s", "fetches_refused", "fetches_failed")
+    HANDOFF_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FETCHES_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FETCH_S_FIELD_NUMBER: _ClassVar[int]
+    FETCHES_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    FETCHES_FAILED_FIELD_NUMBER: _ClassVar[int]
+    handoff_bytes: int
+    served_bytes: int
+    fetches: int
+    fetched_bytes: int
+    fetch_s: float
+    fetches_refused: int
+    fetches_failed: int
+    def __init__(self, handoff_bytes: _Optional[int] = ..., served_bytes: _Optional[int] = ..., fetches: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., fetch_s: _Optional[float] = ..., fetches_refused: _Optional[int] = ..., fetches_failed: _Optional[int] = ...) -> None: ...
 
 class TierLoad(_message.Message):
     __slots__ = ("tier", "blocks", "blocks_max", "block_bytes", "blocks_pinned", "blocks_hit", "blocks_stored", "blocks_evicted", "blocks_evicted_unused", "blocks_lost", "blocks_refused", "promotions", "promotion_s")

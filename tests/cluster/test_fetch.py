@@ -217,6 +217,30 @@ def test_an_owner_that_stops_in_mid_fetch_is_given_up() -> None:
     play(scene)
 
 
+@pytest.mark.parametrize("ends", ["prefill-0", "prefill-1"])
+def test_a_node_that_ends_in_mid_fetch(ends: str) -> None:
+    """The owner ends: its caller computes. The caller ends: the router goes on with another node. Nothing is left
+    at the one that stays."""
+    prompt = random_prompt(random.Random(11), PROMPT_TOKENS)
+
+    async def scene(cluster: InProcessCluster, steering: Steering) -> None:
+        await ask(cluster, prompt)
+        steering.prefill, steering.owners = "prefill-1", ["prefill-0"]
+        granted = asyncio.Event()
+        with patch.object(Handoff, "all_filled", lambda _handoff, _blocks: granted.set()):
+            asking = asyncio.create_task(ask(cluster, prompt))
+            await granted.wait()
+            steering.owners = []
+            steering.prefill = "prefill-0" if ends == "prefill-1" else "prefill-1"
+            await cluster.stop_node(ends)
+            for books in (cluster.prefill, cluster.peers, cluster.fetches):
+                del books[ends]  # type: ignore[attr-defined]
+            answer = await asking
+        assert answer.stats.sources.fetched == 0
+
+    play(scene, both={"stop_grace_ms": 100})
+
+
 def test_a_client_that_leaves_in_mid_fetch_leaves_nothing_behind() -> None:
     prompt = random_prompt(random.Random(8), PROMPT_TOKENS)
 

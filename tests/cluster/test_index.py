@@ -14,6 +14,8 @@ from baton.lifecycle import LifecycleEvent
 from cachestore.prefix_cache import chain_digests, root_digest
 from cli.services import Service
 from cli.supervisor import ROUTER_NAME
+from decode_node.node import DecodeNode
+from prefill_node.node import PrefillNode
 from router.placement import Choice
 from tests.support.cluster_harness import Answer, Client, mock_spec, mock_tokens, random_prompt
 from tests.support.inprocess_cluster import InProcessCluster, inprocess, until
@@ -30,7 +32,8 @@ def play(scene: Scene, **spec: Any) -> None:
     async def scenario() -> None:
         async with inprocess(mock_spec(**{"prefill": 2, "decode": 1, **spec})) as cluster:
             await scene(cluster)
-            for node in (*cluster.prefill.values(), *cluster.decode.values()):
+            nodes: tuple[PrefillNode | DecodeNode, ...] = (*cluster.prefill.values(), *cluster.decode.values())
+            for node in nodes:
                 node.ledger.check()
 
     asyncio.run(scenario())

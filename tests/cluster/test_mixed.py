@@ -99,7 +99,7 @@ def test_beside_prefill_and_decode_nodes() -> None:
 
 def test_the_second_turn_needs_no_handoff() -> None:
     """A conversation whose every turn adds less than the minimum: the first turn is handed over if it is long; what
-    follows runs where its beginning is cached, and nothing is written for it."""
+    follows runs where its beginning is cached, as it is on both nodes then, and nothing is written for it."""
 
     async def scenario() -> None:
         rng = random.Random(43)
@@ -121,7 +121,7 @@ def test_the_second_turn_needs_no_handoff() -> None:
                 await until(cluster, "the router to know that nobody waits there", reported)
                 answer = await cluster.client.generate(talk, max_tokens=TOKENS)
                 check(answer, talk, transport="local")
-                assert answer.stats.prefill_node == first.stats.prefill_node
+                assert answer.stats.prefill_node in (first.stats.prefill_node, first.stats.decode_node)
                 assert len(talk) - answer.stats.prompt_tokens_cached < MIN
             assert await moved(cluster) == bytes_first > 0
             await assert_conserved(cluster)

@@ -103,9 +103,9 @@ def test_what_the_region_has_no_room_for_comes_back_from_host_memory(mixed: bool
 
     async def story(cluster: InProcessCluster) -> None:
         asked = prompts(1)
-        for prompt in asked:
+        for number, prompt in enumerate(asked, 1):
             await ask(cluster, prompt)
-        await all_down(cluster, PROMPTS * PROMPT_BLOCKS)
+            await all_down(cluster, number * PROMPT_BLOCKS)
         again = [await ask(cluster, prompt) for prompt in asked]
         assert [answer.stats.prompt_tokens_cached for answer in again] == [PROMPT_BLOCKS * SIZE] * PROMPTS
         counters = store_of(cluster).host.counters
@@ -121,10 +121,11 @@ def test_two_groups_of_layers_come_back_together() -> None:
 
     async def story(cluster: InProcessCluster) -> None:
         asked = prompts(3)
-        for _ in range(2):
-            for prompt in asked:
-                await ask(cluster, prompt, config=config)
-            await all_down(cluster, PROMPTS * PROMPT_BLOCKS)
+        for number, prompt in enumerate(asked, 1):
+            await ask(cluster, prompt, config=config)
+            await all_down(cluster, number * PROMPT_BLOCKS)
+        for prompt in asked:
+            await ask(cluster, prompt, config=config)
         assert store_of(cluster).host.counters.hit_blocks >= (PROMPTS - 4) * PROMPT_BLOCKS
 
     flags = {"engine.model": MOCK_TWO_GROUPS, "engine.num_blocks": 2 * REGION_BLOCKS}
@@ -155,11 +156,11 @@ def test_another_node_fetches_what_is_in_host_memory() -> None:
     async def story(cluster: InProcessCluster, steering: Steering) -> None:
         asked, owner = prompts(7), cluster.prefill["prefill-0"].pool
         steering.prefill, steering.owners = "prefill-0", []
-        for prompt in asked:
-            await ask(cluster, prompt)
         assert owner.store is not None
         books = owner.store.host.books
-        await wait_for(lambda: _holds(books.blocks == PROMPTS * PROMPT_BLOCKS), "all to be in host memory")
+        for number, prompt in enumerate(asked, 1):
+            await ask(cluster, prompt)
+            await wait_for(lambda number=number: _holds(books.blocks == number * PROMPT_BLOCKS), "it to be down")  # type: ignore[misc]
         assert owner.blocks.match_prompt(asked[0], b"") == []
         steering.prefill, steering.owners = "prefill-1", ["prefill-0"]
         answer = await ask(cluster, asked[0])
@@ -244,9 +245,9 @@ def test_two_tenants_with_one_prompt() -> None:
 
     async def story(cluster: InProcessCluster) -> None:
         asked = prompts(2)
-        for prompt in asked:
+        for number, prompt in enumerate(asked, 1):
             await ask(cluster, prompt, "a")
-        await all_down(cluster, PROMPTS * PROMPT_BLOCKS)
+            await all_down(cluster, number * PROMPT_BLOCKS)
         for salt, cached in (("b", 0), (None, 0), ("a", PROMPT_BLOCKS * SIZE)):
             answer = await ask(cluster, asked[0], salt)
             assert answer.stats.prompt_tokens_cached == cached

@@ -58,6 +58,9 @@ class Bounds:
     """CHANNEL: a write lands in a step of its own, not only together with its completion or the seal behind it."""
     samples: bool = False
     """Every Commit carries checksums; a comparison ends at any time, either way."""
+    fetches: bool = False
+    """What commits is a fetch: its block goes into the prefix cache and is held by nobody, and a Reserve that finds no
+    free block evicts it."""
     merges: bool = True
     """Do not visit states that can do no more than others (see `Network` and `search`)."""
     receiver: type[AdmittingReceiver] = AdmittingReceiver

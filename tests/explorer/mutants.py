@@ -15,6 +15,7 @@ from kvtransfer.protocol.receiver import (
     RecordCheck,
     RecordsChecked,
     ReportCorrupt,
+    RequestEnded,
     SealLanded,
     Step,
     TimerKind,
@@ -125,6 +126,21 @@ class CheckedTooLate(AdmittingReceiver):
         super()._checked(event)
 
 
+class FreeOnCancel(AdmittingReceiver):
+    """A fetch that is given up frees its blocks at once: nobody waits for them, though its owner may still write."""
+
+    def _enter_revoking(self, grant: GrantEntry) -> None:
+        super()._enter_revoking(grant)
+        self._step(grant, Step.FENCE, GrantState.FENCED)
+
+
+class KeptAfterCommit(AdmittingReceiver):
+    """A fetch whose blocks are in the prefix cache does not end."""
+
+    def _ended(self, event: RequestEnded) -> None:
+        del event
+
+
 class NoRevokeTimer(AdmittingReceiver):
     """One Revoke, and then nothing: safe, but a lost message holds the block for ever."""
 
@@ -232,6 +248,7 @@ def _mutant(
     links_break: bool = True,
     writers_give_peers_up: bool = False,
     samples: bool = False,
+    fetches: bool = False,
 ) -> Mutant:
     bounds = Bounds(
         profile=profile,
@@ -240,6 +257,7 @@ def _mutant(
         links_break=links_break,
         writers_give_peers_up=writers_give_peers_up,
         samples=samples,
+        fetches=fetches,
         receiver=receiver,
         writer=writer,
         data_path=data_path,
@@ -287,4 +305,16 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a BYE before the drain, shm": _mutant("may still write", profile=Profile.SHM, data_path=ByeBeforeDrain),
     "a BYE before the drain, rdma": _mutant("would land", profile=Profile.RDMA, data_path=ByeBelieved),
+    "a fetch that is entered before its seal": _mutant(
+        "of its writes only 0 landed", profile=Profile.SHM, receiver=NoSeal, fetches=True
+    ),
+    "a fetch that is given up and freed": _mutant(
+        "may still write", profile=Profile.SHM, receiver=FreeOnCancel, fetches=True, crashes_max=0
+    ),
+    "a fetch freed after revokes of a dead owner": _mutant(
+        "may still write", profile=Profile.SHM, receiver=FreeAfterRevokes, fetches=True
+    ),
+    "a fetch that never ends": _mutant(
+        "goes on for ever", profile=Profile.SHM, receiver=KeptAfterCommit, fetches=True, crashes_max=0
+    ),
 }

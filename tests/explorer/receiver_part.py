@@ -203,7 +203,11 @@ class ReceiverPart:
     def _carry_out(self, info: ReceiverInfo, event: Any) -> ReceiverEffect:
         machine = self.machine(info)
         try:
+            if self._bounds.fetches and isinstance(event, ReserveAsked) and machine.ledger.free == 0:
+                evict_if_idle(machine.ledger)
             instructions = machine.handle(event)
+            if self._bounds.fetches:
+                instructions = [*instructions, *fetched(machine, instructions)]
             machine.ledger.check()
         except AssertionError as error:
             raise Violation(f"the receiver raised {type(error).__name__}: {error}") from error
@@ -228,7 +232,7 @@ class ReceiverPart:
             id=len(self.by_id),
             state=state,
             owner=machine.ledger._writer[BLOCK],
-            all_over=machine.ledger.free == 1 and machine.unreleased == 0 and not state.timers,
+            all_over=machine.ledger.reclaimable == 1 and machine.unreleased == 0 and not state.timers,
             fencing=tuple(
                 (w, epoch, intern(PairFenced(pair=pair_of(w), epoch=epoch))) for w, epoch in sorted(state.fences)
             ),
@@ -255,6 +259,26 @@ class ReceiverPart:
         self._infos[state] = info
         self.by_id.append(info)
         return info
+
+
+def evict_if_idle(ledger: Ledger) -> None:
+    """What making room does."""
+    if ledger.idle_cached([BLOCK]):
+        ledger.evict(BLOCK)
+
+
+def fetched(machine: AdmittingReceiver, instructions: list[ReceiverInstruction]) -> list[ReceiverInstruction]:
+    """What the shell does with a fetch that commits (node.fetching.Fetches.committed)."""
+    more: list[ReceiverInstruction] = []
+    for instruction in instructions:
+        if isinstance(instruction, ScheduleRequest):
+            blocks = machine.entries[instruction.grant].blocks
+            assert machine.take_over(instruction.grant), "a fetch commits and has no blocks"
+            for block in blocks:
+                machine.ledger.mark_cached(block)
+            machine.ledger.drop(blocks)
+            more += machine.handle(RequestEnded(key=instruction.key))
+    return more
 
 
 class _Shell:

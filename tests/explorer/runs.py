@@ -28,13 +28,19 @@ DEFAULT: dict[str, Bounds] = {
     # Every Commit carries checksums, and the comparison ends either way.
     "sampled-shm": Bounds(profile=Profile.SHM, keys=SAME_REQUEST, crashes_max=1, samples=True),
     "sampled-channel": Bounds(profile=Profile.CHANNEL, keys=SAME_REQUEST, crashes_max=0, samples=True),
+    # Fetches: the block goes into the prefix cache and may be evicted. Owner and receiver die, are fenced, and cancel.
+    "fetch-shm": Bounds(profile=Profile.SHM, keys=TWO_REQUESTS, crashes_max=1, fetches=True),
+    "fetch-channel": Bounds(profile=Profile.CHANNEL, keys=TWO_REQUESTS, crashes_max=0, fetches=True),
+    "fetch-fenced-shm": Bounds(
+        profile=Profile.SHM, keys=TWO_REQUESTS[:1], crashes_max=2, suspicions_max=1, fetches=True
+    ),
     # The books of a dead writer are dropped. One handoff: a Reserve that comes after is granted to a dead man.
     "forgotten-shm": Bounds(
         profile=Profile.SHM, keys=SAME_REQUEST[:1], crashes_max=2, suspicions_max=1, forgets_pairs=True
     ),
 }
 
-QUICK = frozenset({"suspected-shm", "forgotten-shm"})
+QUICK = frozenset({"suspected-shm", "forgotten-shm", "fetch-fenced-shm"})
 """Of those, what `make test` walks: seconds each. The others are for `make test-all`."""
 
 _KEYS = {"attempts": SAME_REQUEST, "requests": TWO_REQUESTS, "same attempt": SAME_ATTEMPT}

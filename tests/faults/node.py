@@ -40,12 +40,14 @@ def wrap_prefill(points: Failpoints, marks: Marks) -> None:
 
     real_enqueue, real_layer_done, real_seal = PrefillNode._enqueue, StepSink.layer_done, WriterPeer._seal_now
 
-    def enqueue(self: PrefillNode, request: Any, *rest: Any) -> Any:
-        marks.note(request.key.request, request.prompt, request.router)
-        return real_enqueue(self, request, *rest)
+    def enqueue(self: PrefillNode, job: Any) -> Any:
+        marks.note(job.request.key.request, job.request.prompt, job.request.router)
+        return real_enqueue(self, job)
 
     def reach(point: Failpoint, handoff: Any) -> None:
         request = handoff.key.request
+        if handoff.is_fetch:
+            return
         router = marks.router_of_request[request]
         ends = Ends(writer=marks.own_name, receiver=handoff.peer.address.name, router=router)
         points.reach(point, mark=marks.of_request[request], request=request, ends=ends)
@@ -95,6 +97,8 @@ def _wrap_receiving(points: Failpoints, marks: Marks) -> None:
 
     async def reserve(self: ReceiverService, request: Any, context: Any) -> Any:
         key = request.key.request
+        if request.HasField("fetch_blocks"):
+            return await real_reserve(self, request, context)
         marks.note(key, request.prompt, request.router)
         marks.peer_of_request[key] = marks.name_of_writer[request.header.sender]
         reach(Failpoint.RESERVE_SENT, key)

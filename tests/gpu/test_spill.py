@@ -93,8 +93,8 @@ def test_answers_are_those_of_a_region_with_room(config: EngineConfig, wanted: l
     async def tight(pool: DevicePool) -> list[list[int]]:
         host = pool.host
         assert host is not None
-        assert host.pinned
-        assert pool.describe()["below the region"] == f"{host.region.nbytes:,} bytes of pinned memory"
+        assert host.memory.pinned
+        assert pool.describe()["below the region"] == f"{host.memory.region.nbytes:,} bytes of pinned memory"
         found = await answers_of(pool, asked())
         spill, counters = host.spill, pool.engine.counters
         assert spill.counters.swapped_out > 0

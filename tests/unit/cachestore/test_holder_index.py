@@ -64,7 +64,7 @@ def test_the_index_agrees_with_a_dict(changes: list[object], chain: list[bytes])
         check(index, model, chain)
 
 
-def blocks(index: HolderIndex, chain: list[bytes]) -> npt.NDArray[np.uint16]:
+def blocks(index: HolderIndex, chain: list[bytes]) -> npt.NDArray[np.uint32]:
     return (index.lookup(chain) or index.nothing()).blocks
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from baton.native import COMPILERS
 from kvtransfer.native.disk import (
+    IN_PLACE_BYTES_MIN,
     PAGE_BYTES,
     UNIT_BYTES,
     BlockIo,
@@ -25,7 +26,7 @@ from kvtransfer.native.disk import (
 )
 from tests.support.disk_bench import DiskBench
 
-PAGES = (PAGE_BYTES, 2 * PAGE_BYTES)
+PAGES = (IN_PLACE_BYTES_MIN, IN_PLACE_BYTES_MIN + PAGE_BYTES)
 """Records that need no bounce buffer."""
 ODD = (100, 4097, 7)
 SHAPES = (PAGES, ODD)

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from baton.errors import BatonError, Reason
 from cachestore.tier_books import BlockKey, TierSlot
 from kvtransfer.native.disk import (
+    IN_PLACE_BYTES_MIN,
     PAGE_BYTES,
     BlockIo,
     BlockShape,
@@ -36,7 +37,7 @@ from node.disk_format import SLOTS_AT
 from tests.support.disk_bench import DiskBench, keys, load, restored, store
 
 DONE, CORRUPT, FAILED = Outcome.DONE, Outcome.CORRUPT, Outcome.FAILED
-SHAPES = ((PAGE_BYTES, 2 * PAGE_BYTES), (100, 4097, 7))
+SHAPES = ((IN_PLACE_BYTES_MIN, IN_PLACE_BYTES_MIN + PAGE_BYTES), (100, 4097, 7))
 
 
 @pytest.fixture(params=SHAPES, ids=["whole pages", "odd sizes"])

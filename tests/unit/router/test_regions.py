@@ -6,6 +6,7 @@ import itertools
 import logging
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from batonpb import common_pb2, inference_pb2
@@ -30,7 +31,7 @@ SIZE = MODEL.block_size
 
 
 def node(
-    number: int, blocks: int, *, role: Role = Role.PREFILL, lifecycle: Lifecycle = Lifecycle.READY, **load: int
+    number: int, blocks: int, *, role: Role = Role.PREFILL, lifecycle: Lifecycle = Lifecycle.READY, **load: Any
 ) -> NodeRecord:
     """With a region of so many blocks; 0: its record does not tell."""
     held = blocks // 3
