@@ -134,6 +134,8 @@ class PrefixCache:
         """Called with each indexed position that nobody holds any more, those before it in its chain first."""
         self.on_pin: Callable[[Sequence[bytes], bool], None] | None = None
         """Called with each chain that is pinned (True) or unpinned."""
+        self.on_forget: Callable[[Sequence[bytes]], None] | None = None
+        """Called with the positions that `forget` removes."""
         self._now = 0
         self._serial = 0
         self.prompt_tokens = self.hit_tokens = 0
@@ -293,7 +295,7 @@ class PrefixCache:
 
         Held ones stay with their holders, who do not bring them back into the index. Pins stay, for the blocks to come.
         """
-        spoiled = set(blocks)
+        spoiled, digests = set(blocks), []
         for entry in [self._by_block[block] for block in spoiled if block in self._by_block]:
             if entry.alive:
                 for each in _with_descendants(entry):
@@ -301,9 +303,12 @@ class PrefixCache:
                         self._unpin(each)
                     each.spoiled = True
                     spoiled.update(each.blocks)
+                    digests.append(each.digest)
                 self._remove(entry)
         for block in spoiled:
             self._ledger.spoil(block)
+        if self.on_forget is not None and digests:
+            self.on_forget(digests)
 
     def _pack(self, tokens: Sequence[int], index: int) -> bytes:
         return pack_tokens(tokens[index * self.block_size : (index + 1) * self.block_size])

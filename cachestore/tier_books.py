@@ -17,12 +17,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
-from typing import NewType
+from typing import Final, NewType
 
 from cachestore.ledger import ConservationError
 from cachestore.prefix_cache import DIGEST_BYTES, block_digest, pack_tokens, root_digest
 
 TierSlot = NewType("TierSlot", int)
+
+RECOUNTED_SLOTS_MAX: Final = 1 << 14
+"""Slots that are looked at one by one by each check, which the node's control thread makes: some milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,14 +263,26 @@ class TierBooks:
             if digest in self._entries:
                 self._offer(self._entries[digest])
 
-    def forget(self, digests: Iterable[bytes]) -> None:
-        """The content of these blocks may be broken. One that is being stored keeps its slot until that has ended."""
-        for digest in digests:
-            entry = self._entries.get(digest)
-            if entry is not None and entry.stored:
+    def forget_with_descendants(self, digests: Iterable[bytes]) -> list[TierSlot]:
+        """The content of these blocks, and so of all behind them, may be broken -> the slots of those that were stored.
+
+        One that is being stored keeps its slot until that has ended. O(n log n) in what is here, where one of them is.
+        """
+        doomed = {digest for digest in digests if digest in self._entries}
+        if not doomed:
+            return []
+        gone: list[TierSlot] = []
+        for entry in sorted(self._entries.values(), key=lambda each: each.key.depth):
+            key = entry.key
+            if key.digest not in doomed and key.parent not in doomed:
+                continue
+            doomed.add(key.digest)
+            if entry.stored:
+                gone.append(entry.slot)
                 self.dropped(entry.slot)
-            elif entry is not None:
+            else:
                 self._forget(entry)
+        return gone
 
     def coldest(self, count: int) -> list[TierSlot]:
         """The next `count` blocks that would be evicted, the coldest first: what to copy down before they go."""
@@ -286,7 +301,15 @@ class TierBooks:
         return len(doomed)
 
     def check(self) -> None:
-        """Recount. Raises ConservationError."""
+        """Compare the counts with each other, and look at each slot where there are few. Raises ConservationError."""
+        slots = len(self._by_slot) + len(self._freed) + self.num_slots - self._untouched
+        if slots != self.num_slots or not self.blocks <= len(self._entries) <= len(self._by_slot):
+            counts = f"{len(self._by_slot)} taken, {len(self._freed)} freed, {self.blocks} stored"
+            raise ConservationError(f"tier: of {self.num_slots} slots {counts}")
+        if self.num_slots <= RECOUNTED_SLOTS_MAX:
+            self._recount()
+
+    def _recount(self) -> None:
         alive = {entry.slot for entry in self._entries.values()}
         doomed = {slot for slot, entry in self._by_slot.items() if not entry.alive}
         untouched = range(self._untouched, self.num_slots)

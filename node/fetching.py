@@ -436,6 +436,8 @@ class FetchOwner:
         self._groups = pool.layout.num_groups
         self._peers = peers
         self._changed = changed
+        self.spare: Callable[[], int] = lambda: self._ledger.available
+        """Blocks of the region that nothing here waits for. The node that computes prompts sets it."""
         self.serving = 0
         """Fetches under way."""
 
@@ -502,10 +504,11 @@ class FetchOwner:
         return transfer_pb2.FetchReply(outcome=transfer_pb2.FETCH_OUTCOME_DONE, blocks=filled)
 
     def _found(self, request: transfer_pb2.FetchRequest) -> list[BlockId]:
-        """The leading blocks that are here, fewer where holding them would take what is promised to requests."""
+        """The leading blocks that are here, fewer where holding them would take what requests are promised or wait
+        for."""
         positions = len(request.tokens) // self._pool.layout.block_size
         found = self._blocks.prefix_cache.match(request.tokens, request.cache_salt, positions * self._groups)
-        room = self._ledger.available
+        room = max(0, min(self.spare(), self._ledger.available))
         if self._ledger.idle_cached(found) > room:
             found = found[: room // self._groups * self._groups]
         return found

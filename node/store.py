@@ -174,7 +174,7 @@ class Store:
     def start(self) -> None:
         """From now on idle blocks are copied down, and pins hold in every tier."""
         assert not self._tasks
-        self._cache.on_idle, self._cache.on_pin = self._on_idle, self._on_pin
+        self._cache.on_idle, self._cache.on_pin, self._cache.on_forget = self._on_idle, self._on_pin, self._on_forget
         for work in (self._copy_down(), *(() if self.disk is None else (self._write_down(self.disk),))):
             task = self._loop.create_task(work, name="store")
             task.add_done_callback(log_failure)
@@ -182,7 +182,7 @@ class Store:
 
     async def stop(self) -> None:
         """Nothing is asked of it any more. Copies under way end with `close`."""
-        self._cache.on_idle = self._cache.on_pin = None
+        self._cache.on_idle = self._cache.on_pin = self._cache.on_forget = None
         for task in self._tasks:
             await end_task(task)
         await self._promotions.cancel()
@@ -219,6 +219,13 @@ class Store:
             (tier.books.pin if pinned else tier.books.unpin)(chain)
         if pinned:
             self._admit(chain)
+
+    def _on_forget(self, digests: Sequence[bytes]) -> None:
+        """Their content may be broken, and so may copies, and what was computed behind them: no tier keeps these."""
+        for tier in self.tiers:
+            gone = tier.books.forget_with_descendants(digests)
+            if gone and isinstance(tier, DiskTier):
+                tier.file.erase(gone)
 
     def _on_idle(self, entry: Entry) -> None:
         if self.disk is not None:
@@ -310,6 +317,9 @@ class Store:
             self._admitted.clear()
             while self._to_disk:
                 began_s = self._loop.time()
+                if not disk.file.room:  # taken by what comes up
+                    await asyncio.sleep(TOGETHER_S)
+                    continue
                 await self._write_piece_down(disk)
                 await asyncio.sleep(self._loop.time() - began_s)
 
@@ -343,9 +353,12 @@ class Store:
         )
         outcomes = await ended
         books.end_load(sources)
-        for (_, _, slot), outcome in zip(found, outcomes, strict=True):
+        for (key, _, slot), outcome in zip(found, outcomes, strict=True):
             if outcome is Outcome.DONE:
                 disk.books.stored(slot)
+                if disk.books.find(key.digest) != slot:  # it was forgotten meanwhile
+                    disk.file.erase([slot])
+                    continue
                 disk.counters.stored_blocks += 1
             else:
                 disk.books.dropped(slot)
@@ -406,49 +419,69 @@ class Store:
                 return
 
     async def _bring_up(self, offer: Offer) -> int:
-        """Hold what is before, copy into blocks of the region, index, let go -> how many came."""
-        prompt, groups, began_s = offer.prompt, self._groups, self._loop.time()
+        """-> how many came. What is on disk is read into host memory first: a disk that hangs keeps nothing of the
+        region from those who compute."""
+        began_s = self._loop.time()
         tier = next(tier for tier in self.tiers if tier.kind is offer.kind)
-        before = self._cache.match(prompt.tokens, prompt.salt, offer.have_blocks * groups)
-        slots = self._match(tier, prompt, offer.have_blocks)[: offer.blocks]
-        self._ledger.hold(before)
-        room = max(0, min(self.spare(), self._ledger.available)) // groups
-        del slots[room if len(before) == offer.have_blocks * groups else 0 :]
-        if not slots:
-            self._release(before)
-            return 0
-        new = self._blocks.allocate(len(slots) * groups)
-        tier.books.begin_load(slots)
-        pieces = []
-        for first in range(0, len(slots), PIECE_BLOCKS_MAX):
-            end = first + PIECE_BLOCKS_MAX
-            up = self._read_up if isinstance(tier, DiskTier) else self._copy_up
-            pieces.append(up(new[first * groups : end * groups], slots[first:end]))
-        counts = await asyncio.gather(*pieces)
-        tier.books.end_load(slots)
-        came = 0
-        for count, first in zip(counts, range(0, len(slots), PIECE_BLOCKS_MAX), strict=True):
-            came += count if came == first else 0
-        table = [*before, *new]
+        slots = self._match(tier, offer.prompt, offer.have_blocks)[: offer.blocks]
+        if isinstance(tier, DiskTier):
+            slots = await self._read_up(tier, slots)
+        else:
+            tier.books.begin_load(slots)
+        came = await self._copy_up(offer, slots)
+        self.host.books.end_load(slots)
         if came:
-            tokens = (offer.have_blocks + came) * self._cache.block_size
-            self._cache.index(prompt.tokens, table, tokens, prompt.salt, IndexCursor())
             took_s = self._loop.time() - began_s
             tier.cost.measured(came, took_s)
             tier.counters.hit_blocks += came
             tier.counters.promotions += 1
             tier.counters.promotion_s += took_s
+        return came
+
+    async def _copy_up(self, offer: Offer, slots: Sequence[TierSlot]) -> int:
+        """From host memory: hold what is before, copy into blocks of the region, index, let go -> how many came."""
+        prompt, groups = offer.prompt, self._groups
+        before = self._cache.match(prompt.tokens, prompt.salt, offer.have_blocks * groups)
+        self._ledger.hold(before)
+        room = max(0, min(self.spare(), self._ledger.available)) // groups
+        slots = slots[: room if len(before) == offer.have_blocks * groups else 0]
+        if not slots:
+            self._release(before)
+            return 0
+        new = self._blocks.allocate(len(slots) * groups)
+        pieces = []
+        for first in range(0, len(slots), PIECE_BLOCKS_MAX):
+            end = first + PIECE_BLOCKS_MAX
+            pieces.append(self._copy(out=False, device=new[first * groups : end * groups], slots=slots[first:end]))
+        came = 0
+        if all(await asyncio.gather(*pieces)):
+            digests = prompt.chain[offer.have_blocks :]
+            find = self.host.books.find  # what was forgotten meanwhile, and what is behind it, is not to be used
+            lost = (i for i, slot in enumerate(slots) if find(digests[i]) != slot)
+            came = next(lost, len(slots))
+        table = [*before, *new]
+        tokens = (offer.have_blocks + came) * self._cache.block_size
+        self._cache.index(prompt.tokens, table, tokens, prompt.salt, IndexCursor())
         self._release(table)
         return came
 
-    async def _copy_up(self, device: Sequence[BlockId], slots: Sequence[TierSlot]) -> int:
-        """-> how many leading blocks came."""
-        return len(slots) if await self._copy(out=False, device=device, slots=slots) else 0
+    async def _read_up(self, disk: DiskTier, slots: Sequence[TierSlot]) -> list[TierSlot]:
+        """From the disk into host memory, where they stay -> the slots of the leading ones that came, as after
+        `begin_load`."""
+        disk.books.begin_load(slots)
+        firsts = range(0, len(slots), PIECE_BLOCKS_MAX)
+        pieces = await asyncio.gather(*(self._read_piece(disk, slots[at : at + PIECE_BLOCKS_MAX]) for at in firsts))
+        disk.books.end_load(slots)
+        came: list[TierSlot] = []
+        for first, piece in zip(firsts, pieces, strict=True):
+            if len(came) == first:
+                came += piece
+            else:
+                self.host.books.end_load(piece)
+        return came
 
-    async def _read_up(self, device: Sequence[BlockId], slots: Sequence[TierSlot]) -> int:
-        """From the disk into host memory, where they stay, and on -> how many leading blocks came."""
-        disk, books = self.disk, self.host.books
-        assert disk is not None
+    async def _read_piece(self, disk: DiskTier, slots: Sequence[TierSlot]) -> list[TierSlot]:
+        books = self.host.books
         staged: list[TierSlot] = []
         for slot in slots[: disk.file.room]:
             place = books.begin_store(disk.books.key_of(slot))
@@ -456,25 +489,24 @@ class Store:
                 break
             staged.append(place)
         if not staged:
-            return 0
+            return []
+        keys = [books.key_of(place) for place in staged]
         ended: asyncio.Future[Sequence[Outcome]] = self._loop.create_future()
         region_U8 = self.host.memory.region.array_U8
         disk.file.start_load(region_U8, slots[: len(staged)], self._record_at(staged), partial(_set_result, ended))
         outcomes = await ended
-        for slot, place, outcome in zip(slots, staged, outcomes, strict=False):
+        for slot, place, key, outcome in zip(slots, staged, keys, outcomes, strict=False):
             if outcome is Outcome.DONE:
                 books.stored(place)
                 continue
             books.dropped(place)
-            if outcome is Outcome.CORRUPT and disk.books.find(disk.books.key_of(slot).digest) == slot:
+            if outcome is Outcome.CORRUPT and disk.books.find(key.digest) == slot:
                 disk.books.dropped(slot)
                 disk.file.erase([slot])
-        good = next((i for i, outcome in enumerate(outcomes) if outcome is not Outcome.DONE), len(staged))
-        if good == 0:
-            return 0
-        books.begin_load(staged[:good])
-        came = await self._copy_up(device[: good * self._groups], staged[:good])
-        books.end_load(staged[:good])
+        # One that was forgotten meanwhile is not there either.
+        lost = (i for i, (place, key) in enumerate(zip(staged, keys, strict=True)) if books.find(key.digest) != place)
+        came = staged[: next(lost, len(staged))]
+        books.begin_load(came)
         return came
 
     def _release(self, table: Sequence[BlockId]) -> None:

@@ -60,6 +60,9 @@ class Transfers:
         self.peers = Peers(runtime=runtime, config=config, pool=pool, transports=transports)
         opened.push_async_callback(self.peers.close)
         self.owner = FetchOwner(runtime=runtime, pool=pool, peers=self.peers, changed=self._room_changed)
+        if pool.host is not None:  # what runners should find free under overcommit is not for fetches
+            spill = pool.host.spill
+            self.fetches.spare = self.owner.spare = lambda: pool.ledger.available - spill.headroom()
 
     def open(self) -> None:
         """Listen for data connections. Raises BatonError PORT_IN_USE or BAD_ENDPOINT."""

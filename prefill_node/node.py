@@ -98,7 +98,7 @@ class PrefillNode:
             pool.store.spare = lambda: self.spare_blocks
             pool.store.room_changed = self.look_again
             self.gatherer.add(pool.store)
-        transfers.fetches.spare = lambda: self.spare_blocks
+        transfers.fetches.spare = transfers.owner.spare = lambda: self.spare_blocks
         self.gatherer.add(transfers.fetches, needs_owners=True)
 
     async def prefill(

@@ -133,6 +133,7 @@ REFUSALS: dict[str, Callable[[InProcessCluster], Any]] = {
         cluster.fetches["prefill-1"], "_pool", replace(cluster.fetches["prefill-1"]._pool, model=other_root(cluster))
     ),
     "evicted": lambda cluster: evicted(cluster),
+    "waited for": lambda cluster: patch.object(cluster.prefill["prefill-0"]._transfers.owner, "spare", lambda: -3),
 }
 
 
@@ -148,7 +149,8 @@ def evicted(cluster: InProcessCluster) -> Any:
 
 @pytest.mark.parametrize("why", REFUSALS)
 def test_an_owner_that_refuses_costs_nothing(why: str) -> None:
-    """It is busy, cordoned, has another root, or has evicted the blocks: the prompt is computed."""
+    """It is busy, cordoned, has another root, has evicted the blocks, or requests there wait for them: the prompt is
+    computed."""
     prompt = random_prompt(random.Random(4), PROMPT_TOKENS)
 
     async def scene(cluster: InProcessCluster, steering: Steering) -> None:

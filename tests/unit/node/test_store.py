@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ from tests.support.tcp_harness import wait_until
 LAYOUT = kv_layout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=2, dtype="uint8", dtype_bytes=1)
 SIZE = LAYOUT.block_size
 POISON = 0xFF
+HELD_S_MAX = 60.0
+"""How long a call of the disk is held when the test has died."""
 
 
 @dataclass
@@ -514,6 +517,131 @@ def test_a_disk_that_is_full_keeps_what_it_can(tmp_path: Path) -> None:
         assert offer is not None
         assert offer.kind is SourceKind.HOST
         assert await scene.store.bring(offer) == 4
+
+    play_on_disk(tmp_path / "blocks", story)
+
+
+def test_what_may_be_broken_is_forgotten_by_every_tier(tmp_path: Path) -> None:
+    """The scores of a sequence were not numbers: neither its blocks nor their copies below are used again, also not
+    those of a longer prompt that begins with them, nor after a restart. Another prompt stays."""
+    other = [100 + token for token in ONE]
+
+    async def before(scene: Scene) -> None:
+        await used_twice(scene, ONE)
+        await used_twice(scene, other)
+        await on_disk(scene, 8)
+        scene.blocks.prefix_cache.forget(scene.blocks.match_prompt(ONE[:5], b""))
+        assert [tier.books.blocks for tier in scene.store.tiers] == [4, 4]
+        scene.evict_all()
+        assert scene.offer(ONE) is None
+        assert await scene.bring(other) == 4
+
+    async def after(scene: Scene) -> None:
+        assert scene.offer(ONE) is None
+        assert await scene.bring(other) == 4
+
+    play_on_disk(tmp_path / "blocks", before)
+    play_on_disk(tmp_path / "blocks", after)
+
+
+def test_what_turns_out_to_be_broken_while_it_comes_up_is_not_used() -> None:
+    """The last two blocks of a prompt are on their way when the first two are forgotten."""
+
+    async def story(scene: Scene) -> None:
+        scene.compute(ONE)
+        await turns()
+        scene.copier.finish()
+        await turns()
+        scene.evict_all()
+        scene.compute(ONE[:6])
+        bringing = asyncio.create_task(scene.bring(ONE))
+        await turns()
+        scene.blocks.prefix_cache.forget(scene.blocks.match_prompt(ONE[:5], b""))
+        scene.copier.finish()
+        assert await bringing == 0
+        assert (scene.have(ONE), scene.ledger.books().free) == (0, 8)
+        assert (scene.store.host.books.blocks, scene.store.host.books.free) == (0, 20)
+
+    play(8, 20, story, prompt=False)
+
+
+def test_what_turns_out_to_be_broken_while_it_is_written_is_not_there_after_a_restart(tmp_path: Path) -> None:
+    """It is on its way from host memory to the disk when it is forgotten."""
+
+    async def before(scene: Scene) -> None:
+        assert scene.store.disk is not None
+        file = scene.store.disk.file
+        late = held_calls(file, "write")
+        with patch.object(file, "_io", late):
+            await used_twice(scene, ONE)
+            await asyncio.to_thread(late.begun.wait)
+            scene.blocks.prefix_cache.forget(scene.blocks.match_prompt(ONE, b""))
+            late.may_go.set()
+            await wait_until(lambda: file.room == BLOCKS_IN_FLIGHT_MAX)
+            await turns()
+        assert [(tier.books.blocks, tier.books.free) for tier in scene.store.tiers] == [(0, 20), (0, 20)]
+        await used_twice(scene, [100 + token for token in ONE])
+        await on_disk(scene, 4)
+
+    async def after(scene: Scene) -> None:
+        assert scene.store.disk is not None
+        assert scene.store.disk.books.blocks == 4
+        assert scene.offer(ONE) is None
+
+    play_on_disk(tmp_path / "blocks", before)
+    play_on_disk(tmp_path / "blocks", after)
+
+
+def held_calls(file: DiskFile, what: str) -> Any:
+    """The file's calls, of which those of one name wait for `may_go`."""
+    begun, may_go, real = threading.Event(), threading.Event(), file._io
+
+    def call(*arguments: Any) -> Any:
+        begun.set()
+        assert may_go.wait(HELD_S_MAX), "the test let nothing go"
+        return getattr(real, what)(*arguments)
+
+    names = ("write", "read", "headers")
+    return SimpleNamespace(**{n: getattr(real, n) for n in names} | {what: call}, begun=begun, may_go=may_go)
+
+
+def test_a_disk_that_hangs_keeps_nothing_of_the_region(tmp_path: Path) -> None:
+    """While blocks are being read, however long that takes, all of the region is there for those who compute. They come
+    when the disk has read them."""
+
+    async def before(scene: Scene) -> None:
+        await used_twice(scene, ONE)
+        await on_disk(scene, 4)
+
+    async def after(scene: Scene) -> None:
+        assert scene.store.disk is not None
+        file = scene.store.disk.file
+        late = held_calls(file, "read")
+        with patch.object(file, "_io", late):
+            bringing = asyncio.create_task(scene.bring(ONE))
+            await asyncio.sleep(0)
+            await asyncio.to_thread(late.begun.wait)
+            assert (scene.ledger.books().free, scene.ledger.available) == (8, 8)
+            late.may_go.set()
+            assert await bringing == 4
+        assert scene.have(ONE) == 4
+
+    play_on_disk(tmp_path / "blocks", before)
+    play_on_disk(tmp_path / "blocks", after)
+
+
+def test_what_is_to_be_written_waits_for_what_comes_up(tmp_path: Path) -> None:
+    """So much is being read that nothing more may be asked of the file: blocks are written afterwards."""
+
+    async def story(scene: Scene) -> None:
+        assert scene.store.disk is not None
+        file = scene.store.disk.file
+        file._in_flight = BLOCKS_IN_FLIGHT_MAX
+        await used_twice(scene, ONE)
+        await turns()
+        assert len(scene.store._to_disk) == 4
+        file._in_flight = 0
+        await on_disk(scene, 4)
 
     play_on_disk(tmp_path / "blocks", story)
 
