@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +93,12 @@ def _print(sample: dict[str, Any]) -> None:
 
 def _summary(kind: str, samples: list[dict[str, Any]]) -> None:
     """Medians over the rounds, each with its bar."""
-    for name, bar, misses in (
+    bars: tuple[tuple[str, float, Callable[[float], bool]], ...] = (
         ("tokens_per_s", THROUGHPUT_BAR, lambda ratio: ratio < THROUGHPUT_BAR),
         ("itl_p99_ms", ITL_BAR, lambda ratio: ratio > ITL_BAR),
         ("cpu_s", 1 / THROUGHPUT_BAR, lambda ratio: ratio * THROUGHPUT_BAR > 1),
-    ):
+    )
+    for name, bar, misses in bars:
         ratios = sorted(sample["with"][name] / sample["without"][name] for sample in samples)
         ratio = statistics.median(ratios)
         missed = " MISSED" if misses(ratio) else ""

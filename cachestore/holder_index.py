@@ -44,9 +44,9 @@ _Entries = npt.NDArray[np.uint64]
 class Found:
     """Of one prompt, by holder number; the last element, which -1 names too, is of no holder and 0."""
 
-    blocks: npt.NDArray[np.uint16]
+    blocks: npt.NDArray[np.uint32]
     """Leading blocks that it has, in whatever tier."""
-    saved: npt.NDArray[np.uint16]
+    saved: npt.NDArray[np.uint32]
     """What these save, in `SAVED_WHOLE` parts of a block. A block counts no more than one before it."""
 
 
@@ -116,14 +116,23 @@ class HolderIndex:
             self.version += 1
 
     def put(self, number: int, digests: bytes, tiers: bytes) -> None:
-        """What has changed at a holder: 16 bytes for each block, each block once, and a byte with its tier; 0: gone."""
+        """What has changed at a holder: 16 bytes for each block, and a byte with its tier; 0: gone. Of blocks
+        whose entries are the same but for the tier, as one that is named twice, one is kept."""
         assert len(digests) == 16 * len(tiers), (len(digests), len(tiers))
         if not tiers:
             return
         assert max(tiers) < len(SAVED), max(tiers)
         new = _keys(digests) | np.uint64(number << _TIER_BITS) | np.frombuffer(tiers, dtype=np.uint8)
         new.sort()
+        twice = (new[1:] ^ new[:-1]) <= _TIER_MASK
+        if twice.any():
+            new = new[np.append(~twice, True)]
         self._push(new)
+
+    def count(self, number: int) -> int:
+        """Entries under this number, with those that are hidden. It reads all there are."""
+        of = np.uint64(number)
+        return sum(int(((level & _LOW_MASK) >> np.uint64(_TIER_BITS) == of).sum()) for level in self._levels)
 
     def sweep(self) -> None:
         """Drop the entries of those forgotten. Call it every second."""
@@ -138,7 +147,7 @@ class HolderIndex:
 
     def nothing(self) -> Found:
         """What nobody has any of."""
-        none = np.zeros(self._numbers + 1, dtype=np.uint16)
+        none = np.zeros(self._numbers + 1, dtype=np.uint32)
         return Found(blocks=none, saved=none)
 
     def lookup(self, digests: Sequence[bytes]) -> Found | None:
@@ -148,7 +157,7 @@ class HolderIndex:
             least = row & self._live[: row.size] if least is None else np.minimum(least, row)
             if not least.any():
                 break
-            more, better = (least != 0) * np.uint16(count), least * np.uint16(count)
+            more, better = (least != 0) * np.uint32(count), least * np.uint32(count)
             blocks, saved = (more, better) if blocks is None or saved is None else (blocks + more, saved + better)
         return None if blocks is None or saved is None else Found(blocks=blocks, saved=saved)
 

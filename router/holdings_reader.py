@@ -30,6 +30,11 @@ AGAIN_MS: Final = 100
 AGAIN_MS_MAX: Final = 5_000
 
 
+BLOCKS_OF_NODE_MAX: Final = 1 << 23
+"""Of a node that says that it has more, nothing is known: 64 MiB of the index. Before they are counted, hidden entries
+may make them twice as many."""
+
+
 class GapError(Exception):
     """The stream does not go on where it was: something is missing."""
 
@@ -45,6 +50,8 @@ class _Follower:
         self._filling: int | None = None
         """Where a snapshot is put until it is whole."""
         self._parts = 0
+        self._room = 2 * BLOCKS_OF_NODE_MAX
+        """Entries that it may still get before they are counted."""
         self.task: asyncio.Task[None] | None = None
 
     def take(self, news: holdings_pb2.HoldingsNews) -> None:
@@ -57,22 +64,32 @@ class _Follower:
         holder = self._index.holders.get(self.record.incarnation)
         if news.behind != self.number or holder is None or self._filling is not None:
             raise GapError(f"behind {news.behind} instead of {self.number}")
-        self._index.put(holder, news.digests, news.tiers)
+        self._put(holder, news)
         self.number = news.number
 
     def _take_part(self, news: holdings_pb2.HoldingsNews) -> None:
         if news.part == 1:
             self.drop_part()
-            self._filling, self._parts = self._index.begin(), 0
+            self._filling, self._parts, self._room = self._index.begin(), 0, 2 * BLOCKS_OF_NODE_MAX
             if self._filling is None:
                 raise GapError("more nodes than can be known")
         if self._filling is None or news.part != self._parts + 1:
             raise GapError(f"part {news.part} behind {self._parts}")
-        self._index.put(self._filling, news.digests, news.tiers)
+        self._put(self._filling, news)
         self._parts = news.part
         if news.part == news.parts:
             self._index.publish(self.record.incarnation, self._filling)
             self._filling, self.number = None, news.number
+
+    def _put(self, holder: int, news: holdings_pb2.HoldingsNews) -> None:
+        self._room -= len(news.tiers)
+        if self._room < 0:
+            count = self._index.count(holder)
+            self._room = 2 * BLOCKS_OF_NODE_MAX - count - len(news.tiers)
+            if count > BLOCKS_OF_NODE_MAX or self._room < 0:
+                self.forget()
+                raise GapError("more blocks than are known of one node")
+        self._index.put(holder, news.digests, news.tiers)
 
     def drop_part(self) -> None:
         """What has come of a snapshot that is not whole."""

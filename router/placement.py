@@ -12,7 +12,7 @@ grow on a decode node until it cannot be resumed.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -142,6 +142,8 @@ class RegionWatch:
 
 RATE_UNKNOWN_TOKENS_PER_S = 1_000.0
 """Assumed while no node has measured itself; only ratios between nodes matter."""
+RATE_MAX_PER_S: Final = 1e9
+"""Tokens a second. A node that says more is not believed."""
 NO_FETCH_S_PER_TOKEN: Final = 1e6
 """Stands for a node that has fetched nothing yet: placement does not count on it. The node itself may fetch."""
 FETCH_FIXED_S: Final = 0.01
@@ -160,7 +162,8 @@ class Expected:
     """Blocks that nodes are about to have: those of prompts on their way there, and for a while after."""
 
     def __init__(self) -> None:
-        self._counts: dict[bytes, Counter[Incarnation]] = {}
+        self._counts: dict[bytes, dict[Incarnation, int]] = {}
+        """Who has a block is about to have all before it, too: chains come and go as a whole."""
         self._leaving: deque[tuple[float, Incarnation, Sequence[bytes]]] = deque()
         self._total = 0
 
@@ -170,7 +173,11 @@ class Expected:
             return False
         self._total += len(hashes)
         for digest in hashes:
-            self._counts.setdefault(digest, Counter())[incarnation] += 1
+            counts = self._counts.get(digest)
+            if counts is None:
+                self._counts[digest] = {incarnation: 1}
+            else:
+                counts[incarnation] = counts.get(incarnation, 0) + 1
         return True
 
     def leave(self, incarnation: Incarnation, hashes: Sequence[bytes], now_s: float) -> None:
@@ -183,17 +190,26 @@ class Expected:
             self._total -= len(hashes)
             for digest in hashes:
                 counts = self._counts[digest]
-                counts[incarnation] -= 1
-                if not counts[incarnation]:
+                if counts[incarnation] > 1:
+                    counts[incarnation] -= 1
+                elif len(counts) > 1:
                     del counts[incarnation]
-                    if not counts:
-                        del self._counts[digest]
+                else:
+                    del self._counts[digest]
 
-    def blocks(self, hashes: Sequence[bytes]) -> Iterator[tuple[Incarnation, int]]:
-        """How many leading blocks of a chain each node is about to have."""
-        for incarnation in self._counts.get(hashes[0], ()) if hashes else ():
-            missing = (i for i, digest in enumerate(hashes) if incarnation not in self._counts.get(digest, ()))
-            yield incarnation, next(missing, len(hashes))
+    def blocks(self, hashes: Sequence[bytes]) -> Iterator[tuple[Collection[Incarnation], int]]:
+        """Who is about to have how many leading blocks of a chain, at least: the fewest first, then ever fewer nodes.
+        It takes no step for each block of each node: a thousand nodes may be about to have one long beginning."""
+        having: Collection[Incarnation] = ()
+        for depth, digest in enumerate(hashes):
+            more: Collection[Incarnation] = self._counts.get(digest, ())
+            if len(more) < len(having):
+                yield having, depth
+            if not more:
+                return
+            having = more
+        if having:
+            yield having, len(hashes)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -298,9 +314,10 @@ class Placement:
             node.sent_by_siblings = 0
         self._count(node)
         self.ready[slot] = record.lifecycle is Lifecycle.READY and model is not None
-        self._region_tokens[slot] = region_tokens(record)
-        self._rate[slot] = load.prefill_tokens_per_s
-        fetches = load.fetch_tokens_per_s
+        if self._region_tokens[slot] != region_tokens(record):
+            self._region_tokens[slot], self._region_least = region_tokens(record), 0
+        self._rate[slot] = _rate(load.prefill_tokens_per_s)
+        fetches = _rate(load.fetch_tokens_per_s)
         self._fetch_s[slot] = 1 / fetches if fetches else NO_FETCH_S_PER_TOKEN
         if model is not None:
             root = (model.kv_root, model.block_size)
@@ -408,7 +425,7 @@ class Placement:
         """What nodes have of the prompt, and could fetch, if its KV is of this kind for all of them."""
         hashes = chain_digests(root_digest(root, salt), tokens, block_size)
         found = self._index.lookup(hashes)
-        expected = [(self._nodes[i].slot, count) for i, count in self._expected.blocks(hashes) if i in self._nodes]
+        expected = [(slots, count) for those, count in self._expected.blocks(hashes) if (slots := self.slots(those))]
         if found is None and not expected:
             return _Kind(hashes=hashes)
         if found is None:
@@ -416,9 +433,9 @@ class Placement:
         blocks = found.blocks.take(self._holder).astype(np.float64)
         saved = found.saved.take(self._holder).astype(np.float64)
         saved *= block_size / SAVED_WHOLE
-        for slot, count in expected:
-            blocks[slot] = max(blocks[slot], count)
-            saved[slot] = max(saved[slot], count * block_size)
+        for slots, count in expected:
+            blocks[slots] = np.maximum(blocks[slots], count)
+            saved[slots] = np.maximum(saved[slots], count * block_size)
         return _Kind(
             hashes=hashes,
             found=found,
@@ -466,6 +483,11 @@ class Placement:
         return left
 
 
+def _rate(per_s: float) -> float:
+    """As a node says it; 0, not known, if that cannot be: one such number would draw all prompts to it."""
+    return per_s if 0 < per_s < RATE_MAX_PER_S else 0.0
+
+
 def _none() -> npt.NDArray[np.float64]:
     return np.zeros(0)
 
@@ -494,10 +516,9 @@ def _by_slot(kinds: Sequence[_Kind], root: npt.NDArray[np.int64]) -> _Kind:
     found = next((kind.found for kind in kinds if kind.some), None)
     if found is None:
         return _Kind(hashes=())
-    nothing = np.zeros(len(root))
-    return _Kind(
-        hashes=(),
-        found=found,
-        saved_tokens=np.choose(root, [kind.saved_tokens if kind.some else nothing for kind in kinds]),
-        fetched_tokens=np.choose(root, [kind.fetched_tokens if kind.some else nothing for kind in kinds]),
-    )
+    saved, fetched = np.zeros(len(root)), np.zeros(len(root))
+    for place, kind in enumerate(kinds):
+        if kind.some:
+            np.copyto(saved, kind.saved_tokens, where=root == place)
+            np.copyto(fetched, kind.fetched_tokens, where=root == place)
+    return _Kind(hashes=(), found=found, saved_tokens=saved, fetched_tokens=fetched)

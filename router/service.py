@@ -238,6 +238,7 @@ class _Stream:
         """Done with the call's first write; None before that."""
         self._failure: BaseException | None = None
         """Of a write: nothing is written any more."""
+        self._closed = False
         self._all_written = asyncio.Event()
         self._over = False
 
@@ -276,6 +277,7 @@ class _Stream:
         """Nothing more is written. The call's first write, with its headers, ends before: if the call ended without it,
         gRPC would send them again with the error, and the call would never end. It is small, and does not wait for the
         client."""
+        self._closed, self.on_open = True, None
         self._events.clear()
         if self._first is not None and not self._first.done():
             await asyncio.wait([self._first], timeout=FIRST_WRITE_MS_MAX / 1000)
@@ -284,7 +286,7 @@ class _Stream:
     def _put(self, event: inference_pb2.GenerateEvent, place: Place | None) -> None:
         if place is not None and self._resume is not None:
             event.resume_token = self._resume.token(place).encode()
-        if self._failure is not None:
+        if self._failure is not None or self._closed:
             return
         self._events.append(event)
         if self._writing is None:
@@ -307,22 +309,28 @@ class _Stream:
         except StopIteration:
             pass
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the handler raises it
-            self._failure = error
+            if self._closed:  # a client that is gone fails the last write after the end
+                error.__traceback__ = None  # it leads back to this
+            else:
+                self._failure = error
             self._events.clear()
             self._all_written.set()
         else:
-            future._asyncio_future_blocking = False  # as a task does: it is waited for
-            future.add_done_callback(self._go_on)
+            if future is None:  # it only lets others run
+                self._loop.call_soon(self._go_on)
+            else:
+                future._asyncio_future_blocking = False  # as a task does: it is waited for
+                future.add_done_callback(self._go_on)
             return
         self._writing = None
         assert self._first is not None
         if not self._first.done():
             self._first.set_result(None)
 
-    def _go_on(self, _future: asyncio.Future[Any]) -> None:
+    def _go_on(self, _future: asyncio.Future[Any] | None = None) -> None:
         self._step()
         self._write_all()
-        if self._writing is not None or self._failure is not None:
+        if self._writing is not None or self._failure is not None or self._closed:
             return
         self.is_open = True
         if self.on_open is not None:

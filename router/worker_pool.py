@@ -383,6 +383,7 @@ class WorkerPool:
     def _bury(self, worker: WorkerProcess) -> None:
         """Its connections are over, but for those that it had not taken."""
         del self._workers[worker.number]
+        self._tell_siblings_soon()  # what it had sent counts no more
         if worker.keys is not None:
             worker.keys.end()
         self._supervision.died(worker.number, self._clock.monotonic_s())

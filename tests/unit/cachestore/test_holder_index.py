@@ -64,7 +64,7 @@ def test_the_index_agrees_with_a_dict(changes: list[object], chain: list[bytes])
         check(index, model, chain)
 
 
-def blocks(index: HolderIndex, chain: list[bytes]) -> npt.NDArray[np.uint16]:
+def blocks(index: HolderIndex, chain: list[bytes]) -> npt.NDArray[np.uint32]:
     return (index.lookup(chain) or index.nothing()).blocks
 
 
@@ -141,3 +141,27 @@ def test_a_million_blocks_take_little_memory() -> None:
     kept = blocks(index, [had[7][16 * i : 16 * (i + 1)] for i in range(3_300, 3_324)])
     assert kept[7] == 24 and kept.sum() == 24
     assert index.lookup([had[7][:16]]) is None
+
+
+def test_a_prompt_of_very_many_blocks() -> None:
+    """A holder has 70,000 of them, more than 16 bits count."""
+    index, number = HolderIndex(), 0
+    assert index.begin() == number
+    index.publish(Incarnation(1), number)
+    chain = [i.to_bytes(8, "big") * 2 for i in range(70_000)]
+    keys = [each[::-1] for each in chain]
+    index.put(number, b"".join(keys), bytes([1]) * len(keys))
+    found = index.lookup(keys)
+    assert found is not None
+    assert (int(found.blocks[number]), int(found.saved[number])) == (70_000, 8 * 70_000)
+
+
+def test_a_block_that_a_message_names_twice_is_kept_once() -> None:
+    """However often a broken node says it: the index does not grow."""
+    index, digests = HolderIndex(), b"".join(DIGESTS)
+    number = index.begin()
+    assert number is not None
+    index.publish(Incarnation(1), number)
+    for _ in range(5):
+        index.put(number, digests * 3, bytes([1, 2, 3, 1, 2, 3, 0, 0, 0] * 2))
+    assert (index.entries, index.count(number), index.count(number + 1)) == (6, 6, 0)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 from batonpb import holdings_pb2, holdings_pb2_grpc
 
@@ -22,6 +23,7 @@ from baton.wire import NodeRecord, Role
 from cachestore.holder_index import HolderIndex
 from cachestore.holdings import Holdings, Tier
 from node.holdings import HoldingsService
+from router import holdings_reader
 from router.holdings_reader import HoldingsReader
 from tests.support.router_records import MODEL
 
@@ -196,6 +198,32 @@ def test_a_malformed_message_costs_a_snapshot_too() -> None:
         assert node.known == [0, 0, 0]
 
     play(scenario)
+
+
+def test_a_node_that_says_that_it_has_too_much_is_not_known() -> None:
+    """Three blocks are known of a node at most here, or six before they are counted. With eight, in changes or in a
+    snapshot, nothing is known of it. One that says much, but of the same three, stays known."""
+
+    async def scenario(made: Router, node: Node) -> None:
+        await made.until(node, 0)
+        node.has(range(3))
+        await made.until(node, 3)
+        for _ in range(4):
+            node.holdings.removed(CHAIN[2], Tier.DEVICE)
+            await made.until(node, 2)
+            node.has([2])
+            await made.until(node, 3)
+        assert node.known == [0]
+        node.has(range(3, 8))
+        async with asyncio.timeout(WAIT_S):
+            while len(node.known) < 3:  # noqa: ASYNC110 - it asks for snapshots, and takes none
+                await asyncio.sleep(0.005)
+        assert (node.known[1:3], made.blocks(node), made.index.holders) == ([0, 0], 0, {})
+        made.index.sweep()
+        assert made.index.entries == 0
+
+    with patch.object(holdings_reader, "BLOCKS_OF_NODE_MAX", 3):
+        play(scenario)
 
 
 def test_a_router_that_was_away_for_long_gets_a_snapshot() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from baton.ids import Attempt, Incarnation, NodeName, RequestId, RequestKey
 from baton.lifecycle import Lifecycle
-from baton.wire import ModelInfo, NodeLoad, NodeRecord, Owner, Role
+from baton.wire import BlockLoad, ModelInfo, NodeLoad, NodeRecord, Owner, Role
 from cachestore.holder_index import HolderIndex
 from cachestore.holdings import Tier
 from cachestore.prefix_cache import chain_digests, root_digest
@@ -340,3 +343,89 @@ def test_what_sibling_workers_have_sent_counts_until_the_next_report() -> None:
     left()
     placed.follow(node(0, rate=100.0, sequence=2), second)
     assert placed.name([3] * 10) == first.name
+
+
+CHAIN = tuple(range(20))
+"""Five blocks."""
+_Drawn = tuple[int, float, float, int, int, Tier, bool]
+NODES = st.tuples(
+    st.sampled_from([0, 7, 40]),  # tokens that wait
+    st.sampled_from([0.0, 50.0, 200.0]),  # tokens a second
+    st.sampled_from([0.0, 100.0, 1e6]),  # that it fetches
+    st.integers(0, 5),  # blocks that it has of the chain
+    st.integers(0, 5),  # blocks of it in a prompt sent there
+    st.sampled_from(Tier),
+    st.booleans(),  # of another kind of KV
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(NODES, min_size=1, max_size=5), st.integers(1, 25))
+def test_the_choice_agrees_with_the_formula(nodes: list[_Drawn], n: int) -> None:
+    """Nodes of all sorts: the one chosen has the least expected time, as a plain loop computes it."""
+    other = replace(MODEL, kv_root=b"other")
+    records = [
+        node(i, waiting=waiting, rate=rate, fetch=fetch, model=other if is_other else MODEL)
+        for i, (waiting, rate, fetch, _, _, _, is_other) in enumerate(nodes)
+    ]
+    placed = placement(*records)
+    for record, (_, _, _, has, sent, tier, is_other) in zip(records, nodes, strict=True):
+        placed.has(record, CHAIN[: 4 * has], tier)
+        placed._expected.add(record.incarnation, hashes_of(CHAIN[: 4 * sent], other if is_other else MODEL))
+    fastest = max(rate for _, rate, *_ in nodes) or RATE_UNKNOWN_TOKENS_PER_S
+    fetching = any(fetch for _, _, fetch, *_ in nodes)
+    times = []
+    for waiting, rate, fetch, has, sent, tier, is_other in nodes:
+        full = n // 4
+        mine = max(min(has, full), min(sent, full))
+        saved = max(min(has, full) * 4 * {Tier.DEVICE: 8, Tier.HOST: 7, Tier.DISK: 6}[tier] / 8, 4 * min(sent, full))
+        most = max(min(other_has, full) for _, _, _, other_has, _, _, kind in nodes if kind == is_other)
+        speed, fetched = rate or fastest, 4 * max(0, most - mine)
+        seconds = waiting / speed + (max(1, n - saved) if saved or most else n) / speed
+        if fetching and fetch:
+            rest = max(1, n - saved - fetched)
+            seconds = min(seconds, max(waiting / speed, FETCH_FIXED_S + fetched / fetch) + rest / speed)
+        times.append(seconds)
+    choice = placed.choose(range(n))
+    chosen = records.index(choice.record)
+    assert choice.ttft_s == pytest.approx(min(times))
+    assert times[chosen] == pytest.approx(min(times))
+
+
+def test_many_that_are_about_to_have_one_beginning_cost_no_step_for_each_block() -> None:
+    """Many nodes get one long prompt, ten of them a longer one: two groups, however many blocks there are."""
+    expected = Expected()
+    hashes = [i.to_bytes(16, "little") for i in range(500)]
+    for number in range(500):
+        expected.add(Incarnation(number + 1), hashes[: 500 if number < 10 else 400])
+    found = [(sorted(nodes), depth) for nodes, depth in expected.blocks(hashes)]
+    assert found == [(list(range(1, 501)), 400), (list(range(1, 11)), 500)]
+    assert [(len(nodes), depth) for nodes, depth in expected.blocks(hashes[:3])] == [(500, 3)]
+    assert list(expected.blocks([b"x" * 16])) == []
+
+
+@pytest.mark.parametrize("rate", [math.nan, math.inf, -5.0, 1e300])
+def test_a_rate_that_cannot_be_is_not_believed(rate: float) -> None:
+    """A broken node says it: prompts go where they would if it had measured nothing."""
+    placed = placement(node(0, waiting=10, rate=rate, fetch=rate), node(1, rate=100.0))
+    placed.has(node(1, rate=100.0), range(8))
+    choice = placed.choose(13)
+    assert (choice.record.name, choice.ttft_s) == ("prefill-1", 0.05)
+
+
+def test_nodes_of_many_kinds_of_kv() -> None:
+    """More than numpy's `choose` takes: each knows its own kind."""
+    records = [node(i, rate=100.0, model=replace(MODEL, kv_root=b"%d" % i)) for i in range(80)]
+    placed = placement(*records)
+    placed.has(records[70], range(12))
+    assert (placed.choose(13).record, placed.choose(13).compute_tokens) == (records[70], 1)
+
+
+def test_a_region_that_turns_out_small_counts_at_once() -> None:
+    """A node's region is not known, and then is: the next prompt that is longer does not go there."""
+    placed = placement(*(records := [node(0), node(1)]))
+    placed.choose(5)
+    assert placed.may_hold(50).tolist() == [True, True]
+    small = replace(records[0], sequence=2, load=NodeLoad(blocks=BlockLoad(free=10)))
+    placed.follow(small, records[1])
+    assert placed.may_hold(50).tolist() == [False, True]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -134,9 +136,64 @@ def test_a_call_that_ends_waits_for_its_first_write_alone() -> None:
         client.ends[0].set_result(None)
         await closing
         assert len(client.begun) == 1
+        sink = _Stream(None, client.write)
+        sink.started(inference_pb2.Started(), None)
+        client.ends[-1].set_result(None)
+        await turn()
         sink.tokens(part(1))
         await sink.close()
-        assert len(client.begun) == 2
-        assert client.finished == 1
+        sink.tokens(part(2))
+        assert len(client.begun) == 3
+        assert client.finished == 2
+
+    asyncio.run(scene())
+
+
+def test_a_write_that_fails_behind_the_end_leaves_nothing_behind() -> None:
+    """The client is gone, and its call is over. When gRPC then fails the write, nobody is told that there is room, and
+    the error, whose traceback leads to the stream, is not kept by it: such a cycle would stay for long."""
+
+    async def scene() -> None:
+        client, opened = Writes(), []
+        sink = _Stream(None, client.write)
+        sink.on_open = lambda: opened.append(client.finished)
+        sink.started(inference_pb2.Started(), None)
+        client.ends[-1].set_result(None)
+        await turn()
+        sink.tokens(part(0))
+        await sink.close()
+        client.ends[-1].set_exception(ConnectionResetError("the client has gone"))
+        await turn()
+        gone = weakref.ref(sink)
+        gc.disable()
+        try:
+            del sink
+            client.ends.clear()
+            await turn()
+            assert (gone(), opened) == (None, [1])
+        finally:
+            gc.enable()
+
+    asyncio.run(scene())
+
+
+def test_a_write_may_let_others_run() -> None:
+    """It yields without a future, as sleep(0) does."""
+
+    async def scene() -> None:
+        begun: list[inference_pb2.GenerateEvent] = []
+
+        async def write(event: inference_pb2.GenerateEvent) -> None:
+            await asyncio.sleep(0)
+            begun.append(event)
+
+        sink = _Stream(None, write)
+        sink.tokens(part(0))
+        sink.tokens(part(1))
+        answer = asyncio.create_task(asyncio.sleep(0))
+        answer.add_done_callback(sink.ended)
+        await sink.all_written()
+        await sink.close()
+        assert [list(event.tokens.ids) for event in begun] == [[0], [1]]
 
     asyncio.run(scene())
