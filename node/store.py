@@ -500,9 +500,10 @@ class Store:
                 books.stored(place)
                 continue
             books.dropped(place)
-            if outcome is Outcome.CORRUPT and disk.books.find(key.digest) == slot:
+            if disk.books.find(key.digest) == slot:  # not asked for again: a bad place costs a drive seconds each time
                 disk.books.dropped(slot)
-                disk.file.erase([slot])
+                if outcome is Outcome.CORRUPT:
+                    disk.file.erase([slot])
         # One that was forgotten meanwhile is not there either.
         lost = (i for i, (place, key) in enumerate(zip(staged, keys, strict=True)) if books.find(key.digest) != place)
         came = staged[: next(lost, len(staged))]

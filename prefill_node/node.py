@@ -183,7 +183,12 @@ class PrefillNode:
     @property
     def spare_blocks(self) -> int:
         """Blocks for what is brought: those that no promise, and nothing in the queue, is for."""
-        return self.ledger.available - sum(self._blocks.blocks_for(len(job.tokens)) for job in self._queue)
+        return self.ledger.available - sum(map(self._need, self._queue))
+
+    def _need(self, job: Job) -> int:
+        """Blocks that a request in the queue may wait for: where it may be kept, those of its answer too."""
+        kept = self._local is not None and job.needs_decode
+        return job.footprint(self.pool) if kept else self._blocks.blocks_for(len(job.tokens))
 
     def _enqueue(self, job: Job) -> None:
         self._queue.add(job)

@@ -320,3 +320,23 @@ def test_idle_pairs_are_fenced_beyond_a_limit() -> None:
         assert (await ask(cluster, prompt)).stats.sources.fetched == BLOCKS * SIZE
 
     play(scene)
+
+
+def test_what_a_request_waits_for_is_not_spare() -> None:
+    """A mixed node writes one long answer, and has no room for a second: what is spare for fetches lacks all blocks
+    that the second one will need, those of its answer too."""
+
+    async def scenario() -> None:
+        rng, flags = random.Random(11), {"engine.mock_layer_delay_ms": 50}
+        async with inprocess(mock_spec(prefill=0, decode=0, mixed=1, blocks=20, mixed_flags=flags)) as cluster:
+            node = cluster.prefill["mixed-0"]
+            prompts = [random_prompt(rng, 40) for _ in range(2)]
+            asked = [asyncio.create_task(cluster.client.generate(prompt, max_tokens=150)) for prompt in prompts]
+            await until(cluster, "the second to wait", lambda: len(node._queue) == 1)
+            assert node.spare_blocks == node.ledger.available - (40 + 150 - 2) // SIZE - 1 < 0
+            for asking in asked:
+                asking.cancel()
+            await asyncio.wait(asked)
+            await until(cluster, "nothing to be left", lambda: not node.holds().left())
+
+    asyncio.run(scenario())

@@ -444,6 +444,33 @@ def test_a_block_that_the_disk_has_lost_is_forgotten(tmp_path: Path) -> None:
     play_on_disk(tmp_path / "blocks", after)
 
 
+def test_a_block_that_the_disk_cannot_read_is_not_asked_for_again(tmp_path: Path) -> None:
+    """The third block is in a bad place of the drive: two come, and the file is read on."""
+
+    async def before(scene: Scene) -> None:
+        await used_twice(scene, ONE)
+        await on_disk(scene, 4)
+
+    async def after(scene: Scene) -> None:
+        assert scene.store.disk is not None
+        file, books = scene.store.disk.file, scene.store.disk.books
+        slot = books.find(scene.prefix(ONE).chain[2])
+        assert slot is not None
+        bad, real = file.identity.slot_at(slot) + file.identity.header_nbytes, file._io
+
+        def read(fd: int, data_at_B: Any, *others: Any) -> Any:
+            return np.where(data_at_B == bad, np.int32(errno.EIO), real.read(fd, data_at_B, *others))
+
+        with patch.object(file, "_io", SimpleNamespace(read=read, write=real.write)):
+            assert await scene.bring(ONE) == 2
+            assert (scene.have(ONE), books.blocks, file.counts.read_errors) == (2, 3, 1)
+            assert scene.offer(ONE) is None
+        assert file.readable
+
+    play_on_disk(tmp_path / "blocks", before)
+    play_on_disk(tmp_path / "blocks", after)
+
+
 def test_a_pinned_prefix_goes_to_the_disk_at_once_and_stays_in_every_tier(tmp_path: Path) -> None:
     """Tiers of five blocks, and a pin of two: other prompts that are used twice take turns in the other three."""
 
