@@ -1,8 +1,8 @@
-"""SIGKILL and SIGSTOP of both ends of a fetch, at its own points."""
+"""Both ends of a fetch killed, stopped or cut off from each other, at its own points."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Final
@@ -10,6 +10,7 @@ from typing import Final
 from cli.services import Service
 from cli.supervisor import ClusterSpec
 from tests.faults.cluster import RECEIVER_FLAGS, FaultyCluster, faulty, faulty_spec
+from tests.faults.links import GrpcCase, Ill, LinkCluster, linked
 from tests.faults.load import Asked, Load
 from tests.faults.points import Failpoint, Side, Struck
 from tests.faults.questions import FETCH_MARK, MockQuestions, Question, Questions
@@ -24,9 +25,9 @@ ASKED_MAX: Final = 10
 connect, and one that failed is left alone for a while."""
 
 
-def fetch_spec(transport: str) -> ClusterSpec:
+def fetch_spec(*, both: Mapping[str, object] | None = None) -> ClusterSpec:
     """As `faulty_spec`, with prompts that are worth fetching."""
-    spec = faulty_spec(both={"transports": transport, "engine.num_blocks": 800})
+    spec = faulty_spec(both={"engine.num_blocks": 800, **(both or {})})
     prefill = {**spec.flags[Service.PREFILL], "engine.mock_layer_delay_ms": 20}
     prefill |= {key: value for key, value in RECEIVER_FLAGS.items() if key.startswith("receiver.")}
     return replace(spec, flags={**spec.flags, Service.PREFILL: prefill})
@@ -34,8 +35,14 @@ def fetch_spec(transport: str) -> ClusterSpec:
 
 @asynccontextmanager
 async def fetch_cluster(transport: str, *, seed: int) -> AsyncIterator[tuple[FaultyCluster, Questions]]:
-    async with faulty(fetch_spec(transport)) as cluster:
+    async with faulty(fetch_spec(both={"transports": transport})) as cluster:
         yield cluster, MockQuestions(seed=4 + seed, marked_tokens=FETCHED_TOKENS, mark=FETCH_MARK)
+
+
+@asynccontextmanager
+async def fetch_link_cluster(*, seed: int) -> AsyncIterator[tuple[LinkCluster, Questions]]:
+    async with linked(fetch_spec, data=True) as stage:
+        yield stage, MockQuestions(seed=5 + seed, marked_tokens=FETCHED_TOKENS, mark=FETCH_MARK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +50,33 @@ class FetchCase(SignalCase):
     """A prompt is computed on one prefill node; asked for again it goes to the other one, which fetches it."""
 
     async def ask(self, cluster: FaultyCluster, load: Load, questions: Questions) -> tuple[Asked, Struck]:
-        elsewhere = []
-        for _ in range(ASKED_MAX):
-            question = questions.marked()
-            await load.ask(_begun(question)).task
-            hit = load.ask(question)
-            struck = await cluster.struck_unless(hit.task)
-            if struck is not None:
-                return hit, struck
-            elsewhere.append(hit.course)
-        raise AssertionError(f"no fetch came to the point; requests went {', '.join(elsewhere)}\n{cluster.story()}")
+        return await ask_fetched(cluster, load, questions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchLinkCase(GrpcCase):
+    """The calls between owner and receiver."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}{self.ill.value}-owner-receiver-at-{self.point.value}"
+
+    async def ask(self, cluster: FaultyCluster, load: Load, questions: Questions) -> tuple[Asked, Struck]:
+        return await ask_fetched(cluster, load, questions)
+
+
+async def ask_fetched(cluster: FaultyCluster, load: Load, questions: Questions) -> tuple[Asked, Struck]:
+    """Have a prompt computed, and ask for it again; another one until a fetch comes to the point that is armed."""
+    elsewhere = []
+    for _ in range(ASKED_MAX):
+        question = questions.marked()
+        await load.ask(_begun(question)).task
+        hit = load.ask(question)
+        struck = await cluster.struck_unless(hit.task)
+        if struck is not None:
+            return hit, struck
+        elsewhere.append(hit.course)
+    raise AssertionError(f"no fetch came to the point; requests went {', '.join(elsewhere)}\n{cluster.story()}")
 
 
 def _begun(question: Question) -> Question:
@@ -86,3 +110,7 @@ TCP_CASES: Final = (
     _case(Blow.STOP, Side.OWNER, Failpoint.FETCH_LAYER, "fetch-tcp-"),
     _case(Blow.KILL, Side.RECEIVER, Failpoint.FETCH_COMMIT_SENT, "fetch-tcp-"),
 )
+LINK_CASES: Final = (
+    FetchLinkCase(ends=(Side.PREFILL, Side.DECODE), ill=Ill.DARK, point=Failpoint.FETCH_LAYER, kind="fetch-"),
+)
+"""The ends of a struck fetch are in the places of those of a handoff."""

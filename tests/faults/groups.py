@@ -113,6 +113,7 @@ GROUPS: Final[tuple[Group, ...]] = (
     Group(cases=(*signals.WEB_CASES, *doubles.WEB_CASES), opened=web_cluster),
     Group(cases=fetches.CASES, opened=partial(fetches.fetch_cluster, "shm")),
     Group(cases=fetches.TCP_CASES, opened=partial(fetches.fetch_cluster, "tcp")),
+    Group(cases=fetches.LINK_CASES, opened=fetches.fetch_link_cluster),
     Group(cases=rolling.CASES, opened=rolling.rolling_cluster),
     Group(cases=redis_away.CASES, opened=redis_cluster),
     Group(cases=real.CASES, opened=real.real_cluster),

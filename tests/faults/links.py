@@ -15,7 +15,7 @@ from typing import Final, Generic, Protocol, TypeVar
 from cli.services import Service
 from cli.supervisor import DIRECTORY_NAME, ClusterSpec
 from tests.faults.cluster import FaultyCluster, faulty
-from tests.faults.load import Load
+from tests.faults.load import Asked, Load
 from tests.faults.outcome import Outcome
 from tests.faults.points import END_POINTS, Failpoint, Hit, Side, Struck
 from tests.faults.proxy import Dark, Proxy, Spoil
@@ -121,6 +121,10 @@ class Played(ABC, Generic[_S]):
         """Nodes beside those that `struck` names, which must serve again too."""
         return set()
 
+    async def ask(self, cluster: FaultyCluster, load: Load, questions: Questions) -> tuple[Asked, Struck]:
+        """Ask what is struck, and return when it is."""
+        return await ask_marked(cluster, load, questions)
+
     async def meanwhile(self, stage: _S, questions: Questions, outcome: Outcome) -> None:
         """When all have their answers, before all is well again."""
 
@@ -131,7 +135,7 @@ class Played(ABC, Generic[_S]):
         async with Load(cluster.asker, questions) as load, struck_by_test(cluster, strikes) as port:
             hits = (Hit(side=self.struck_side), *(Hit(side=side, signum=signal.SIGKILL) for side in self.also_killed))
             await cluster.arm(point=self.point, mark=questions.mark, hits=hits, ask_port=port)
-            hit, _ = await ask_marked(cluster, load, questions)
+            hit, _ = await self.ask(cluster, load, questions)
             struck = await strikes.get()
             try:
                 self.strike(stage, struck)

@@ -13,6 +13,7 @@ import numpy as np
 
 import cli.main
 from cli.services import Service
+from router.placement import Choice
 from tests.faults.points import ARMED_ENV, Ends, Failpoint, Failpoints
 from tests.faults.questions import FETCH_MARK
 
@@ -107,7 +108,7 @@ def _wrap_owning(points: Failpoints, marks: Marks) -> None:
 def _wrap_fetching(points: Failpoints, marks: Marks) -> None:
     from baton.ids import GrantId
     from baton.wire import key_from_proto
-    from node.fetching import Fetches
+    from node.fetching import Fetches, OwnerFigures
     from node.sources import Gatherer, LinearCost
 
     real_reserve, real_commit, real_gather = Fetches.reserve, Fetches.commit, Gatherer.gather
@@ -138,6 +139,7 @@ def _wrap_fetching(points: Failpoints, marks: Marks) -> None:
     _replace(Fetches, "reserve", reserve)
     _replace(Fetches, "commit", commit)
     _replace(Gatherer, "gather", gather)
+    _replace(OwnerFigures, "measured", lambda _self, *_of: None)  # one that was stopped is asked again
 
 
 def wrap_decode(points: Failpoints, marks: Marks) -> None:
@@ -283,25 +285,25 @@ def wrap_router(points: Failpoints, marks: Marks) -> None:
 
 def _wrap_placing() -> None:
     """A prompt that is to be fetched goes to a prefill node that has not got it, and is fetched from one."""
-    from router.placement import Choice, Placement
+    from router.placement import Placement
 
     real_pick = Placement.pick
 
     def pick(self: Placement, tokens: Any, salt: bytes, *, among: Any = None, no_owners: Any = ()) -> Choice:
         among = self.ready if among is None else among
-        choice = real_pick(self, tokens, salt, among=among, no_owners=no_owners)
+        choice: Choice = real_pick(self, tokens, salt, among=among, no_owners=no_owners)
         if tokens[0] != FETCH_MARK:
             return choice
         others = among & np.array([record.name != choice.record.name for record in self.records])
         if others.any() and not _from_prefill(choice).owners:
             other = _from_prefill(real_pick(self, tokens, salt, among=others, no_owners=no_owners))
-            return other if other.owners else choice
+            return choice if not other.owners else other
         return _from_prefill(choice)
 
     _replace(Placement, "pick", pick)
 
 
-def _from_prefill(choice: Any) -> Any:
+def _from_prefill(choice: Choice) -> Choice:
     """Decode nodes have it too."""
     owners = tuple(owner for owner in choice.owners if owner.name.startswith(Service.PREFILL.value))
     return replace(choice, owners=owners)
