@@ -1,6 +1,7 @@
 """The KV store, piece by piece, each beside its limit or a peer in the same run.
 
     python -m benchmarks.kvstore disk [--folder /var/tmp]     # the disk tier's file beside fio
+    python -m benchmarks.kvstore fetch                        # fetches beside transfers, and beside computing
     python -m benchmarks.kvstore host                         # copies to and from the host tier beside memcpy
     python -m benchmarks.kvstore mooncake --python PYTHON     # gets over tcp beside Mooncake Store's
     python -m benchmarks.kvstore unused                       # with the store over without, where nothing is reused
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
-PARTS = ("disk", "host", "mooncake", "unused")
+PARTS = ("disk", "fetch", "host", "mooncake", "unused")
 
 
 def main() -> None:

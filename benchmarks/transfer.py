@@ -135,6 +135,9 @@ class Process:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
 
 
 def measure(name: str, method: Method, sizes: list[int], peers: str, seed: int, transport: str) -> list[dict[str, Any]]:

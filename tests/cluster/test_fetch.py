@@ -164,6 +164,23 @@ def test_an_owner_that_refuses_costs_nothing(why: str) -> None:
     play(scene)
 
 
+def test_the_next_owner_is_asked_where_the_first_refuses() -> None:
+    """Two nodes have the prompt. The first one named is cordoned: the second brings it."""
+    prompt = random_prompt(random.Random(12), PROMPT_TOKENS)
+
+    async def scene(cluster: InProcessCluster, steering: Steering) -> None:
+        await connected(cluster, "prefill-1", "prefill-2")
+        for steering.prefill in ("prefill-0", "prefill-2"):
+            await ask(cluster, prompt)
+        steering.prefill, steering.owners = "prefill-1", ["prefill-0", "prefill-2"]
+        with REFUSALS["draining"](cluster):
+            sources = (await ask(cluster, prompt)).stats.sources
+        assert (sources.fetched, sources.fetched_from) == (BLOCKS * SIZE, "prefill-2")
+        assert refusals(cluster) == (1, 1, 0)
+
+    play(scene, prefill=3)
+
+
 def test_no_fetch_across_salts() -> None:
     """One prompt of two tenants: what one has had computed is not fetched for the other."""
     prompt = random_prompt(random.Random(5), PROMPT_TOKENS)

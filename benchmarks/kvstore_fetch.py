@@ -1,0 +1,330 @@
+"""Fetches of a prefix from another node: their rate beside the transport's alone, and when they beat computing.
+
+    python -m benchmarks.kvstore fetch --part rate
+    python -m benchmarks.kvstore fetch --part choice --transport shm
+
+Two prefill nodes, the one that fetches in this process, the owner in one of its own. `rate`: 4,096 tokens, whose KV was
+made up at the owner, in records of 32 KiB, 16 layers: 128 MiB; from the Fetch call to the blocks indexed, all of them
+compared; beside `benchmarks.transfer`'s two sides with as many bytes and records. `choice`: a small model with random
+weights; time to first token of a prompt that the owner has computed, forced to compute, forced to fetch, and as the
+node chooses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import statistics
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import grpc.aio
+from batonpb import common_pb2, prefill_pb2, prefill_pb2_grpc
+
+from baton.ids import Incarnation, Pair
+from baton.wire import Owner
+from benchmarks.kvstore_fetch_side import CONTEXT, SALT, VOCAB, is_made_up, prefill_node, prompt, serving
+from benchmarks.transfer import MOVED_GB, Method, Process, _ours
+from cli.services import Service
+from engine.demo_model import DemoModelParams, write_demo_model
+from kvtransfer.transports.settings import ShmConfig, TcpConfig
+from node.fetching import Fetches
+from node.sources import LinearCost, Prefix
+from prefill_node.main import PrefillHalf
+
+RATE_BAR = 0.85
+CHOICE_BAR = 1.10
+TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+BLOCK = 16
+RATE_TOKENS = 4096
+RECORD_BYTES = 32 << 10
+RATE_BLOCKS = 1024
+WARM_UPS = 4
+WAIT_S_MAX = 60.0
+RATE_MODEL = DemoModelParams(
+    num_layers=16, hidden_size=64, intermediate_size=64, num_heads=4, num_kv_heads=4, head_dim=64, vocab_size=VOCAB,
+    context_len_max=CONTEXT,
+)  # fmt: skip
+"""Float32: 32 KiB a token, as a model of 16 layers with 8 heads of 64 in bfloat16 has."""
+MODES = ("compute", "fetch", "choose")
+ROUTER = 7
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--part", choices=("rate", "choice"), action="append", dest="parts")
+    parser.add_argument("--transport", choices=("shm", "tcp"), action="append", dest="transports")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="of the choice's prompts")
+    parser.add_argument("--json", type=Path, help="keep the samples there")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Two:
+    """The node that fetches, here, and its owner."""
+
+    half: PrefillHalf
+    endpoint: str
+    side: Process
+    owner: Owner
+
+    @property
+    def incarnation(self) -> Incarnation:
+        return self.half.node._peers.runtime.incarnation
+
+    @property
+    def fetches(self) -> Fetches:
+        return self.half.transfers.fetches
+
+    async def emptied(self) -> None:
+        """Nothing under way here, nothing cached here."""
+        await until(lambda: not any(self.half.node.holds().left()), "the node to be idle")
+        assert self.half.node.pool.blocks.prefix_cache.evict_until(self.half.node.ledger.num_blocks)
+
+
+async def until(true: Any, what: str) -> None:
+    end_s = time.monotonic() + WAIT_S_MAX
+    while not true():
+        if time.monotonic() > end_s:
+            raise SystemExit(f"waited too long for {what}")
+        await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def two_nodes(folder: Path, params: DemoModelParams, blocks: int, transport: str) -> AsyncIterator[Two]:
+    """Connected to each other."""
+    write_demo_model(folder, params)
+    async with AsyncExitStack() as opened:
+        directory = await opened.enter_async_context(serving(Service.DIRECTORY, name="directory"))
+        arguments = (directory, str(folder), str(blocks), transport)
+        owner_side = Method(module="benchmarks.kvstore_fetch_side", arguments=arguments)
+        side = opened.enter_context(Process(owner_side, ""))
+        who = await asyncio.to_thread(side.ask, "who")
+        node = prefill_node(directory=directory, name="caller", model=str(folder), blocks=blocks, transport=transport)
+        endpoint, half = await opened.enter_async_context(node)
+        owner = Owner(
+            name="owner", endpoint=who["endpoint"], incarnation=Incarnation(who["incarnation"]), blocks=CONTEXT
+        )
+        two = Two(half=half, endpoint=endpoint, side=side, owner=owner)
+        pair = Pair(receiver=two.incarnation, writer=owner.incarnation)
+        two.fetches._may_ask(owner, b"any")
+        await until(lambda: two.fetches._receiver.is_connected(pair), "the owner to connect")
+        yield two
+
+
+# The rate.
+
+
+async def fetched(two: Two, seed: int) -> dict[str, float]:
+    """One fetch of a prompt that the owner gets now -> seconds, in all and of its parts."""
+    await asyncio.to_thread(two.side.ask, "make up", seed=seed, tokens=RATE_TOKENS)
+    await two.emptied()
+    blocks = two.half.node.pool.blocks
+    tokens = prompt(seed, RATE_TOKENS)
+    prefix = Prefix(tokens=tokens, salt=SALT, chain=blocks.prefix_cache.chain(tokens, SALT), owners=[two.owner])
+    stamps: dict[str, float] = {}
+    offer = two.fetches.offer(prefix, 0)
+    assert offer is not None and offer.blocks == RATE_TOKENS // BLOCK, offer
+    real_reserve, real_commit, real_committed = Fetches.reserve, Fetches.commit, Fetches.committed
+
+    def reserve(self: Fetches, *args: Any) -> Any:
+        reply = real_reserve(self, *args)
+        stamps["granted"] = time.perf_counter()
+        return reply
+
+    async def commit(self: Fetches, *args: Any) -> bool:
+        stamps["commit asked"] = time.perf_counter()
+        return await real_commit(self, *args)
+
+    def committed(self: Fetches, *args: Any) -> None:
+        real_committed(self, *args)
+        stamps["indexed"] = time.perf_counter()
+
+    with (
+        patch.object(Fetches, "reserve", reserve),
+        patch.object(Fetches, "commit", commit),
+        patch.object(Fetches, "committed", committed),
+    ):
+        began_s = time.perf_counter()
+        came = await two.fetches.bring(offer)
+        stamps["answered"] = time.perf_counter()
+    assert came == offer.blocks, (came, offer)
+    found = blocks.prefix_cache.match(tokens, SALT, came)
+    assert len(found) == came
+    whole = await asyncio.to_thread(is_made_up, two.half.node.pool, seed, found)  # a thread: peers watch this loop
+    assert whole, "what has come is not what was there"
+    return {what: at_s - began_s for what, at_s in stamps.items()}
+
+
+async def measure_rate(transport: str, rounds: int, folder: Path) -> list[dict[str, Any]]:
+    threads = ShmConfig().copy_threads if transport == "shm" else TcpConfig().streams
+    samples = []
+    async with two_nodes(folder, RATE_MODEL, RATE_BLOCKS, transport) as two:
+        assert two.half.node.pool.layout.record_bytes == RECORD_BYTES, two.half.node.pool.layout
+        with (
+            Process(_ours(transport, str(threads)), "") as sender,
+            Process(_ours(transport, str(threads)), "") as other,
+        ):
+
+            async def ask(side: Process, do: str, **arguments: Any) -> Any:
+                return await asyncio.to_thread(side.ask, do, **arguments)
+
+            async def moved(seed: int) -> float:
+                await ask(sender, "prepare", size=RECORD_BYTES, seed=seed)
+                took: dict[str, float] = await ask(sender, "move")
+                assert await ask(other, "check", size=RECORD_BYTES, seed=seed)
+                return took["seconds"]
+
+            await ask(sender, "fill")
+            await ask(sender, "connect", address=await ask(other, "address"))
+            for number in range(-WARM_UPS, rounds):
+                seed = number + 1000
+                if number % 2:
+                    alone_s, parts = await moved(seed), await fetched(two, seed)
+                else:
+                    parts, alone_s = await fetched(two, seed), await moved(seed)
+                if number >= 0:
+                    samples.append({"part": "rate", "transport": transport, "alone_s": alone_s, **parts})
+    return samples
+
+
+def report_rate(samples: list[dict[str, Any]]) -> str:
+    lines = ["transport  fetch GB/s  alone GB/s  ratio (min..max)     granted ms  commit asked  indexed  answered"]
+    for transport in sorted({s["transport"] for s in samples}):
+        mine = [s for s in samples if s["transport"] == transport]
+        ratios = sorted(s["alone_s"] / s["indexed"] for s in mine)
+        ratio = statistics.median(ratios)
+        middle = {
+            what: statistics.median(s[what] for s in mine) for what in mine[0] if what not in ("part", "transport")
+        }
+        lines.append(
+            f"{transport:9}  {MOVED_GB / middle['indexed']:10.2f}  {MOVED_GB / middle['alone_s']:10.2f}  "
+            f"{ratio:.2f} ({ratios[0]:.2f}..{ratios[-1]:.2f}){'' if ratio >= RATE_BAR else ' MISSED'}  "
+            + "  ".join(f"{1e3 * middle[what]:8.1f}" for what in ("granted", "commit asked", "indexed", "answered"))
+        )
+    return "\n".join(lines)
+
+
+# The choice.
+
+
+async def ask_prefill(
+    channel: grpc.aio.Channel, receiver: Incarnation, tokens: list[int], owners: list[Owner]
+) -> tuple[float, prefill_pb2.FirstToken]:
+    """-> seconds to the first token, and it."""
+    request = prefill_pb2.PrefillRequest(
+        header=common_pb2.Header(sender=ROUTER, receiver=receiver),
+        key=common_pb2.RequestKey(request=uuid.uuid4().hex),
+        prompt=tokens,
+        sampling=common_pb2.SamplingSpec(temperature=0, top_p=1, max_tokens=1),
+        router=ROUTER,
+    )
+    for owner in owners:
+        request.owners.add(
+            name=owner.name, endpoint=owner.endpoint, incarnation=owner.incarnation, blocks=len(tokens) // BLOCK
+        )
+    began_s = time.perf_counter()
+    async for event in prefill_pb2_grpc.PrefillStub(channel).Prefill(request, timeout=WAIT_S_MAX):
+        if event.WhichOneof("event") == "first_token":
+            return time.perf_counter() - began_s, event.first_token
+    raise SystemExit("no first token came")
+
+
+async def first_token(two: Two, channel: grpc.aio.Channel, mode: str, tokens: list[int]) -> dict[str, Any]:
+    await two.emptied()
+    gatherer = two.half.node.gatherer
+    measured, fetches = gatherer._computing, two.fetches.total.fetches
+    if mode == "fetch":  # computing is believed to take a second a token: all is fetched at once
+        gatherer._computing = LinearCost(fixed_s=0.0, unit_s=1.0, units=1000)
+    try:
+        owners = [] if mode == "compute" else [two.owner]
+        seconds, first = await ask_prefill(channel, two.incarnation, tokens, owners)
+    finally:
+        gatherer._computing = measured
+    if mode != "choose":
+        wanted = (len(tokens) - 1) // BLOCK * BLOCK if mode == "fetch" else 0
+        assert first.sources.fetched == wanted, (mode, len(tokens), first.sources)
+    return {
+        "seconds": seconds,
+        "token": first.token,
+        "fetched": first.sources.fetched,
+        "fetches": two.fetches.total.fetches - fetches,
+    }
+
+
+async def measure_choice(transport: str, lengths: list[int], rounds: int, folder: Path) -> list[dict[str, Any]]:
+    params = DemoModelParams(context_len_max=max(CONTEXT, max(lengths) + 64), vocab_size=VOCAB)
+    samples, rng = [], random.Random(transport)
+    blocks = 2 * max(lengths) // BLOCK + 64
+    async with two_nodes(folder, params, blocks, transport) as two, AsyncExitStack() as opened:
+        mine = await opened.enter_async_context(grpc.aio.insecure_channel(two.endpoint))
+        of_owner = await opened.enter_async_context(grpc.aio.insecure_channel(two.owner.endpoint))
+        middle = sorted(lengths)[len(lengths) // 2]
+        plan = [(number, length) for number in range(rounds) for length in lengths]
+        for number, length in [*((-1, middle) for _ in range(WARM_UPS)), *plan]:
+            tokens = prompt(rng.randrange(1 << 30), length)
+            await ask_prefill(of_owner, two.owner.incarnation, tokens, [])
+            found = {}
+            for mode in rng.sample(MODES, len(MODES)):
+                found[mode] = await first_token(two, mine, mode, tokens)
+            assert len({each["token"] for each in found.values()}) == 1, (length, found)
+            if number >= 0:
+                samples.append({"part": "choice", "transport": transport, "length": length, **found})
+    return samples
+
+
+def crossover(ratios: dict[int, float]) -> str:
+    """Where fetching over computing, by length, first comes to less than 1 for good."""
+    lengths = sorted(ratios)
+    slower = [n for n in lengths if ratios[n] >= 1]
+    if not slower:
+        return f"below {lengths[0]} tokens"
+    if slower[-1] == lengths[-1]:
+        return f"beyond {lengths[-1]} tokens"
+    low, high = slower[-1], lengths[lengths.index(slower[-1]) + 1]
+    share = math.log(ratios[low]) / (math.log(ratios[low]) - math.log(ratios[high]))
+    return f"at about {low * (high / low) ** share:.0f} tokens"
+
+
+def report_choice(samples: list[dict[str, Any]]) -> str:
+    lines = ["transport  tokens  compute ms  fetch ms  choice ms  fetch/compute  choice/better  fetched by choice"]
+    for transport in sorted({s["transport"] for s in samples}):
+        ratios: dict[int, float] = {}
+        for length in sorted({s["length"] for s in samples if s["transport"] == transport}):
+            mine = [s for s in samples if (s["transport"], s["length"]) == (transport, length)]
+            middle = {mode: statistics.median(s[mode]["seconds"] for s in mine) for mode in MODES}
+            ratios[length] = middle["fetch"] / middle["compute"]
+            choice = middle["choose"] / min(middle["fetch"], middle["compute"])
+            share = statistics.mean(s["choose"]["fetched"] / s["fetch"]["fetched"] for s in mine)
+            lines.append(
+                f"{transport:9}  {length:6}  {1e3 * middle['compute']:10.1f}  {1e3 * middle['fetch']:8.1f}  "
+                f"{1e3 * middle['choose']:9.1f}  {ratios[length]:13.2f}  {choice:13.2f}  {share:17.2f}"
+                + ("" if choice <= CHOICE_BAR else "  MISSED")
+            )
+        lines.append(f"{transport}: fetching is sooner than computing from a length {crossover(ratios)}")
+    return "\n".join(lines)
+
+
+def run(options: argparse.Namespace) -> None:
+    samples: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        for part in options.parts or ("rate", "choice"):
+            for transport in options.transports or ("shm", "tcp"):
+                folder = Path(name) / part
+                if part == "rate":
+                    samples += asyncio.run(measure_rate(transport, options.rounds, folder))
+                else:
+                    samples += asyncio.run(measure_choice(transport, options.tokens, options.rounds, folder))
+            mine = [sample for sample in samples if sample["part"] == part]
+            print(report_rate(mine) if part == "rate" else report_choice(mine), flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps(samples))
