@@ -53,6 +53,8 @@ UNFIT_PAUSE_MS: Final = 60_000
 """An owner whose KV is another's is not asked meanwhile."""
 ABSENT_PAUSE_MS: Final = 2_000
 """An owner is not asked again for a block that it had not. The router learns of it sooner or later."""
+BUSY_PAUSE_MS: Final = 500
+"""An owner that refused a block for want of room is not asked for it again meanwhile: the next owner is."""
 PAUSES_MAX: Final = 1_024
 """Remembered, oldest dropped first."""
 OWNERS_MAX: Final = 1_024
@@ -275,6 +277,8 @@ class Fetches:
             self._pause(owner, offer.prompt.chain[offer.have_blocks], ABSENT_PAUSE_MS)
         elif outcome == transfer_pb2.FETCH_OUTCOME_UNFIT:
             self._pause(owner, b"", UNFIT_PAUSE_MS)
+        else:
+            self._pause(owner, offer.prompt.chain[offer.have_blocks], BUSY_PAUSE_MS)
 
     def _failed(self, owner: Owner, why: str) -> None:
         for figures in (self._of(owner), self.total):
@@ -489,6 +493,8 @@ class FetchOwner:
             raise
         try:
             handoff.pinned_blocks = len(blocks)
+            if any(map(self._ledger.is_spoiled, blocks)):  # since they were found
+                return _refusal(transfer_pb2.FETCH_OUTCOME_FAILED, "the blocks may be broken")
             skip, count = handoff.prefix_skip, len(handoff.dst_blocks)
             src_B, dst_B = (np.array(b, dtype=np.int64) for b in (blocks[skip : skip + count], handoff.dst_blocks))
             if handoff.may_post():

@@ -16,9 +16,10 @@ import pytest
 
 import kvtransfer.receiver
 import node.fetching
+from baton.ids import RequestKey
 from baton.lifecycle import Lifecycle
 from decode_node.node import DecodeNode
-from kvtransfer.writer import Handoff
+from kvtransfer.writer import Handoff, WriterPeer
 from prefill_node.node import PrefillNode
 from tests.support.cluster_harness import Answer, mock_spec, mock_tokens, random_prompt
 from tests.support.inprocess_cluster import InProcessCluster, inprocess, until
@@ -163,6 +164,23 @@ def test_an_owner_that_refuses_costs_nothing(why: str) -> None:
     play(scene)
 
 
+def test_the_next_owner_is_asked_where_the_first_refuses() -> None:
+    """Two nodes have the prompt. The first one named is cordoned: the second brings it."""
+    prompt = random_prompt(random.Random(12), PROMPT_TOKENS)
+
+    async def scene(cluster: InProcessCluster, steering: Steering) -> None:
+        await connected(cluster, "prefill-1", "prefill-2")
+        for steering.prefill in ("prefill-0", "prefill-2"):
+            await ask(cluster, prompt)
+        steering.prefill, steering.owners = "prefill-1", ["prefill-0", "prefill-2"]
+        with REFUSALS["draining"](cluster):
+            sources = (await ask(cluster, prompt)).stats.sources
+        assert (sources.fetched, sources.fetched_from) == (BLOCKS * SIZE, "prefill-2")
+        assert refusals(cluster) == (1, 1, 0)
+
+    play(scene, prefill=3)
+
+
 def test_no_fetch_across_salts() -> None:
     """One prompt of two tenants: what one has had computed is not fetched for the other."""
     prompt = random_prompt(random.Random(5), PROMPT_TOKENS)
@@ -256,6 +274,28 @@ def test_a_client_that_leaves_in_mid_fetch_leaves_nothing_behind() -> None:
             asking.cancel()
             await asyncio.wait([asking])
             await until(cluster, "the request to end", lambda: not cluster.prefill["prefill-1"].holds().left())
+
+    play(scene)
+
+
+def test_blocks_that_turn_out_to_be_broken_are_not_sent() -> None:
+    """The scores of a sequence at the owner are not numbers, after its blocks were found for a fetch."""
+    prompt = random_prompt(random.Random(12), PROMPT_TOKENS)
+
+    async def scene(cluster: InProcessCluster, steering: Steering) -> None:
+        await ask(cluster, prompt)
+        owner, real = cluster.prefill["prefill-0"].pool.blocks, WriterPeer.reserve
+
+        async def reserve(self: WriterPeer, key: RequestKey, request: Any, **others: Any) -> Handoff:
+            handoff = await real(self, key, request, **others)
+            if handoff.is_fetch:
+                owner.prefix_cache.forget(owner.match_prompt(prompt, b""))
+            return handoff
+
+        with patch.object(WriterPeer, "reserve", reserve):
+            await is_computed(cluster, steering, prompt)
+        assert refusals(cluster) == (0, 0, 1)
+        assert owner.match_prompt(prompt, b"") == []
 
     play(scene)
 

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 from baton.errors import BatonError
 from cli.supervisor import ClusterSpec
-from tests.faults import doubles, links, real, redis_away, rolling, signals
+from tests.faults import doubles, fetches, links, real, redis_away, rolling, signals
 from tests.faults.cluster import FaultyCluster, faulty, faulty_spec, mixed_spec, only_router_spec
 from tests.faults.outcome import Outcome
 from tests.faults.questions import MockQuestions, Questions
@@ -111,6 +111,8 @@ GROUPS: Final[tuple[Group, ...]] = (
         opened=partial(link_cluster, mixed_spec, data=True, marked_tokens=KEPT),
     ),
     Group(cases=(*signals.WEB_CASES, *doubles.WEB_CASES), opened=web_cluster),
+    Group(cases=fetches.CASES, opened=partial(fetches.fetch_cluster, "shm")),
+    Group(cases=fetches.TCP_CASES, opened=partial(fetches.fetch_cluster, "tcp")),
     Group(cases=rolling.CASES, opened=rolling.rolling_cluster),
     Group(cases=redis_away.CASES, opened=redis_cluster),
     Group(cases=real.CASES, opened=real.real_cluster),

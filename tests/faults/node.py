@@ -5,12 +5,19 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
+
+import numpy as np
 
 import cli.main
 from cli.services import Service
 from tests.faults.points import ARMED_ENV, Ends, Failpoint, Failpoints
+from tests.faults.questions import FETCH_MARK
+
+FETCHED_TOKEN_S: Final = 6e-4
+"""What computing a token is believed to take where a fetch is struck: as long as it does take there."""
 
 
 class Marks:
@@ -58,12 +65,79 @@ def wrap_prefill(points: Failpoints, marks: Marks) -> None:
             reach(Failpoint.LAYER, writes.handoff)
 
     def seal_now(self: WriterPeer, handoff: Any) -> None:
+        if handoff.is_fetch:
+            reach_fetch(points, marks, Failpoint.FETCH_SEAL, handoff)
         real_seal(self, handoff)
         reach(Failpoint.SEALED, handoff)
 
     _replace(PrefillNode, "_enqueue", enqueue)
     _replace(StepSink, "layer_done", layer_done)
     _replace(WriterPeer, "_seal_now", seal_now)
+    _wrap_owning(points, marks)
+    _wrap_fetching(points, marks)
+
+
+def reach_fetch(points: Failpoints, marks: Marks, point: Failpoint, handoff: Any) -> None:
+    """On the owner."""
+    key = handoff.key.request
+    ends = Ends(writer=marks.own_name, receiver=handoff.peer.address.name, router="")
+    points.reach(point, mark=marks.of_request.get(key, -1), request=key, ends=ends)
+
+
+def _wrap_owning(points: Failpoints, marks: Marks) -> None:
+    from kvtransfer.writer import StepWrites
+    from node.fetching import FetchOwner
+
+    real_serve, real_layer_done = FetchOwner._serve, StepWrites.layer_done
+
+    async def serve(self: FetchOwner, request: Any, receiver: Any) -> Any:
+        if request.tokens:
+            marks.note(request.key.request, request.tokens, 0)
+        return await real_serve(self, request, receiver)
+
+    def layer_done(self: StepWrites, layer: int) -> None:
+        real_layer_done(self, layer)
+        if self.handoff.is_fetch:
+            reach_fetch(points, marks, Failpoint.FETCH_LAYER, self.handoff)
+
+    _replace(FetchOwner, "_serve", serve)
+    _replace(StepWrites, "layer_done", layer_done)
+
+
+def _wrap_fetching(points: Failpoints, marks: Marks) -> None:
+    from baton.ids import GrantId
+    from baton.wire import key_from_proto
+    from node.fetching import Fetches
+    from node.sources import Gatherer, LinearCost
+
+    real_reserve, real_commit, real_gather = Fetches.reserve, Fetches.commit, Gatherer.gather
+
+    def reach(point: Failpoint, fetch: Any) -> None:
+        ends = Ends(writer=fetch.owner.name, receiver=marks.own_name, router="")
+        points.reach(point, mark=fetch.prompt.tokens[0], request=fetch.key.request, ends=ends)
+
+    def reserve(self: Fetches, request: Any, pair: Any) -> Any:
+        reply = real_reserve(self, request, pair)
+        fetch = self._under_way.get(key_from_proto(request.key))
+        if fetch is not None and reply.WhichOneof("answer") == "granted":
+            reach(Failpoint.FETCH_GRANTED, fetch)
+        return reply
+
+    async def commit(self: Fetches, request: Any, pair: Any) -> bool:
+        fetch = self._granted.get(GrantId(request.grant))
+        if fetch is not None:
+            reach(Failpoint.FETCH_COMMIT_SENT, fetch)
+        return await real_commit(self, request, pair)
+
+    async def gather(self: Gatherer, prompt: Any) -> Any:
+        if prompt.tokens and prompt.tokens[0] == FETCH_MARK:
+            # A step of the mock engine takes a time whatever its tokens: none seems to be worth fetching.
+            self._computing = LinearCost(fixed_s=0.0, unit_s=FETCHED_TOKEN_S, units=1000)
+        return await real_gather(self, prompt)
+
+    _replace(Fetches, "reserve", reserve)
+    _replace(Fetches, "commit", commit)
+    _replace(Gatherer, "gather", gather)
 
 
 def wrap_decode(points: Failpoints, marks: Marks) -> None:
@@ -204,6 +278,33 @@ def wrap_router(points: Failpoints, marks: Marks) -> None:
 
     _replace(RouterNode, "run", run)
     _replace(RouterNode, "forget", forget)
+    _wrap_placing()
+
+
+def _wrap_placing() -> None:
+    """A prompt that is to be fetched goes to a prefill node that has not got it, and is fetched from one."""
+    from router.placement import Choice, Placement
+
+    real_pick = Placement.pick
+
+    def pick(self: Placement, tokens: Any, salt: bytes, *, among: Any = None, no_owners: Any = ()) -> Choice:
+        among = self.ready if among is None else among
+        choice = real_pick(self, tokens, salt, among=among, no_owners=no_owners)
+        if tokens[0] != FETCH_MARK:
+            return choice
+        others = among & np.array([record.name != choice.record.name for record in self.records])
+        if others.any() and not _from_prefill(choice).owners:
+            other = _from_prefill(real_pick(self, tokens, salt, among=others, no_owners=no_owners))
+            return other if other.owners else choice
+        return _from_prefill(choice)
+
+    _replace(Placement, "pick", pick)
+
+
+def _from_prefill(choice: Any) -> Any:
+    """Decode nodes have it too."""
+    owners = tuple(owner for owner in choice.owners if owner.name.startswith(Service.PREFILL.value))
+    return replace(choice, owners=owners)
 
 
 def _replace(owner: type, name: str, wrapper: Callable[..., Any]) -> None:

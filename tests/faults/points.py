@@ -53,6 +53,14 @@ class Failpoint(Enum):
     """That router asks the decode node, which has not seen it."""
     TAKEN_OVER = "taken-over"
     """The decode node has said yes; the answer is on its way."""
+    FETCH_GRANTED = "granted"
+    """A fetch of the prompt's leading blocks is granted; the answer is on its way to their owner."""
+    FETCH_LAYER = "fetch-layer"
+    """The owner has posted one layer's records of it, others are to come."""
+    FETCH_SEAL = "seal"
+    """All records are written; the owner is about to post the seal."""
+    FETCH_COMMIT_SENT = "fetch-commit-sent"
+    """Its Commit has arrived; the receiver has not seen it."""
 
 
 SIGNAL_POINTS: Final = (
@@ -66,8 +74,9 @@ SIGNAL_POINTS: Final = (
 )
 """Where all processes are killed and stopped. Landed is hardly apart from the points around it, to a process."""
 END_POINTS: Final = (Failpoint.FINISHED, Failpoint.FORGET)
-NTH: Final = {Failpoint.LAYER: 6, Failpoint.DECODING: 20}
-"""Second layer of the second chunk; twentieth token behind the first. Elsewhere the first time."""
+NTH: Final = {Failpoint.LAYER: 6, Failpoint.DECODING: 20, Failpoint.FETCH_LAYER: 2}
+"""Second layer, of the second chunk where it is computed; twentieth token behind the first. Elsewhere the
+first time."""
 
 
 class Side(Enum):
@@ -80,6 +89,10 @@ class Side(Enum):
     ROUTER = "router"
     """The one that serves it."""
     DIRECTORY = "directory"
+    OWNER = "owner"
+    """The node that a fetch takes KV from."""
+    RECEIVER = "receiver"
+    """The one that fetches it."""
     CLIENT = "client"
     """Whose request it is: never struck, but an end of links."""
 
@@ -89,9 +102,9 @@ class Ends:
     """Who serves a request, as far as the process knows that it has reached."""
 
     writer: str
-    """The node that read the request's prompt."""
+    """The node that read the request's prompt; of a fetch, the owner."""
     receiver: str
-    """The one that writes its answer: the same where it is kept."""
+    """The one that writes its answer: the same where it is kept. Of a fetch, the node that asked for it."""
     router: str
     """A name, or an incarnation."""
 
@@ -207,6 +220,7 @@ class Failpoints:
         own = self._own_name
         ends = replace(ends, router=strike.routers.get(ends.router, ends.router))
         nodes = {Side.PREFILL: ends.writer, Side.DECODE: ends.receiver, Side.ROUTER: ends.router}
+        nodes |= {Side.OWNER: ends.writer, Side.RECEIVER: ends.receiver}
         targets = [nodes.get(hit.side) or hit.side.value for hit in strike.hits]
         struck = Struck(targets=targets, at_s=time.monotonic(), **asdict(ends))
         _write(_struck_file(self._armed, strike.number), json.dumps(asdict(struck)))

@@ -12,6 +12,8 @@ from tests.support.cluster_harness import mock_tokens
 
 MARK: Final = 999
 """First token of the prompt that a fault strikes. No other prompt has it."""
+FETCH_MARK: Final = 0
+"""First token of the prompt whose fetch a fault strikes. No other prompt has it."""
 LOGPROBS_EVERY: Final = 3
 """One question in so many asks for log-probabilities."""
 
@@ -56,9 +58,8 @@ def logprobs_of(answer: Answer) -> list[Any]:
 class MockQuestions:
     """To the mock engine, greedy and seeded in turn."""
 
-    mark = MARK
-
-    def __init__(self, seed: int, *, marked_tokens: int = 400) -> None:
+    def __init__(self, seed: int, *, marked_tokens: int = 400, mark: int = MARK) -> None:
+        self.mark = mark
         self._rng = random.Random(seed)
         self._marked_tokens = marked_tokens
         self._count = 0
@@ -71,7 +72,7 @@ class MockQuestions:
     def marked(self) -> Question:
         """400 tokens of prompt are four chunks."""
         rest = [self._rng.randrange(1, MARK) for _ in range(self._marked_tokens - 1)]
-        return self._question([MARK, *rest], 90)
+        return self._question([self.mark, *rest], 90)
 
     def short(self) -> Question:
         return self._question([self._rng.randrange(1, MARK) for _ in range(100)], 4)

