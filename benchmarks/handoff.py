@@ -67,8 +67,9 @@ class Recorder:
         def planned(self: Handoff, src_blocks_B: Any, dst_blocks_B: Any) -> None:
             add(What.PLANNED, writes=self.peer.layout.num_layers * len(src_blocks_B))
 
-        def posted(self: StepWrites, layer: int) -> None:
-            add(What.POSTED, layer, self.plan.writes_per_layer, self.plan.layer_nbytes(layer))
+        def posted(self: StepWrites, first: int, end: int) -> None:
+            for layer in range(first, end):
+                add(What.POSTED, layer, self.plan.writes_per_layer, self.plan.layer_nbytes(layer))
 
         def ended(self: WriterPeer, instruction: ReportEnd) -> None:
             assert instruction.end is HandoffEnd.COMMITTED, instruction
@@ -77,7 +78,7 @@ class Recorder:
         after(Engine, "run", lambda *_: add(What.COMPUTED))
         after(WriterPeer, "_start_writing", lambda *_: add(What.GRANTED))
         after(Handoff, "plan_step", planned)
-        after(StepWrites, "layer_done", posted)
+        after(StepWrites, "layers_done", posted)
         after(WriterPeer, "_seal_now", lambda *_: add(What.SEALED))
         after(WriterPeer, "_report_end", ended)
         before(WriterPeer, "completed", lambda _peer, _handoff, writes: add(What.COMPLETED, writes=writes))

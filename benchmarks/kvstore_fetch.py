@@ -242,7 +242,7 @@ async def ask_prefill(
 async def first_token(two: Two, channel: grpc.aio.Channel, mode: str, tokens: list[int]) -> dict[str, Any]:
     await two.emptied()
     gatherer = two.half.node.gatherer
-    measured = gatherer._computing
+    measured, fetches = gatherer._computing, two.fetches.total.fetches
     if mode == "fetch":  # computing is believed to take a second a token: all is fetched at once
         gatherer._computing = LinearCost(fixed_s=0.0, unit_s=1.0, units=1000)
     try:
@@ -253,7 +253,12 @@ async def first_token(two: Two, channel: grpc.aio.Channel, mode: str, tokens: li
     if mode != "choose":
         wanted = (len(tokens) - 1) // BLOCK * BLOCK if mode == "fetch" else 0
         assert first.sources.fetched == wanted, (mode, len(tokens), first.sources)
-    return {"seconds": seconds, "token": first.token, "fetched": first.sources.fetched}
+    return {
+        "seconds": seconds,
+        "token": first.token,
+        "fetched": first.sources.fetched,
+        "fetches": two.fetches.total.fetches - fetches,
+    }
 
 
 async def measure_choice(transport: str, lengths: list[int], rounds: int, folder: Path) -> list[dict[str, Any]]:

@@ -126,7 +126,7 @@ class Process:
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self._process.args} has ended with {self._process.wait()}")
+            raise RuntimeError(f"{self._process.args!r} has ended with {self._process.wait()}")
         return json.loads(line)["reply"]
 
     def __enter__(self) -> Process:

@@ -179,6 +179,17 @@ class RecordPlan:
             nbytes=plan.nbytes_B,
         )
 
+    def of_layers(self, first: int, end: int) -> WriteOps:
+        """The same of several layers, one after another."""
+        if end == first + 1:
+            return self.of_layer(first)
+        layers = [self.of_layer(layer) for layer in range(first, end)]
+        return WriteOps(
+            src=np.concatenate([ops.src for ops in layers]),
+            dst=np.concatenate([ops.dst for ops in layers]),
+            nbytes=np.concatenate([ops.nbytes for ops in layers]),
+        )
+
 
 class WriteRanges:
     """The bytes of a receiver's region that one grant opens: all pages of its blocks. Immutable."""

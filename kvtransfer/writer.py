@@ -37,6 +37,8 @@ log = get_log("writer")
 
 COMMIT_FAILED: Final = "commit call failed"
 RELEASE_FAILED: Final = "release call failed"
+POST_BYTES_MAX: Final = 32 << 20
+"""Of several layers in one post: what stands still is noticed between posts."""
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -181,26 +183,33 @@ class StepWrites:
 
     def layer_done(self, layer: int) -> None:
         """Post one layer's records, unless the step was finished meanwhile. On the engine thread; returns at once."""
-        peer = self.handoff.peer
-        nbytes = self.plan.layer_nbytes(layer)
+        self.layers_done(layer, layer + 1)
+
+    def layers_done(self, first: int, end: int) -> None:
+        """The same of several layers, in one post."""
+        peer, layers = self.handoff.peer, range(first, end)
+        nbytes = sum(map(self.plan.layer_nbytes, layers))
         with self._posting:
             if self._closed:
                 return
-            ops = self.plan.of_layer(layer)
+            ops = self.plan.of_layers(first, end)
             peer.link.speed.posted(nbytes, peer.loop.time())
             try:
                 self.link.post(self.handoff.grant, ops)
             except BaseException:
                 peer.link.speed.completed(nbytes, peer.loop.time(), copied=False)
                 raise
-            self.posted += 1  # at once: the transport has them, whatever goes wrong from here on
+            self.posted += len(layers)  # at once: the transport has them, whatever goes wrong from here on
             if self.handoff.sample is not None:
-                self.handoff.sample.take(layer, self.plan.dst_blocks(layer), ops)
+                for layer in layers:
+                    self.handoff.sample.take(layer, self.plan.dst_blocks(layer), self.plan.of_layer(layer))
 
     def all_layers_done(self) -> None:
-        """Post every layer, and finish: for blocks that have been computed before."""
-        for layer in range(self.plan.num_layers):
-            self.layer_done(layer)
+        """Post every layer, and finish: for blocks that have been computed before. In few posts: copying threads must
+        not wait for this one."""
+        layers_each = max(1, POST_BYTES_MAX * self.plan.num_layers // max(1, self.plan.nbytes))
+        for first in range(0, self.plan.num_layers, layers_each):
+            self.layers_done(first, min(first + layers_each, self.plan.num_layers))
         self.finish()
 
     def finish(self) -> None:

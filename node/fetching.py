@@ -493,6 +493,8 @@ class FetchOwner:
             raise
         try:
             handoff.pinned_blocks = len(blocks)
+            if any(map(self._ledger.is_spoiled, blocks)):  # since they were found
+                return _refusal(transfer_pb2.FETCH_OUTCOME_FAILED, "the blocks may be broken")
             skip, count = handoff.prefix_skip, len(handoff.dst_blocks)
             src_B, dst_B = (np.array(b, dtype=np.int64) for b in (blocks[skip : skip + count], handoff.dst_blocks))
             if handoff.may_post():

@@ -27,6 +27,9 @@ WAIT_SHARE_MAX: Final = 0.25
 EXPECTED_SHARE_MAX: Final = 0.5
 """Of the time that may be waited: more is not asked for at once, so that a source somewhat slower than expected has
 brought something when the time is over."""
+WHOLE_SHARE_MAX: Final = 0.8
+"""The same of all that a source has: parts cost a fixed time each, and of a short prompt none would come in half of the
+time."""
 ROUNDS_MAX: Final = 16
 """Of one gather."""
 FAILURES_MAX: Final = 2
@@ -221,7 +224,8 @@ class Gatherer:
             if offer is None:
                 return
             left_s = WAIT_SHARE_MAX * (saved_s + self._worth_s(offer.blocks)) + saved_s - waited_s
-            offer = offer.within(EXPECTED_SHARE_MAX * left_s)
+            if offer.expected_s > WHOLE_SHARE_MAX * left_s:
+                offer = offer.within(EXPECTED_SHARE_MAX * left_s)
             if offer.blocks == 0:
                 return
             began_s = self._clock()

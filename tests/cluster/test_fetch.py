@@ -16,9 +16,10 @@ import pytest
 
 import kvtransfer.receiver
 import node.fetching
+from baton.ids import RequestKey
 from baton.lifecycle import Lifecycle
 from decode_node.node import DecodeNode
-from kvtransfer.writer import Handoff
+from kvtransfer.writer import Handoff, WriterPeer
 from prefill_node.node import PrefillNode
 from tests.support.cluster_harness import Answer, mock_spec, mock_tokens, random_prompt
 from tests.support.inprocess_cluster import InProcessCluster, inprocess, until
@@ -273,6 +274,28 @@ def test_a_client_that_leaves_in_mid_fetch_leaves_nothing_behind() -> None:
             asking.cancel()
             await asyncio.wait([asking])
             await until(cluster, "the request to end", lambda: not cluster.prefill["prefill-1"].holds().left())
+
+    play(scene)
+
+
+def test_blocks_that_turn_out_to_be_broken_are_not_sent() -> None:
+    """The scores of a sequence at the owner are not numbers, after its blocks were found for a fetch."""
+    prompt = random_prompt(random.Random(12), PROMPT_TOKENS)
+
+    async def scene(cluster: InProcessCluster, steering: Steering) -> None:
+        await ask(cluster, prompt)
+        owner, real = cluster.prefill["prefill-0"].pool.blocks, WriterPeer.reserve
+
+        async def reserve(self: WriterPeer, key: RequestKey, request: Any, **others: Any) -> Handoff:
+            handoff = await real(self, key, request, **others)
+            if handoff.is_fetch:
+                owner.prefix_cache.forget(owner.match_prompt(prompt, b""))
+            return handoff
+
+        with patch.object(WriterPeer, "reserve", reserve):
+            await is_computed(cluster, steering, prompt)
+        assert refusals(cluster) == (0, 0, 1)
+        assert owner.match_prompt(prompt, b"") == []
 
     play(scene)
 

@@ -376,6 +376,7 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
     secrets = SimpleNamespace(
         randbits=lambda bits: current().loop.rng.getrandbits(bits),
         token_bytes=lambda count: current().loop.rng.randbytes(count),
+        token_hex=lambda count: current().loop.rng.randbytes(count).hex(),
     )
     capture = _capture
     mains = (router.main, node.main)

@@ -312,7 +312,7 @@ def test_a_source_that_cannot_be_read_ends_the_handoff(
         ops = whole_records(LAYOUT, 0, ids(1, 2), ids(3, 4), src_num_blocks=BLOCKS, dst_num_blocks=BLOCKS)
         sample.take(0, ids(3, 4), ops)
         happened: list[WriterEvent] = []
-        handoff = SimpleNamespace(key=key_of(), sample=sample, first_token=1, first_logprobs=None)
+        handoff = SimpleNamespace(key=key_of(), sample=sample, first_token=1, first_logprobs=None, blocks_filled=0)
         peer = SimpleNamespace(_handoffs={0: handoff}, _header=common_pb2.Header(), handle=happened.append)
         seal = Seal(grant=GRANT, epoch=Epoch(0), writes=2, bytes_written=128)
         commit = SendCommit(number=ReserveNumber(0), seal=seal)

@@ -196,3 +196,13 @@ def test_block_outside_the_region_is_refused() -> None:
     layout = layout_of(heads=1)
     with pytest.raises(AssertionError):
         whole_records(layout, 0, np.array([0]), np.array([7]), src_num_blocks=3, dst_num_blocks=7)
+
+
+def test_several_layers_in_one_post_are_those_layers_one_after_another() -> None:
+    """Three of four layers of two blocks: six operations, as of each layer by itself."""
+    layout = kv_layout(num_layers=4, num_kv_heads=1, head_dim=8, block_size=4, dtype="uint8", dtype_bytes=1)
+    blocks_B = np.array([3, 1], dtype=np.int64)
+    plan = RecordPlan(layout, blocks_B, blocks_B[::-1], src_num_blocks=4, dst_num_blocks=5)
+    several, each = plan.of_layers(1, 4), [plan.of_layer(layer) for layer in (1, 2, 3)]
+    for what in ("src", "dst", "nbytes"):
+        assert getattr(several, what).tolist() == [n for ops in each for n in getattr(ops, what).tolist()]

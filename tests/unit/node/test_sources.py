@@ -126,6 +126,16 @@ def test_a_source_ten_times_as_fast_as_computing_brings_all_at_once() -> None:
     assert took_s == pytest.approx(0.1 * 64 * SIZE * COMPUTE_S)
 
 
+@pytest.mark.parametrize(("fixed_s", "asked"), [(0.010, [40]), (0.012, [])])
+def test_all_of_a_short_prompt_may_take_most_of_the_time(fixed_s: float, asked: list[int]) -> None:
+    """40 blocks that take 64 ms to compute: 16 ms may be waited. All of them are asked for where they are expected in
+    12 ms, not in 14; and no part, as 8 ms would not be enough to begin."""
+    world = World()
+    source = world.source(40, share=0.002 / 0.064, fixed_s=fixed_s)
+    (got,), _ = world.run(prompt(40))
+    assert source.asked == asked and got.blocks == ({SourceKind.PEER: 40} if asked else {})
+
+
 def test_a_source_slower_than_computing_is_not_asked() -> None:
     world = World()
     source = world.source(64, share=1.1)
