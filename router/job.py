@@ -166,8 +166,11 @@ class Inbox:
         self.fail(error)
 
     def give_up(self, error: BatonError) -> None:
-        """Fail, by the decode node's own word."""
+        """Fail, by the decode node's own word. That another router has the request holds whatever failed before: this
+        one neither cancels it nor tries again."""
         self.given_up = True
+        if error.reason is Reason.TAKEN_OVER and self.finish is None:
+            self.error = None
         self.fail(error)
 
     def go_on(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from batonpb import common_pb2, inference_pb2
 
+from baton.errors import BatonError, Reason
 from baton.ids import Attempt, RequestId, RequestKey
 from router.answers import Collected
 from router.config import RouterConfig
@@ -52,3 +53,18 @@ def test_tokens_that_come_while_a_rest_waits_for_its_turn() -> None:
     soon.pop()()
     assert [token for part in sink.parts for token in part.ids] == ids
     assert inbox.empty and inbox.news.is_set() and not turns._waiting
+
+
+def test_another_router_has_it_whatever_failed_before() -> None:
+    """The prefill call fails, and then the decode node says that another router has the request: that counts. Any other
+    word of the node's leaves the first failure, and a finished answer stays finished."""
+    lost, other = BatonError(Reason.PEER_UNREACHABLE, "gone"), BatonError(Reason.TAKEN_OVER, "elsewhere")
+    for later, expected in ((other, other), (BatonError(Reason.CANCELLED, "cancelled"), lost)):
+        inbox = Inbox(key=RequestKey(request=RequestId("r"), attempt=Attempt(0)))
+        inbox.fail(lost)
+        inbox.give_up(later)
+        assert (inbox.error, inbox.given_up) == (expected, True)
+    inbox = Inbox(key=RequestKey(request=RequestId("r"), attempt=Attempt(0)))
+    inbox.end(common_pb2.FINISH_REASON_STOP)
+    inbox.give_up(other)
+    assert inbox.error is None
