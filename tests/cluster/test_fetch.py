@@ -254,7 +254,7 @@ def test_a_node_that_ends_in_mid_fetch(ends: str) -> None:
             steering.prefill = "prefill-0" if ends == "prefill-1" else "prefill-1"
             await cluster.stop_node(ends)
             for books in (cluster.prefill, cluster.peers, cluster.fetches):
-                del books[ends]  # type: ignore[attr-defined]
+                del books[ends]
             answer = await asking
         assert answer.stats.sources.fetched == 0
 
