@@ -183,7 +183,7 @@ def test_memory_that_cannot_be_pinned_or_reached_is_told_by_its_field(
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, full)
             error = problem_of(config, SPILL)
-        assert "bytes of host memory to spill to: cudaHostRegister: out of memory." in error.message
+        assert "bytes of host memory to copy blocks to: cudaHostRegister: out of memory." in error.message
         assert "Set a smaller spill.host_blocks" in error.message
 
 

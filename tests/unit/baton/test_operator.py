@@ -192,9 +192,9 @@ def test_the_file_is_read_once_however_many_ask(tmp_path: Path, there: bool) -> 
 
 
 def test_every_order_of_the_protocol_is_an_operators() -> None:
-    """All methods of Pins, and of Node all that take a LifecycleOrder."""
+    """All methods of Pins, of Node all that take a LifecycleOrder, and the emptying of a tier."""
     node = node_pb2.DESCRIPTOR.services_by_name["Node"]
     orders = {m.name for m in node.methods if m.input_type.name == "LifecycleOrder"}
     pins = pins_pb2.DESCRIPTOR.services_by_name["Pins"]
     expected = {f"/baton.v1.Node/{name}" for name in orders} | {f"/baton.v1.Pins/{m.name}" for m in pins.methods}
-    assert expected == OPERATOR_METHODS
+    assert expected | {"/baton.v1.Cache/EmptyTier"} == OPERATOR_METHODS
