@@ -20,7 +20,7 @@ FETCHED_TOKENS: Final = 1_000
 """Of the prompt: 0.6 s of computing. So a fetch that brings nothing may cost a quarter of that."""
 WARMING_TOKENS: Final = 20
 """Of the first answer. Meanwhile routers hear who has the prompt."""
-ASKED_MAX: Final = 10
+ASKED_MAX: Final = 40
 """Prompts, one after the other, before a case counts as one that cannot be played: the first that names an owner has it
 connect, and one that failed is left alone for a while."""
 

@@ -86,23 +86,25 @@ def reach_fetch(points: Failpoints, marks: Marks, point: Failpoint, handoff: Any
 
 
 def _wrap_owning(points: Failpoints, marks: Marks) -> None:
+    import kvtransfer.writer
     from kvtransfer.writer import StepWrites
     from node.fetching import FetchOwner
 
-    real_serve, real_layer_done = FetchOwner._serve, StepWrites.layer_done
+    real_serve, real_layers_done = FetchOwner._serve, StepWrites.layers_done
 
     async def serve(self: FetchOwner, request: Any, receiver: Any) -> Any:
         if request.tokens:
             marks.note(request.key.request, request.tokens, 0)
         return await real_serve(self, request, receiver)
 
-    def layer_done(self: StepWrites, layer: int) -> None:
-        real_layer_done(self, layer)
+    def layers_done(self: StepWrites, first: int, end: int) -> None:
+        real_layers_done(self, first, end)
         if self.handoff.is_fetch:
             reach_fetch(points, marks, Failpoint.FETCH_LAYER, self.handoff)
 
+    vars(kvtransfer.writer)["POST_BYTES_MAX"] = 1  # a layer at a time, so that there is a point between two
     _replace(FetchOwner, "_serve", serve)
-    _replace(StepWrites, "layer_done", layer_done)
+    _replace(StepWrites, "layers_done", layers_done)
 
 
 def _wrap_fetching(points: Failpoints, marks: Marks) -> None:

@@ -82,10 +82,10 @@ class LedgerWatch:
         return None
 
     def _judge_writers(self, block: BlockId, before: GrantId | None, now: GrantId | None) -> str | None:
-        node = self._process.decode
-        if node is None or not hasattr(node, "receiver"):
+        receiver = self._process.receiver
+        if receiver is None:
             return f"it has a writer, {now!r}, in a node that grants nothing"
-        grants = node.receiver.grants._grants
+        grants = receiver.grants._grants
         old = grants.get(before) if before is not None else None
         if old is not None and before != now and old.state not in OVER:
             return f"its writer {before!r} is gone, whose grant is {old.state}"
