@@ -227,10 +227,7 @@ async def open_device_pool(
                 tiers = await open_store(
                     store, below=region, layout=layout, blocks=blocks, name=name, progress=progress
                 )
-                tiers.room_changed = engine.changed
-                if host is not None:
-                    headroom = host.spill.headroom
-                    tiers.spare = lambda: ledger.available - headroom()
+                _bind_store(tiers, engine, ledger, host)
         except BaseException as error:
             clear_frames_of(error)
             raise
@@ -254,6 +251,14 @@ async def open_device_pool(
         transports=tuple(transports),
         arithmetic=built.arithmetic,
     )
+
+
+def _bind_store(store: Store, engine: Engine, ledger: Ledger, host: HostMemory | None) -> None:
+    """Room that the store makes wakes the engine; under overcommit the answers' headroom is not spare for it."""
+    store.room_changed = engine.changed
+    if host is not None:
+        headroom = host.spill.headroom
+        store.spare = lambda: ledger.available - headroom()
 
 
 async def _warm_up(runner: GpuRunner, ledger: Ledger, *, decodes: bool, progress: Progress) -> int:
