@@ -33,7 +33,7 @@ class Watched:
         process: Any = SimpleNamespace(
             name="decode-0",
             alive=True,
-            decode=SimpleNamespace(receiver=receiver),
+            receiver=receiver,
             cluster=SimpleNamespace(violation=self.said.append),
             loop=SimpleNamespace(world=SimpleNamespace(touched=self.touched)),
         )
