@@ -36,7 +36,8 @@ _MARKERS: Final[Mapping[ToolForm, tuple[str, ...]]] = {
     ToolForm.LLAMA3: ("<|python_tag|>",),
     ToolForm.MISTRAL: ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
     ToolForm.DEEPSEEK: (
-        "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+        "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
     ),
     ToolForm.HARMONY: (
         "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>", "<|channel|>", "<|constrain|>"

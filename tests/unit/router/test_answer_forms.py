@@ -1,4 +1,4 @@
-"""router.answer_forms: what of an answer's text is content, reasoning and calls, whole, broken, cut, and in any split."""
+"""router.answer_forms: what of an answer is content, reasoning and calls; whole, broken, cut, and in any split."""
 
 from __future__ import annotations
 
@@ -73,8 +73,10 @@ DEEPSEEK: Final = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```j
         (ToolForm.HERMES, '<tool_call>{"name":"f","arguments":"{\\"a\\": 1}"}</tool_call>', call(0, "f", '{"a": 1}')),
         (ToolForm.HERMES, '<tool_call>{"name":"f","arguments":null}</tool_call>', call(0, "f", "{}")),
         # One brace too many, one too few, an inner one too few.
-        (ToolForm.HERMES, '<tool_call>{"name":"f","arguments":{}}}</tool_call>a', [*call(0, "f", "{}"), ("content", "a")]),
-        (ToolForm.HERMES, '<tool_call>{"name":"f","arguments":{}</tool_call>a', [*call(0, "f", "{}"), ("content", "a")]),
+        (ToolForm.HERMES, '<tool_call>{"name":"f","arguments":{}}}</tool_call>a',
+         [*call(0, "f", "{}"), ("content", "a")]),
+        (ToolForm.HERMES, '<tool_call>{"name":"f","arguments":{}</tool_call>a',
+         [*call(0, "f", "{}"), ("content", "a")]),
         (ToolForm.HERMES, f'<tool_call>{{"name":"g","arguments":{{"a":1</tool_call>{HERMES}',
          [*call(0, "g", '{"a":1'), *call(1, "f", A)]),
         # None at all.
@@ -89,7 +91,7 @@ DEEPSEEK: Final = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```j
          [("content", "I call:"), *call(0, "f", A)]),
         (ToolForm.LLAMA3, '{"name": "Ann", "age": 3}', [("content", '{"name": "Ann", "age": 3}')]),
         (ToolForm.LLAMA3, ' {"a": 1}\n', [("content", ' {"a": 1}\n')]),
-        (ToolForm.LLAMA3, 'Like {"name": "f", "parameters": {}}', [("content", 'Like {"name": "f", "parameters": {}}')]),
+        (ToolForm.LLAMA3, 'As {"name": "f", "parameters": {}}', [("content", 'As {"name": "f", "parameters": {}}')]),
         (ToolForm.LLAMA3, "<|python_tag|>print(1)", [("content", "<|python_tag|>print(1)")]),
         (ToolForm.MISTRAL, f'[TOOL_CALLS] [{{"name": "f", "arguments": {A}}}, {{"name": "g", "arguments": {{}}}}]',
          [*call(0, "f", A), *call(1, "g", "{}")]),
@@ -99,14 +101,18 @@ DEEPSEEK: Final = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```j
         (ToolForm.MISTRAL, "[TOOL_CALLS] none", [("content", "[TOOL_CALLS] none")]),
         (ToolForm.DEEPSEEK, f"Look:<｜tool▁calls▁begin｜>{DEEPSEEK}\n{DEEPSEEK}<｜tool▁calls▁end｜>",
          [("content", "Look:"), *call(0, "f", A), *call(1, "f", A)]),
-        (ToolForm.DEEPSEEK, f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{A}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        (ToolForm.DEEPSEEK,
+         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{A}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
          call(0, "f", A)),
         (ToolForm.DEEPSEEK, "<｜tool▁call▁begin｜>f", [("content", "<｜tool▁call▁begin｜>f")]),
-        (ToolForm.HARMONY, "<|channel|>analysis<|message|> Hm. <|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
+        (ToolForm.HARMONY,
+         "<|channel|>analysis<|message|> Hm. <|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
          [("reasoning", "Hm."), ("content", "Yes.")]),
         (ToolForm.HARMONY, f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{A}<|call|>",
          call(0, "f", A)),
-        (ToolForm.HARMONY, f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>{A}",
+        (ToolForm.HARMONY,
+         "<|channel|>commentary<|message|>I look.<|end|>"
+         f"<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{A}",
          [("content", "I look."), *call(0, "f", A)]),
         (ToolForm.HARMONY, "No head", [("content", "No head")]),
     ],
@@ -206,10 +212,10 @@ def test_calls_come_out_as_they_went_in(tools: ToolForm, calls: list[tuple[str, 
 
 _tokens: Final = st.sampled_from([
     "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<think>", "</think>",
-    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "function", "\n", " ", "```json",
-    "<|channel|>", "analysis", "final", "<|message|>", "<|end|>", "<|start|>", "<|call|>", "to=functions.f",
-    '{"name": "f", "arguments": {', '{"name": "f"', '"parameters": ', "}", "}}", "{", "[", "]", '"', "\\", ",", ":", ";",
-    "null", "1e5", "é", "漢", "\U0001f600", "text", "<", "<t", "[T",
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "function", "\n", " ",
+    "```json", "<|channel|>", "analysis", "final", "<|message|>", "<|end|>", "<|start|>", "<|call|>", "to=functions.f",
+    '{"name": "f", "arguments": {', '{"name": "f"', '"parameters": ', "}", "}}", "{", "[", "]", '"', "\\", ",", ":",
+    ";", "null", "1e5", "é", "漢", "\U0001f600", "text", "<", "<t", "[T",
 ])  # fmt: skip
 
 
