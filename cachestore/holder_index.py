@@ -174,6 +174,9 @@ class HolderIndex:
         if not digests:
             return
         keys = _keys(b"".join(digests))
+        first_bounds = np.array([keys[0], keys[0] | _LOW_MASK])
+        if all(start == end for start, end in (level.searchsorted(first_bounds) for level in self._levels)):
+            return  # as of most prompts
         bounds = np.concatenate((keys, keys | _LOW_MASK))
         count = len(keys)
         parts: list[_Part] = []
