@@ -151,7 +151,7 @@ class HoldingsReader:
 
     async def _sweep(self) -> None:
         """Others have the loop in between: of millions of entries it takes a while."""
-        while self.index.sweep():
+        for _ in iter(self.index.sweep, False):
             await asyncio.sleep(0)
         self._sweeps = False
 
