@@ -319,10 +319,10 @@ def report_stopped(samples: list[dict[str, Any]]) -> str:
         mine = [s for s in samples if (s["transport"], s["length"]) == (transport, length)]
         ratios = sorted(s["stopped"]["seconds"] / s["compute"]["seconds"] for s in mine)
         middle = {mode: statistics.median(s[mode]["seconds"] for s in mine) for mode in ("compute", "stopped")}
-        ratio = middle["stopped"] / middle["compute"]
+        ratio, failed = middle["stopped"] / middle["compute"], sum(s["stopped"]["failed"] for s in mine)
         lines.append(
             f"{transport:9}  {length:6}  {1e3 * middle['compute']:10.1f}  {1e3 * middle['stopped']:10.1f}  "
-            f"{ratio:.2f} ({ratios[0]:.2f}..{ratios[-1]:.2f})  {sum(s['stopped']['failed'] for s in mine)} of {len(mine)}"
+            f"{ratio:.2f} ({ratios[0]:.2f}..{ratios[-1]:.2f})  {failed} of {len(mine)}"
             + ("" if ratio <= STOPPED_BAR else "  MISSED")
         )
     return "\n".join(lines)
