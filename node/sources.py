@@ -32,8 +32,8 @@ WHOLE_SHARE_MAX: Final = 0.8
 time."""
 ROUNDS_MAX: Final = 16
 """Of one gather."""
-FAILURES_MAX: Final = 2
-"""Rounds of one gather that bring nothing."""
+FAILURES_MAX: Final = 4
+"""Rounds of one gather that bring nothing: all owners that a router names may refuse, and a tier have no room."""
 SAMPLES_KEPT: Final = 16
 """How many measurements a cost remembers, about."""
 LEAST_SLOPE: Final = 0.01

@@ -34,6 +34,8 @@ class Replies:
     model: str
     created: int
     token_text: Callable[[int], str]
+    fingerprint: str | None = None
+    """Of the model."""
     cached_tokens: int = 0
     completion_tokens: int = 0
     """Over all answers."""
@@ -131,7 +133,8 @@ class Replies:
 
     def _head(self, chat_object: str) -> Json:
         kind = chat_object if self.call.chat else "text_completion"
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {**head, "system_fingerprint": self.fingerprint}
 
     def _piece(self, index: int, text: str, parts: list[AnswerPart], *, first: bool, finish: str | None) -> Json:
         content: Json = {"text": text}

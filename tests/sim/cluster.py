@@ -43,6 +43,7 @@ from decode_node.service import DecodeService
 from kvtransfer.receiver import PortEvents, Receiver
 from kvtransfer.transport import TransportName
 from kvtransfer.transports.rdma_verbs import RdmaUnavailable
+from node.fetching import Fetches
 from node.peers import Peers
 from prefill_node.node import PrefillNode
 from router.node import RouterNode
@@ -152,6 +153,8 @@ class SimCluster:
         self.deaths = 0
         self.resolves = 0
         """Times a decode node was asked to Resolve."""
+        self.fetches: list[Fetches] = []
+        """Those of all starts of all nodes."""
         self.kinds: dict[str, Kind] = {DIRECTORY: Kind.DIRECTORY}
         for kind, count in (
             (Kind.ROUTER, profile.routers),
@@ -373,6 +376,10 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         """A router's second port is for operators: there are none."""
         return NodeRuntime(*args, **kwargs)
 
+    def fetches(**parts: Any) -> Fetches:
+        cluster.fetches.append(made := Fetches(**parts))
+        return made
+
     secrets = SimpleNamespace(
         randbits=lambda bits: current().loop.rng.getrandbits(bits),
         token_bytes=lambda count: current().loop.rng.randbytes(count),
@@ -398,6 +405,7 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         *watched_routers(current),
         (prefill_node.main, "PrefillNode", capture("prefill", PrefillNode)),
         (node.transfers, "Peers", capture("peers", Peers)),
+        (node.transfers, "Fetches", fetches),
         (node.main, "open_device_pool", open_pool),
         (node.peers, "ShmWriterLink", SimShmLink),
         (node.peers, "TcpWriterLink", SimTcpLink),
