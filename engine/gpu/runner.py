@@ -296,9 +296,9 @@ class GpuRunner(ModelRunner):
         return LaunchedStep.of(drawn, tokens_B, scored, device=self.device)
 
     def _draw_late(self, undrawn: UndrawnStep) -> LaunchedStep:
-        self._undrawn = None
         if undrawn.step is None:
-            undrawn.step = self._draw(undrawn.drawn, undrawn.logits_BV)
+            assert undrawn is self._undrawn, "another step was launched behind it"
+            undrawn.step, self._undrawn = self._draw(undrawn.drawn, undrawn.logits_BV), None
         return undrawn.step
 
     def _logits(self, batch: Batch, sink: KvSink) -> torch.Tensor | None:
