@@ -121,7 +121,7 @@ def test_clients_ask_over_http(cluster: RunningCluster) -> None:
 
 
 def test_an_answer_goes_on_when_its_decode_node_is_killed(cluster: RunningCluster) -> None:
-    """The next decode node is given the tokens so far: the whole answer is that of an undisturbed cluster, and valid."""
+    """The next decode node is given the tokens so far: the answer is that of an undisturbed cluster, and valid."""
     wanted = {"type": "array", "items": {"type": "integer"}, "minItems": 400, "maxItems": 400}
 
     async def scenario() -> None:
