@@ -48,9 +48,7 @@ class Grammars:
                 if output:
                     await asyncio.to_thread(matcher.follow, output, 0, len(output))
         except TimeoutError:
-            text = (
-                f"The grammar was not compiled within {COMPILE_MS_MAX / 1000:g} s: make it smaller, or try again later."
-            )
+            text = f"The grammar was not compiled within {COMPILE_MS_MAX:,} ms: make it smaller, or try again later."
             raise bad_field("sampling.grammar", text) from None
         except GrammarError as error:
             raise bad_field("sampling.grammar", f"The grammar cannot be used: {error}.") from None
