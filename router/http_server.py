@@ -45,7 +45,7 @@ from router.node import RouterNode
 from router.openai import Json, OpenAiCall
 from router.prompts import PromptEncoder
 from router.replies import Replies
-from router.request import ClientCall, check_model_name
+from router.request import ClientCall, check_model_name, with_priority
 from router.resume import SECRET_BYTES, Places, ResumeToken
 from router.text_jobs import parse_call
 from router.text_workers import INLINE_BYTES_MAX, SHORT_BYTES_MAX
@@ -281,6 +281,7 @@ class OpenAiApp:
             )
             if keyed is not None:
                 client = keyed.sign(client, prompt=prompt)
+            client = with_priority(client, call.priority)
             if resume is None or resume.place is None or not resume.place.finished:
                 await node.run(call.requests[prompt] if call.requests else None, client, sink)
 

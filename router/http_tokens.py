@@ -25,10 +25,7 @@ def tokenize(
     if "messages" in body:
         ids = openai.chat_tokens(body, partial(prompts.encode_chat, special_tokens=special_tokens))
     else:
-        ids = prompts.encode_text(
-            openai.typed(body, "prompt", ""),
-            add_special_tokens=openai.typed(body, "add_special_tokens", True),
-        )
+        ids = prompts.encode_text(openai.typed(body, "prompt", ""), openai.typed(body, "add_special_tokens", True))
     strings = openai.typed(body, "return_token_strs", False)
     return {
         "count": len(ids),

@@ -37,7 +37,7 @@ from router.config import RouterConfig
 from router.decode_streams import DecodeStreams, DecodeSubscription
 from router.holdings_reader import HoldingsReader
 from router.job import TOKENS_AT_ONCE_MAX, Inbox, Job, Parting, foreign_error, taken_over_error
-from router.line import Place, Turns
+from router.line import Place, Turns, priority_to_proto
 from router.placement import RegionWatch, answer_tokens, tokens_max
 from router.prefill_nodes import NOT_READY_RETRY_MS, PrefillCalls, PrefillNodes
 from router.prompts import PromptEncoder
@@ -224,7 +224,7 @@ class RouterNode:
             observed=observed,
             place=place,
             retries=Retries(config=self.config.retries, search_ms_max=self.config.placement_wait_ms_max),
-            stats=inference_pb2.RequestStats(prompt_tokens=prompt_tokens),
+            stats=inference_pb2.RequestStats(prompt_tokens=prompt_tokens, priority=priority_to_proto(call.priority)),
             sink=sink,
             text=AnswerText(self.prompts.codec, checked),
             config=self.config,

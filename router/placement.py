@@ -467,7 +467,7 @@ class Placement:
         """Of those that have as much of it as each other, other prompts get others."""
         assert kind.found is not None
         blocks = kind.found.blocks
-        own = int(blocks[self._holder[slot]])
+        own, chosen = int(blocks[self._holder[slot]]), self.records[slot].incarnation
         owners: list[Owner] = []
         most, turn = kind.most, int.from_bytes(kind.hashes[-1][:4], "little")
         while len(owners) < OWNERS_MAX and most > own:
@@ -476,7 +476,7 @@ class Placement:
             for number in (*having[first : first + OWNERS_MAX].tolist(), *having[: min(first, OWNERS_MAX)].tolist()):
                 incarnation = self._index.incarnation(number)
                 record = None if incarnation is None or incarnation in no_owners else self._serving.get(incarnation)
-                if record is not None and record.lifecycle is Lifecycle.READY and record != self.records[slot]:
+                if record is not None and record.lifecycle is Lifecycle.READY and incarnation != chosen:
                     owners.append(
                         Owner(name=record.name, endpoint=record.endpoint, incarnation=record.incarnation, blocks=most)
                     )

@@ -77,7 +77,7 @@ class PromptEncoder:
             return self.encode_chat(messages, _ASK, field="chat.messages", special_tokens=special_tokens)
         return () if self.codec is None else self.encode_text(request.text)
 
-    def encode_text(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+    def encode_text(self, text: str, add_special_tokens: bool = True) -> Sequence[int]:
         """Raises BatonError NO_TOKENIZER or PROMPT_TOO_LONG."""
         if self.codec is None:
             why = "This router was started without a tokenizer: send token ids, or start it with --model."

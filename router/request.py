@@ -6,7 +6,7 @@ import hashlib
 import math
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from batonpb import common_pb2, inference_pb2, resume_pb2
@@ -68,7 +68,7 @@ class CheckedRequest:
 
 def text_of(state: resume_pb2.ResumeState) -> CheckedRequest:
     """Of a request that is taken over: what its text is cut by, and nothing to compute it by."""
-    sampling = common_pb2.SamplingSpec(min_tokens=state.min_tokens)
+    sampling = common_pb2.SamplingSpec(min_tokens=state.min_tokens, stop_token_ids=state.stop_token_ids)
     return CheckedRequest(prompt=(), sampling=sampling, stop=tuple(state.stop), include_stop=state.include_stop)
 
 
@@ -142,6 +142,13 @@ class ClientCall:
     """Called where it has taken such an answer up again."""
     resume: Resume | None = None
     """Of a request that its client may go on with by another call, or goes on with by this one."""
+
+
+def with_priority(call: ClientCall, asked: Priority | None) -> ClientCall:
+    """The call by the class that its request asks for. Nobody goes before what its key may."""
+    if asked is None:
+        return call
+    return replace(call, priority=asked if call.key_name is None else max(asked, call.priority))
 
 
 def read_message(_prompts: object, raw: bytes | bytearray, context_len_max: int) -> inference_pb2.GenerateRequest:

@@ -188,3 +188,127 @@ def test_pages_of_an_origin_that_is_named_may_call(endpoint: str) -> None:
     assert raw.endswith(b"data: [DONE]\n\n")
     _, headers, _ = http_call(endpoint, "POST", "/v1/completions", body, {"origin": "https://other.example.org"})
     assert "access-control-allow-origin" not in headers
+
+
+def ask(client: openai.OpenAI, prompt: Any = PROMPT, **extra: Any) -> Any:
+    fixed = {name: extra.pop(name) for name in ("stop", "logprobs", "n", "stream") if name in extra}
+    body = {"ignore_eos": True, **extra}
+    return client.completions.create(
+        model="sea", prompt=prompt, temperature=0, max_tokens=body.pop("max_tokens", 12), extra_body=body, **fixed
+    )
+
+
+def talk(client: openai.OpenAI, messages: Any = MESSAGES, **extra: Any) -> Any:
+    fixed = {name: extra.pop(name) for name in ("logprobs", "top_logprobs", "stream") if name in extra}
+    return client.chat.completions.create(
+        model="sea", messages=messages, temperature=0, max_tokens=12, extra_body={"ignore_eos": True, **extra}, **fixed
+    )
+
+
+def test_answers_have_the_ids_of_prompt_and_answer(client: openai.OpenAI, model: Path) -> None:
+    """As vLLM has them: with each choice of a completion, beside the choices of a chat; in streams with the first
+    chunk."""
+    codec = TextCodec.load(model)
+    (choice,) = ask(client, return_token_ids=True).model_dump()["choices"]
+    assert choice["prompt_token_ids"] == list(codec.encode(PROMPT))
+    assert len(choice["token_ids"]) == 12
+    chat = talk(client, return_token_ids=True).model_dump()
+    assert chat["prompt_token_ids"] == list(codec.encode_chat(RENDERED))
+    chunks = [chunk.model_dump() for chunk in talk(client, return_token_ids=True, stream=True)]
+    assert chunks[0]["prompt_token_ids"] == chat["prompt_token_ids"]
+    assert all("prompt_token_ids" not in chunk for chunk in chunks[1:])
+    ids = [token for chunk in chunks for choice in chunk["choices"] for token in choice["token_ids"]]
+    assert ids == chat["choices"][0]["token_ids"]
+    chunks = [chunk.model_dump()["choices"][0] for chunk in ask(client, return_token_ids=True, stream=True)]
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [list(codec.encode(PROMPT))] + [None] * (
+        len(chunks) - 1
+    )
+
+
+def test_log_probabilities_name_tokens_by_their_ids(client: openai.OpenAI) -> None:
+    """With `return_tokens_as_token_ids`, in both kinds of answers."""
+    (choice,) = ask(client, logprobs=1, return_tokens_as_token_ids=True, return_token_ids=True).model_dump()["choices"]
+    named = [f"token_id:{token}" for token in choice["token_ids"]]
+    assert choice["logprobs"]["tokens"] == named
+    assert [list(top) for top in choice["logprobs"]["top_logprobs"]] == [[name] for name in named]
+    chat = talk(client, logprobs=True, top_logprobs=1, return_tokens_as_token_ids=True, return_token_ids=True)
+    (choice,) = chat.model_dump()["choices"]
+    named = [f"token_id:{token}" for token in choice["token_ids"]]
+    assert [entry["token"] for entry in choice["logprobs"]["content"]] == named
+
+
+def test_each_chunk_has_the_usage_so_far(client: openai.OpenAI) -> None:
+    """It rises to that of the whole answer, which comes last."""
+    chunks = list(ask(client, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}))
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-2:] == [12, 12]
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {chunks[-1].usage.prompt_tokens}
+    assert [len(chunk.choices) for chunk in chunks] == [1] * (len(chunks) - 1) + [0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_has_stopped_the_answer(client: openai.OpenAI, stream: bool) -> None:
+    """A stop string, a stop token, or neither."""
+
+    def reason(**extra: Any) -> Any:
+        answer = ask(client, stream=stream, **extra)
+        last = list(answer)[-1] if stream else answer
+        (choice,) = last.model_dump()["choices"]
+        return choice["finish_reason"], choice["stop_reason"]
+
+    (choice,) = ask(client, return_token_ids=True).model_dump()["choices"]
+    token = choice["token_ids"][5]
+    assert reason() == ("length", None)
+    assert reason(stop_token_ids=[token]) == ("stop", token)
+    stop = choice["text"][4:7]
+    assert reason(stop=["never so", stop]) == ("stop", stop)
+
+
+def test_a_prompt_is_cut_to_its_end(client: openai.OpenAI) -> None:
+    """To so many tokens, or to what the model takes beside the answer; a chat's too."""
+    assert ask(client, [5, 6, 7, 8], truncate_prompt_tokens=2).choices == ask(client, [7, 8]).choices
+    assert ask(client, [5, 6], truncate_prompt_tokens=9).choices == ask(client, [5, 6]).choices
+    assert ask(client, [9] * 5000, truncate_prompt_tokens=-1).usage.prompt_tokens == 4096 - 12
+    assert talk(client, truncate_prompt_tokens=3).usage.prompt_tokens == 3
+
+
+def test_the_tokenizers_own_tokens_may_be_left_out(client: openai.OpenAI, model: Path) -> None:
+    """`add_special_tokens` false: the prompt has the text's tokens only."""
+    bare = list(TextCodec.load(model).encode(PROMPT, add_special_tokens=False))
+    answer = ask(client, add_special_tokens=False, return_token_ids=True)
+    assert answer.model_dump()["choices"][0]["prompt_token_ids"] == bare
+
+
+def test_the_last_message_may_be_continued(client: openai.OpenAI, model: Path) -> None:
+    """The prompt ends with its text: no end of the message, and no beginning of another one."""
+    begun = [*MESSAGES, {"role": "assistant", "content": "The waves "}]
+    found = talk(client, begun, continue_final_message=True, return_token_ids=True).model_dump()
+    text = TextCodec.load(model).decode(found["prompt_token_ids"])
+    assert text.endswith("The waves ")
+    with pytest.raises(openai.BadRequestError) as caught:
+        talk(client, begun, continue_final_message=True, add_generation_prompt=True)
+    assert caught.value.param == "continue_final_message"
+    with pytest.raises(openai.BadRequestError, match="its text is empty"):
+        talk(client, [*MESSAGES, {"role": "assistant", "content": ""}], continue_final_message=True)
+
+
+@pytest.mark.parametrize("priority", [-5, 0, 3, "high", "normal", "low"])
+def test_a_priority_is_taken(client: openai.OpenAI, priority: object) -> None:
+    """vLLM's numbers and names of classes; the answer is the same."""
+    assert ask(client, priority=priority).choices == ask(client).choices
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("best_of", 3), ("bad_words", ["sea"]), ("allowed_token_ids", [5]), ("skip_special_tokens", False),
+        ("spaces_between_special_tokens", False), ("logits_processors", ["x"]), ("priority", "urgent"),
+        ("truncate_prompt_tokens", 0), ("use_beam_search", True), ("thinking_token_budget", 5),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_honoured_is_refused_by_name(client: openai.OpenAI, field: str, value: object) -> None:
+    """Fields of vLLM that would change the answer."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, **{field: value})
+    assert caught.value.param == field
