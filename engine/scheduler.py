@@ -21,7 +21,7 @@ from baton.errors import InvalidField
 from baton.ids import BlockId, RequestKey
 from cachestore.block_manager import BlockManager
 from cachestore.prefix_cache import IndexCursor
-from engine.types import Batch, SamplingParams, SequenceSlice
+from engine.types import Batch, GrammarMatcher, SamplingParams, SequenceSlice
 
 
 class SequenceMode(Enum):
@@ -72,6 +72,8 @@ class Sequence:
     """It has ended, while a step that was launched before may still be in flight."""
     after: After | None = None
     """Set only while the step behind the one in flight is scheduled."""
+    grammar: GrammarMatcher | None = None
+    """Of a request with a grammar; set before the engine has it."""
 
     def __post_init__(self) -> None:
         assert 0 < self.prompt_len <= len(self.tokens), (self.prompt_len, len(self.tokens))
@@ -339,4 +341,5 @@ def _slice(seq: Sequence, start: int, stop: int, *, token_pending: bool = False)
         output_index=max(stop, len(seq.tokens)) - seq.prompt_len,
         params=seq.params,
         token_pending=token_pending,
+        grammar=seq.grammar,
     )
