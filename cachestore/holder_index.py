@@ -241,22 +241,21 @@ class HolderIndex:
         return None if blocks is None or saved is None or not blocks.any() else Found(blocks=blocks, saved=saved)
 
     def _rows(self, digests: Sequence[bytes]) -> Iterator[tuple[npt.NDArray[np.uint8], int]]:
-        """What each holder saves of a block, and of how many blocks in a row that is so: mostly the same nodes have
-        many blocks of a chain, and only where this changes is there another row."""
+        """What each holder saves of a block, and of how many blocks in a row that is so. Who has a block has those
+        before it, in no slower tier: where two blocks have the same holders, so have those between them."""
         if not digests:
             return
         keys = _keys(b"".join(digests))
-        first_bounds = np.array([keys[0], keys[0] | _LOW_MASK])
-        if all(start == end for start, end in (part.searchsorted(first_bounds) for part in self._parts())):
-            return  # as of most prompts
-        bounds = np.concatenate((keys, keys | _LOW_MASK))
         count = len(keys)
-        parts: list[_Part] = []
-        for part in reversed(list(self._parts())):
-            places = part.searchsorted(bounds).tolist()
-            starts, ends = places[:count], places[count:]
-            if starts != ends:
-                parts.append((part, starts, ends))
+        ends = self._find(keys[[0, -1]])
+        if not any(starts[0] < stops[0] for _, starts, stops in ends):
+            return  # as of most prompts
+        if all(stops[0] - starts[0] == stops[1] - starts[1] for _, starts, stops in ends):
+            holders = _holders(ends, 0)
+            if all(map(np.array_equal, holders, _holders(ends, 1))):
+                yield self._row(holders), count
+                return
+        parts = self._find(keys)
         # How many entries each block has, by level.
         sizes = list(zip(*(map(int.__sub__, ends, starts) for _, starts, ends in parts), strict=True))
         first = 0
@@ -267,9 +266,20 @@ class HolderIndex:
             yield from self._alike(parts, first, end)
             first = end
 
+    def _find(self, keys: _Entries) -> list[_Part]:
+        """Where the entries of these blocks are, the oldest part first; only parts that have any."""
+        count = len(keys)
+        bounds = np.concatenate((keys, keys | _LOW_MASK))
+        found: list[_Part] = []
+        for part in reversed(list(self._parts())):
+            places = part.searchsorted(bounds).tolist()
+            starts, stops = places[:count], places[count:]
+            if starts != stops:
+                found.append((part, starts, stops))
+        return found
+
     def _alike(self, parts: Sequence[_Part], first: int, end: int) -> Iterator[tuple[npt.NDArray[np.uint8], int]]:
-        """The same of blocks that have as many entries each. One row if the first and the last of them have the same:
-        who has a block has those before it, in no slower tier."""
+        """The same of blocks that have as many entries each."""
         holders = _holders(parts, first)
         if end - first == 1 or all(map(np.array_equal, holders, _holders(parts, end - 1))):
             yield self._row(holders), end - first

@@ -43,9 +43,10 @@ def unpack_tokens(packed: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(packed) // TOKEN_BYTES}q", packed)
 
 
-def pack_blocks(tokens: Sequence[int], block_size: int, first: int, end: int) -> Iterator[bytes]:
-    """`pack_tokens` of each of these blocks. Ever more at a time: of a chain that is not known one is asked for."""
-    nbytes, count = TOKEN_BYTES * block_size, 1
+def pack_blocks(tokens: Sequence[int], block_size: int, first: int, end: int, count: int = 1) -> Iterator[bytes]:
+    """`pack_tokens` of each of these blocks, `count` at a time and then ever more: of a chain that is not known one is
+    asked for."""
+    nbytes = TOKEN_BYTES * block_size
     while first < end:
         count = min(count, end - first)
         packed = pack_tokens(tokens[first * block_size : (first + count) * block_size])
@@ -78,7 +79,8 @@ def chain_digests(
 ) -> list[bytes]:
     """One digest for each full block of `tokens`, each over the root and everything up to the block's end."""
     digests = []
-    for packed in pack_blocks(tokens, block_size, 0, len(tokens) // block_size):
+    end = len(tokens) // block_size
+    for packed in pack_blocks(tokens, block_size, 0, end, count=end):
         root = digest(root, packed)
         digests.append(root)
     return digests
