@@ -18,8 +18,8 @@ NEWS_PAUSE_MS: Final = 50
 """At least, between two messages to a follower."""
 NEWS_PER_ROUTER_PER_S: Final = 500
 """What the nodes of a cluster together send to one router at most: the more they are, the longer each one's pause."""
-PART_BLOCKS_MAX: Final = 32_768
-"""Blocks in one message of a snapshot: half a megabyte."""
+PART_BLOCKS_MAX: Final = 4_096
+"""Blocks in one message of a snapshot: a router takes a millisecond to enter them."""
 
 
 class HoldingsService(holdings_pb2_grpc.HoldingsServicer):
