@@ -25,7 +25,14 @@ from baton.errors import BatonError, Reason, bad_field
 from baton.ids import RequestId
 from baton.log import get_log
 from baton.retry_time import whole_seconds_ms
-from baton.tracing import Traceparent, new_request_id, read_metadata
+from baton.tracing import (
+    REQUEST_ID_KEY,
+    TRACEPARENT_KEY,
+    CallMetadata,
+    Traceparent,
+    new_request_id,
+    read_metadata,
+)
 from router import openai
 from router.answers import AnswerSink
 from router.byte_shares import TextOwner
@@ -119,11 +126,10 @@ class OpenAiApp:
         keyed: KeyedCall | None = getattr(request.state, KEYED_CALL, None)
         request_id = request.state.request_id = new_request_id(self._node.rng)
         try:
-            called = read_metadata([(name.lower(), value) for name, value in request.headers.items()])
+            called = _read_metadata(request)
             request_id = request.state.request_id = called.request_id or request_id
             self._node.check_open()
-            source = request.scope["state"][SOURCE]
-            owner = TextOwner(address=source, key=keyed.key.name if keyed is not None else None)
+            owner = TextOwner(address=request.scope["state"][SOURCE], key=keyed.key.name if keyed is not None else None)
             with self._node.texts.holding(owner) as hold:
                 raw = await self._read_body(request, hold)
                 special_tokens = keyed is not None and keyed.key.special_tokens
@@ -131,9 +137,10 @@ class OpenAiApp:
                 parsed = self._node.texts.run_held(owner, parse_call, raw, chat, special_tokens, context_len_max)
                 at_once = len(raw) <= INLINE_BYTES_MAX
                 call = await parsed if at_once else await first_of(parsed, left(request.receive))
-            token = None
-            sent = [value for value in request.headers.getlist(LAST_EVENT_ID) if value]
-            if call.resumable and sent:
+            token, sent = None, ()
+            if call.resumable:
+                sent = tuple(value for value in request.headers.getlist(LAST_EVENT_ID) if value)
+            if sent:
                 token = repeated(call, read_token(sent), request_id, int(time.time()))
             elif call.said:
                 raise bad_field("resume_token_ids", f"resume_token_ids goes with the header {LAST_EVENT_ID}.")
@@ -148,7 +155,7 @@ class OpenAiApp:
         request.state.request_id = new_request_id(self._node.rng)
         try:
             self._node.check_open()
-            called = read_metadata([(name.lower(), value) for name, value in request.headers.items()])
+            called = _read_metadata(request)
             token, call = _shown(request)
             return await self._reply(request, call, called.traceparent, token)
         except BatonError as error:
@@ -400,6 +407,7 @@ class HttpServer:
         await error_response(error)(scope, receive, send)
 
 
+_METADATA: Final = frozenset(key.encode() for key in (REQUEST_ID_KEY, TRACEPARENT_KEY))
 _ANSWERED: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
 _FOR_PROBES: Final = frozenset({"/live", "/health"})
 """Answered on every connection: a full router is not to be restarted."""
@@ -413,6 +421,13 @@ def _shown(request: Request) -> tuple[ResumeToken, OpenAiCall]:
     if call is None:
         raise HTTPException(404, f"The {LAST_EVENT_ID} is of another request")
     return token, call
+
+
+def _read_metadata(request: Request) -> CallMetadata:
+    """Raises BatonError. Other headers are not looked at."""
+    return read_metadata(
+        [(name.decode(), value.decode("latin-1")) for name, value in request.scope["headers"] if name in _METADATA]
+    )
 
 
 def _is_chat(request: Request) -> bool:
