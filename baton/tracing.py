@@ -104,4 +104,4 @@ def new_request_id(rng: random.Random) -> RequestId:
 
 
 def _non_zero(rng: random.Random, bits: int) -> int:
-    return rng.randrange(1, 1 << bits)
+    return rng.getrandbits(bits) or 1

@@ -205,18 +205,8 @@ async def open_device_pool(
             staged = await on_thread(pin_staging, region, transports, staging or StagingConfig())
             if staged is not None:
                 opened.callback(staged.close)
-            await on_thread(_bind, built, region, config)
-            ledger = Ledger(config.num_blocks, on_free=_on_free(built, region, layout, config))
-            padding_blocks = 0
-            if built.on_device is not None:
-                padding_blocks = await _warm_up(built.on_device, ledger, decodes=decodes, progress=progress)
-            blocks = BlockManager(
-                ledger,
-                config.block_size,
-                root_of(built, layout),
-                groups=layout.num_groups,
-                padding_blocks=padding_blocks,
-            )
+            blocks, padding_blocks = await _open_blocks(built, region, config, decodes=decodes, progress=progress)
+            ledger = blocks.ledger
             engine = Engine(built.runner, blocks, config.scheduler())
             host = None
             if spill is not None and spill.host_blocks:
@@ -264,6 +254,22 @@ def _bind_store(store: Store, engine: Engine, ledger: Ledger, host: HostMemory |
     if host is not None:
         headroom = host.spill.headroom
         store.spare = lambda: ledger.available - headroom()
+
+
+async def _open_blocks(
+    built: BuiltEngine, region: PoolRegion, config: EngineConfig, *, decodes: bool, progress: Progress
+) -> tuple[BlockManager, int]:
+    """The region's blocks, and how many of them are held for good. Raises BatonError BAD_CONFIG."""
+    layout = built.runner.layout
+    await on_thread(_bind, built, region, config)
+    ledger = Ledger(config.num_blocks, on_free=_on_free(built, region, layout, config))
+    padding_blocks = 0
+    if built.on_device is not None:
+        padding_blocks = await _warm_up(built.on_device, ledger, decodes=decodes, progress=progress)
+    blocks = BlockManager(
+        ledger, config.block_size, root_of(built, layout), groups=layout.num_groups, padding_blocks=padding_blocks
+    )
+    return blocks, padding_blocks
 
 
 async def _warm_up(runner: GpuRunner, ledger: Ledger, *, decodes: bool, progress: Progress) -> int:

@@ -53,7 +53,8 @@ class ByteShares:
         try:
             yield hold
         finally:
-            self._add(owner, -taken)
+            if taken:
+                self._add(owner, -taken)
 
     def _take(self, owner: TextOwner, count: int) -> None:
         left = self._free - count

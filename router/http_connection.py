@@ -138,6 +138,7 @@ class HttpConnection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
         transport.max_size = READ_BYTES  # type: ignore[attr-defined]
+        transport.set_write_buffer_limits(high=0)  # what the kernel does not take at once is added to no more
         self.server = transport.get_extra_info("sockname")[:2]
         self.served.connections.add(self)
         if self.served.stopping:
@@ -431,18 +432,13 @@ class HttpCall:
             self._news.set()
             self._connection.ended(self, keep_alive=self._keep_alive)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether `put` may be called: the beginning of the body has gone out, and the client takes what comes. One
-        that has gone takes everything."""
-        return self.gone or (not self._first and self.started and self._connection.is_writable)
-
     async def opened(self) -> None:
         """Of an answer whose beginning has gone out."""
         await self._connection.writable()
 
     def put(self, body: bytes) -> bool:
-        """More of the body, without waiting. Whether it may be called again."""
+        """More of the body, whose beginning has gone out, without waiting. Whether it may be called again; for a client
+        that has gone always."""
         assert not self._done
         connection = self._connection
         if not self.gone:

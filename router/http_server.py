@@ -25,7 +25,14 @@ from baton.errors import BatonError, Reason, bad_field
 from baton.ids import RequestId
 from baton.log import get_log
 from baton.retry_time import whole_seconds_ms
-from baton.tracing import Traceparent, new_request_id, read_metadata
+from baton.tracing import (
+    REQUEST_ID_KEY,
+    TRACEPARENT_KEY,
+    CallMetadata,
+    Traceparent,
+    new_request_id,
+    read_metadata,
+)
 from router import http_tokens, openai, openapi
 from router.answers import AnswerSink
 from router.byte_shares import TextOwner
@@ -132,13 +139,14 @@ class OpenAiApp:
         chat = _is_chat(request)
         request_id = request.state.request_id = new_request_id(self._node.rng)
         try:
-            called = read_metadata([(name.lower(), value) for name, value in request.headers.items()])
+            called = _read_metadata(request)
             request_id = request.state.request_id = called.request_id or request_id
             self._node.check_open()
             call = await self._read(request, parse_call, chat, _may_spell(request), self._node.context_len_max())
-            token = None
-            sent = [value for value in request.headers.getlist(LAST_EVENT_ID) if value]
-            if call.resumable and sent:
+            token, sent = None, ()
+            if call.resumable:
+                sent = tuple(value for value in request.headers.getlist(LAST_EVENT_ID) if value)
+            if sent:
                 token = repeated(call, read_token(sent), request_id, int(time.time()))
             elif call.said:
                 raise bad_field("resume_token_ids", f"resume_token_ids goes with the header {LAST_EVENT_ID}.")
@@ -177,7 +185,7 @@ class OpenAiApp:
         request.state.request_id = new_request_id(self._node.rng)
         try:
             self._node.check_open()
-            called = read_metadata([(name.lower(), value) for name, value in request.headers.items()])
+            called = _read_metadata(request)
             token, call = _shown(request)
             return await self._reply(request, call, called.traceparent, token)
         except BatonError as error:
@@ -445,6 +453,7 @@ class HttpServer:
         await error_response(error)(scope, receive, send)
 
 
+_METADATA: Final = frozenset(key.encode() for key in (REQUEST_ID_KEY, TRACEPARENT_KEY))
 _HTTP_CODES: Final = {404: "not_found", 405: "method_not_allowed"}
 _ANSWERED: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
 _FOR_PROBES: Final = frozenset({"/live", "/health", "/ping"})
@@ -459,6 +468,13 @@ def _shown(request: Request) -> tuple[ResumeToken, OpenAiCall]:
     if call is None:
         raise HTTPException(404, f"The {LAST_EVENT_ID} is of another request")
     return token, call
+
+
+def _read_metadata(request: Request) -> CallMetadata:
+    """Raises BatonError. Other headers are not looked at."""
+    return read_metadata(
+        [(name.decode(), value.decode("latin-1")) for name, value in request.scope["headers"] if name in _METADATA]
+    )
 
 
 def _is_chat(request: Request) -> bool:

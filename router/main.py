@@ -89,10 +89,7 @@ async def serve(
     )
     _follow(runtime, doors, staff, refusals)
     pins = await _open_pins(config, staff, runtime)
-    background = Tasks(asyncio.get_running_loop(), log, broken="pins or API keys are no longer kept up")
-    background.spawn(pins.run())
-    if keys is not None:
-        background.spawn(keys.follow())
+    background = _keep_up(pins, keys)
     metrics_server: HttpServer | None = None
     try:
         others = {}
@@ -117,6 +114,14 @@ async def serve(
         await runtime.close()
         await known.close()
         refusals.close()
+
+
+def _keep_up(pins: PinKeeper, keys: KeyFile | None) -> Tasks:
+    background = Tasks(asyncio.get_running_loop(), log, broken="pins or API keys are no longer kept up")
+    background.spawn(pins.run())
+    if keys is not None:
+        background.spawn(keys.follow())
+    return background
 
 
 async def _check_ports(config: RouterConfig) -> None:

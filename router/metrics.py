@@ -21,7 +21,7 @@ from baton.errors import Reason
 from baton.http2_front import Ended
 from baton.lifecycle import Lifecycle
 from baton.loop_lag import BUCKETS_MS
-from baton.wire import LOCAL_TRANSPORT, BlockLoad, NodeRecord, Role
+from baton.wire import LOCAL_TRANSPORT, BlockLoad, NodeLoad, NodeRecord, Role, TierLoad
 from router.doors import Door
 from router.keys import KeyUse, Limit
 from router.request import ObservedRequest
@@ -362,80 +362,92 @@ class _NodeCollector(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         there = GaugeMetricFamily("baton_nodes", "Nodes that the directory knows.", labels=["role", "state"])
         counts = dict.fromkeys(itertools.product(_NODE_ROLES, Lifecycle), 0)  # zeros too, for alerts
-        requests = _family("requests", "Requests that wait and run on the node.", "state")
-        blocks = _family("blocks", "KV blocks by owner, as the node last reported.", "class")
-        pinned = _family("blocks_pinned", "Of the cached blocks, those that pins keep.")
-        host = _family("host_blocks", "Blocks of host memory below the KV blocks.", "class")
-        swapped_out = _family("swapped_out_requests", "Running requests whose KV is not all on the device now.")
-        given_up = _family(
-            "transports_given_up",
-            "Transports that the node no longer offers to some peer because they kept failing, over its peers.",
-        )
-        tier_bytes = _family(
-            "tier_bytes", "Of a tier of the node's cache: KV cached there, and the room.", "tier", "what"
-        )
-        tier_moved = _family(
-            "tier_moved_bytes", "KV copied down to a tier, and up from it, since the node's start.", "tier", "way"
-        )
-        tier_blocks = _family(
-            "tier_blocks",
-            "Blocks of a tier since the node's start: hit by prompts; evicted, and of these unused; lost above before "
-            "they were copied down; refused.",
-            "tier",
-            "what",
-        )
-        promotions = _family("tier_promotions", "Times that blocks came up from a tier for a prompt.", "tier")
-        promotion_s = _family("tier_promotion_seconds", "How long all of these took together.", "tier")
-        moved = _family(
-            "moved_bytes",
-            "KV written to other nodes since the node's start: for requests (handoff), for their fetches (served); and "
-            "fetched from others.",
-            "reason",
-        )
-        fetches = _family("fetches", "Fetches of KV from other nodes since the node's start, by their end.", "end")
-        fetch_s = _family("fetch_seconds", "How long those took together that brought something.")
-        lag = _family(
-            "control_loop_lag_seconds", "The longest that the node's control thread was late in the last 30 s or more."
-        )
+        families = {
+            name: GaugeMetricFamily(f"baton_node_{name}", text, labels=["node", "role", *labels])
+            for name, (text, labels) in _NODE_FIGURES.items()
+        }
         for record in self._nodes():
             if record.role is Role.ROUTER:
                 continue
             counts[record.role, record.lifecycle] += 1
-            labels, load = [record.name, record.role.name.lower()], record.load
-            requests.add_metric([*labels, "waiting"], load.waiting_requests)
-            requests.add_metric([*labels, "running"], load.running_requests)
-            for name in BLOCK_CLASSES:
-                blocks.add_metric([*labels, name], getattr(load.blocks, name))
-            pinned.add_metric(labels, load.blocks.pinned)
-            host.add_metric([*labels, "filled"], load.host_blocks_filled)
-            host.add_metric([*labels, "free"], load.host_blocks_free)
-            swapped_out.add_metric(labels, load.swapped_out_requests)
-            given_up.add_metric(labels, load.transports_given_up)
-            for tier in load.tiers:
-                of = [*labels, tier.tier]
-                tier_bytes.add_metric([*of, "cached"], tier.blocks * tier.block_bytes)
-                tier_bytes.add_metric([*of, "max"], tier.blocks_max * tier.block_bytes)
-                tier_blocks.add_metric([*of, "hit"], tier.blocks_hit)
-                if tier.tier == "device":
-                    continue
-                tier_moved.add_metric([*of, "down"], tier.blocks_stored * tier.block_bytes)
-                tier_moved.add_metric([*of, "up"], tier.blocks_hit * tier.block_bytes)
-                for what in ("evicted", "evicted_unused", "lost", "refused"):
-                    tier_blocks.add_metric([*of, what], getattr(tier, f"blocks_{what}"))
-                promotions.add_metric(of, tier.promotions)
-                promotion_s.add_metric(of, tier.promotion_s)
-            for reason in ("handoff", "served", "fetched"):
-                moved.add_metric([*labels, reason], getattr(load.moved, f"{reason}_bytes"))
-            brought = load.moved.fetches
-            ends = {"done": brought, "refused": load.moved.fetches_refused, "failed": load.moved.fetches_failed}
-            for end, times in ends.items():
-                fetches.add_metric([*labels, end], times)
-            fetch_s.add_metric(labels, load.moved.fetch_s)
-            lag.add_metric(labels, load.control_loop_lag_ms_max / 1000)
+            for name, labels, value in _reported(record.load):
+                families[name].add_metric([record.name, record.role.name.lower(), *labels], value)
         for (role, state), count in counts.items():
             there.add_metric([role.name.lower(), state.name.lower()], count)
-        yield from (there, requests, blocks, pinned, host, swapped_out, given_up, lag)
-        yield from (tier_bytes, tier_moved, tier_blocks, promotions, promotion_s, moved, fetches, fetch_s)
+        yield there
+        yield from families.values()
+
+
+_NODE_FIGURES: Final[Mapping[str, tuple[str, _Labels]]] = {
+    "requests": ("Requests that wait and run on the node.", ("state",)),
+    "blocks": ("KV blocks by owner, as the node last reported.", ("class",)),
+    "blocks_pinned": ("Of the cached blocks, those that pins keep.", ()),
+    "host_blocks": ("Blocks of host memory below the KV blocks.", ("class",)),
+    "swapped_out_requests": ("Running requests whose KV is not all on the device now.", ()),
+    "transports_given_up": (
+        "Transports that the node no longer offers to some peer because they kept failing, over its peers.",
+        (),
+    ),
+    "control_loop_lag_seconds": (
+        "The longest that the node's control thread was late in the last 30 s or more.",
+        (),
+    ),
+    "tier_bytes": ("Of a tier of the node's cache: KV cached there, and the room.", ("tier", "what")),
+    "tier_moved_bytes": ("KV copied down to a tier, and up from it, since the node's start.", ("tier", "way")),
+    "tier_blocks": (
+        "Blocks of a tier since the node's start: hit by prompts; evicted, and of these unused; lost above before "
+        "they were copied down; refused.",
+        ("tier", "what"),
+    ),
+    "tier_promotions": ("Times that blocks came up from a tier for a prompt.", ("tier",)),
+    "tier_promotion_seconds": ("How long all of these took together.", ("tier",)),
+    "moved_bytes": (
+        "KV written to other nodes since the node's start: for requests (handoff), for their fetches (served); and "
+        "fetched from others.",
+        ("reason",),
+    ),
+    "fetches": ("Fetches of KV from other nodes since the node's start, by their end.", ("end",)),
+    "fetch_seconds": ("How long those took together that brought something.", ()),
+}
+"""Of each node: what they say, and their labels behind the node's name and role."""
+_Report = Iterator[tuple[str, _Labels, float]]
+"""Names of `_NODE_FIGURES`, labels and values."""
+
+
+def _reported(load: NodeLoad) -> _Report:
+    yield "requests", ("waiting",), load.waiting_requests
+    yield "requests", ("running",), load.running_requests
+    for name in BLOCK_CLASSES:
+        yield "blocks", (name,), getattr(load.blocks, name)
+    yield "blocks_pinned", (), load.blocks.pinned
+    yield "host_blocks", ("filled",), load.host_blocks_filled
+    yield "host_blocks", ("free",), load.host_blocks_free
+    yield "swapped_out_requests", (), load.swapped_out_requests
+    yield "transports_given_up", (), load.transports_given_up
+    yield "control_loop_lag_seconds", (), load.control_loop_lag_ms_max / 1000
+    for tier in load.tiers:
+        yield from _reported_of_tier(tier)
+    for reason in ("handoff", "served", "fetched"):
+        yield "moved_bytes", (reason,), getattr(load.moved, f"{reason}_bytes")
+    yield "fetches", ("done",), load.moved.fetches
+    yield "fetches", ("refused",), load.moved.fetches_refused
+    yield "fetches", ("failed",), load.moved.fetches_failed
+    yield "fetch_seconds", (), load.moved.fetch_s
+
+
+def _reported_of_tier(load: TierLoad) -> _Report:
+    tier = load.tier
+    yield "tier_bytes", (tier, "cached"), load.blocks * load.block_bytes
+    yield "tier_bytes", (tier, "max"), load.blocks_max * load.block_bytes
+    yield "tier_blocks", (tier, "hit"), load.blocks_hit
+    if tier == "device":
+        return
+    yield "tier_moved_bytes", (tier, "down"), load.blocks_stored * load.block_bytes
+    yield "tier_moved_bytes", (tier, "up"), load.blocks_hit * load.block_bytes
+    for what in ("evicted", "evicted_unused", "lost", "refused"):
+        yield "tier_blocks", (tier, what), getattr(load, f"blocks_{what}")
+    yield "tier_promotions", (tier,), load.promotions
+    yield "tier_promotion_seconds", (tier,), load.promotion_s
 
 
 class _KeyCollector(Collector):
@@ -460,7 +472,3 @@ class _KeyCollector(Collector):
             for limit in Limit:
                 refused.add_metric([name, limit.value], use.refused[limit])
         yield from (requests, tokens, refused, running)
-
-
-def _family(name: str, text: str, *labels: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"baton_node_{name}", text, labels=["node", "role", *labels])

@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict
 from typing import Any, Final
 
 from batonpb import common_pb2, prefill_pb2, prefill_pb2_grpc
@@ -69,21 +68,23 @@ class PrefillNodes:
         """
         model = self.model()
         job.block_size = model.block_size
-        fit = self._fit(job, model)
-        if not fit.any():
-            raise self._no_region(job, model)
-        left = self._without(fit, job.avoid)
+        left = self._fit(job, model)
         if not left.any():
-            job.avoid.clear()
-            left = fit
-        self._unreached = {i: until_s for i, until_s in self._unreached.items() if now_s < until_s}
+            raise self._no_region(job, model)
+        if job.avoid:
+            untried = self._without(left, job.avoid)
+            if untried.any():
+                left = untried
+            else:
+                job.avoid.clear()
+        if self._unreached:
+            self._unreached = {i: until_s for i, until_s in self._unreached.items() if now_s < until_s}
         no_answer = {*silent, *self._unreached}
-        answering = self._without(left, no_answer)
+        if no_answer:
+            answering = self._without(left, no_answer)
+            left = answering if answering.any() else left
         choice = self.placement.pick(
-            (*job.checked.prompt, *job.output),
-            job.checked.cache_salt,
-            among=answering if answering.any() else left,
-            no_owners=no_answer,
+            (*job.checked.prompt, *job.output), job.checked.cache_salt, among=left, no_owners=no_answer
         )
         return choice, self.placement.sent(choice, key)
 
@@ -124,9 +125,10 @@ class PrefillNodes:
     def _fit(self, job: Job, model: ModelInfo) -> Mask:
         """Of the rows of `placement`, those that may take the request."""
         placement = self.placement
-        fit = placement.serving(model.fingerprint)
-        fit = self._without(fit & placement.may_hold(job.tokens), job.too_small)
-        sequence_of = self.placement.sequence
+        fit = self._without(placement.serving(model.fingerprint) & placement.may_hold(job.tokens), job.too_small)
+        if not self._drained:
+            return fit
+        sequence_of = placement.sequence
         drained = self._without(fit, [i for i, sequence in self._drained.items() if sequence_of(i) == sequence])
         return drained if drained.any() else fit
 
@@ -268,7 +270,12 @@ class PrefillCalls:
             resumable=job.for_another_router(),
             whole=job.call.whole and not job.checked.stop,  # a stop string ends it here, and there too late
             priority=priority_to_proto(job.call.priority),
-            owners=[common_pb2.Owner(**asdict(owner)) for owner in choice.owners],
+            owners=[
+                common_pb2.Owner(
+                    name=owner.name, endpoint=owner.endpoint, incarnation=owner.incarnation, blocks=owner.blocks
+                )
+                for owner in choice.owners
+            ],
         )
         with rpc_errors(record.name):
             events = stub.Prefill(

@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from batonpb import common_pb2, inference_pb2, resume_pb2
 from google.protobuf.message import DecodeError
@@ -210,40 +210,42 @@ def check_request(
         raise BatonError(Reason.NO_TOKENIZER, text, field="text")
     check_prompt(prompt, model, field=kind)
     sampling, vocab = request.sampling, model.vocab_size
-    max_tokens = answer_tokens(len(prompt))
-    if sampling.HasField("max_tokens"):
+    named = {field.name: value for field, value in sampling.ListFields()}  # one look: most requests name a few
+    if "max_tokens" in named:
         max_tokens = _in_range("max_tokens", sampling.max_tokens, 1, UINT32_MAX, "at least 1")
+    else:
+        max_tokens = answer_tokens(len(prompt))
     max_tokens = min(max_tokens, model.context_len_max - len(prompt))
     top_k = min(defaults.top_k, vocab)
-    if sampling.HasField("top_k"):
+    if "top_k" in named:
         top_k = _in_range("top_k", sampling.top_k, 0, vocab, f"at most the vocabulary of {vocab} (0 is off)")
     logprobs = None
-    if sampling.HasField("logprobs"):
+    if "logprobs" in named:
         logprobs = _in_range("logprobs", sampling.logprobs, 0, LOGPROBS_MAX, f"at most {LOGPROBS_MAX} alternatives")
-    grammar = sampling.grammar if sampling.HasField("grammar") else None
+    grammar = named.get("grammar")
     at_most = f"at most max_tokens, which is {max_tokens} here"
-    repetition_penalty = _number(sampling, "repetition_penalty", defaults)
+    repetition_penalty = _number(named, "repetition_penalty", defaults.repetition_penalty)
     checked = CheckedRequest(
         prompt=tuple(prompt),
         sampling=common_pb2.SamplingSpec(
-            temperature=_number(sampling, "temperature", defaults),
+            temperature=_number(named, "temperature", defaults.temperature),
             top_k=top_k,
-            top_p=_number(sampling, "top_p", defaults),
-            seed=sampling.seed if sampling.HasField("seed") else rng.getrandbits(64),
+            top_p=_number(named, "top_p", defaults.top_p),
+            seed=sampling.seed if "seed" in named else rng.getrandbits(64),
             max_tokens=max_tokens,
-            stop_token_ids=_stop_token_ids(sampling, model),
+            stop_token_ids=_stop_token_ids(sampling, model) if "stop_token_ids" in named else (),
             ignore_eos=sampling.ignore_eos,
-            min_p=_number(sampling, "min_p", defaults),
+            min_p=_number(named, "min_p", defaults.min_p),
             repetition_penalty=repetition_penalty if repetition_penalty != 1 else None,
-            presence_penalty=_number(sampling, "presence_penalty"),
-            frequency_penalty=_number(sampling, "frequency_penalty"),
-            logit_bias=_logit_bias(sampling, model),
+            presence_penalty=_number(named, "presence_penalty", 0.0),
+            frequency_penalty=_number(named, "frequency_penalty", 0.0),
+            logit_bias=_logit_bias(sampling, model) if "logit_bias" in named else None,
             min_tokens=_in_range("min_tokens", sampling.min_tokens, 0, max_tokens, at_most),
             logprobs=logprobs,
             choice=choice,
             grammar=grammar,
         ),
-        stop=_stop(sampling, has_tokenizer=has_tokenizer),
+        stop=_stop(sampling, has_tokenizer=has_tokenizer) if "stop" in named else (),
         include_stop=sampling.include_stop,
         cache_salt=own_cache_salt(key_salt, check_salt(request.cache_salt) if request.HasField("cache_salt") else b""),
         eos_token_ids=model.eos_token_ids,
@@ -354,10 +356,9 @@ _RANGES: Final[Mapping[str, tuple[float, float, str]]] = {
 """Lowest and highest value, and both in words."""
 
 
-def _number(sampling: inference_pb2.Sampling, name: str, defaults: SamplingDefaults | None = None) -> float:
-    """What the request says, or the default. A NaN is in no range."""
-    named = defaults is None or sampling.HasField(name)
-    value: float = getattr(sampling if named else defaults, name)
+def _number(named: Mapping[str, Any], name: str, default: float) -> float:
+    """What the request names, or the default. A NaN is in no range."""
+    value: float = named.get(name, default)
     return _in_range(name, value, *_RANGES[name])
 
 
@@ -370,8 +371,9 @@ _COUNTS: Final = (
 
 def check_counts(request: inference_pb2.GenerateRequest) -> None:
     """Nothing is copied before it is counted. Raises BatonError naming the field."""
+    sampling = request.sampling
     for name, most, what in _COUNTS:
-        count = len(getattr(request.sampling, name))
+        count = len(getattr(sampling, name))
         if count > most:
             raise _out_of_range(name, f"{count} {what} long", f"at most {most} {what} long")
     count = len(request.chat.messages)

@@ -117,10 +117,8 @@ async def direct(scope: Scope, _receive: Receive, send: Send) -> None:
     """As `stream`, but the second part is put without waiting."""
     call = scope["extensions"][http_connection.STREAM]
     await send({"type": "http.response.start", "status": 200, "headers": []})
-    assert not call.is_open
     await send({"type": "http.response.body", "body": b"one", "more_body": True})
-    assert call.is_open
-    call.put(b"two")
+    assert call.put(b"two")
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -147,11 +145,9 @@ def test_a_client_that_reads_nothing_of_what_is_put() -> None:
         call = scope["extensions"][http_connection.STREAM]
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"x", "more_body": True})
-        call.put(BIG)
-        assert not call.is_open
+        assert not call.put(BIG)
         closed.set()
         await call.opened()
-        assert call.is_open
         opened.set()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -166,10 +162,29 @@ def test_a_client_that_reads_nothing_of_what_is_put() -> None:
     run(scene, app)
 
 
+def test_what_the_kernel_does_not_take_at_once_closes_the_call() -> None:
+    """However little it is: what comes then waits elsewhere, and is joined."""
+    limits = asyncio.Queue[tuple[int, int]]()
+
+    class Watched(HttpConnection):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)
+            assert isinstance(transport, asyncio.WriteTransport)
+            limits.put_nowait(transport.get_write_buffer_limits())
+
+    async def scene(door: Door) -> None:
+        await door()
+        assert await limits.get() == (0, 0)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(http_server, "HttpConnection", Watched)
+        run(scene, direct)
+
+
 def test_a_client_that_leaves_before_its_answer_begins() -> None:
     """What is sent and put is dropped: who writes in a loop does not wait for a client that has gone."""
 
-    seen = asyncio.Queue[tuple[bool, bool]]()
+    seen = asyncio.Queue[bool]()
 
     async def late(scope: Scope, receive: Receive, send: Send) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -177,16 +192,14 @@ def test_a_client_that_leaves_before_its_answer_begins() -> None:
         call = scope["extensions"][http_connection.STREAM]
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"one", "more_body": True})
-        before = call.is_open
-        call.put(b"two")
-        seen.put_nowait((before, call.is_open))
+        seen.put_nowait(call.put(b"two"))
 
     async def scene(door: Door) -> None:
         one = await door()
         one[1].write(REQUEST)
         await one[1].drain()
         one[1].close()
-        assert await seen.get() == (True, True)
+        assert await seen.get()
 
     run(scene, late)
 
