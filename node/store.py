@@ -53,7 +53,9 @@ PIECE_BYTES_MAX: Final = 4 << 20
 PIECE_BLOCKS_MAX: Final = 64
 """Of one copy."""
 REST_SHARE: Final = 3
-"""How long copying down pauses after each piece, in times of what the piece took."""
+"""How long copying down pauses after each piece, in times of what the piece took; less where much waits."""
+HURRY_SHARE: Final = 0.5
+"""Where as much of what may be evicted still waits to be copied down, there are no pauses."""
 TOGETHER_S: Final = 0.02
 """Blocks that come to be idle within this time are copied together."""
 LOOKS_MAX: Final = 512
@@ -62,6 +64,9 @@ WAITING_BLOCKS_MAX: Final = 1 << 17
 """Blocks that wait to be copied down to a tier; of more, those that wait for longest are not."""
 PROMOTIONS_MAX: Final = 16
 """Prompts that blocks come up for at the same time."""
+LATE_S: Final = 0.05
+LATE_SHARE: Final = 4
+"""What comes up for another node is waited for so long and as many times as long as expected."""
 HOST_FIXED_S: Final = 5e-4
 HOST_BYTES_PER_S: Final = 1e11
 DISK_FIXED_S: Final = 2e-3
@@ -194,23 +199,23 @@ class Store:
         self.host.memory.close()
 
     def empty(self, tier: Tier) -> int:
-        """Forget what a tier has, but for what is pinned -> how many blocks.
+        """Forget what a tier has, or is about to have, but for what is pinned -> how many blocks it had.
 
         Raises BatonError BAD_FIELD: there is no such tier.
         """
         found = {Tier.HOST: self.host, Tier.DISK: self.disk}.get(tier)
         if found is None:
             raise BatonError(Reason.BAD_FIELD, f"This node has no {tier.name.lower()} tier.", field="tier")
-        if isinstance(found, DiskTier):
-            slots = {key.digest: found.books.find(key.digest) for key in found.books.stored_keys()}
-            count = found.books.clear()
-            gone = [slot for digest, slot in slots.items() if slot is not None and not found.books.known(digest)]
-            if len(gone) == len(slots):
-                found.file.start_empty()
-            else:
-                found.file.erase(gone)
-            return count
-        return found.books.clear()
+        gone = found.books.clear()
+        if isinstance(found, HostTier):
+            self._idle.clear()
+            return len(gone)
+        self._to_disk.clear()
+        if found.books.blocks:
+            found.file.erase(gone)
+        else:
+            found.file.start_empty()
+        return len(gone)
 
     # Down to host memory.
 
@@ -227,9 +232,11 @@ class Store:
             if gone and isinstance(tier, DiskTier):
                 tier.file.erase(gone)
 
-    def _on_idle(self, entry: Entry) -> None:
+    def _on_idle(self, entry: Entry, used: bool) -> None:
         if self.disk is not None:
-            self.disk.admission.use((entry.digest,))
+            (self.disk.admission.use if used else self.disk.admission.brought)(entry.digest)
+        if not used:
+            return  # it will be, or somebody else has it
         self._idle[entry.digest] = entry
         if len(self._idle) > WAITING_BLOCKS_MAX:
             self._idle.popitem(last=False)
@@ -243,7 +250,8 @@ class Store:
             while self._idle and not self._broken:
                 began_s = self._loop.time()
                 copied = await self._copy_piece_down()
-                await asyncio.sleep(REST_SHARE * (self._loop.time() - began_s) if copied else 0)
+                share = _rest_share(len(self._idle) * self._groups, self._ledger.available)
+                await asyncio.sleep(share * (self._loop.time() - began_s) if copied else 0)
 
     async def _copy_piece_down(self) -> bool:
         """Whether anything was copied."""
@@ -303,7 +311,7 @@ class Store:
         if disk is None or not disk.file.writable:
             return
         for digest in digests:
-            worth = disk.admission.admits(digest) or disk.books.pinned(digest)
+            worth = disk.admission.admits(digest, room=disk.books.free > 0) or disk.books.pinned(digest)
             if worth and not disk.books.known(digest) and self.host.books.find(digest) is not None:
                 self._to_disk[digest] = None
                 self._admitted.set()
@@ -321,7 +329,8 @@ class Store:
                     await asyncio.sleep(TOGETHER_S)
                     continue
                 await self._write_piece_down(disk)
-                await asyncio.sleep(self._loop.time() - began_s)
+                share = _rest_share(len(self._to_disk), self.host.books.num_slots)
+                await asyncio.sleep(share * (self._loop.time() - began_s))
 
     async def _write_piece_down(self, disk: DiskTier) -> None:
         books = self.host.books
@@ -348,7 +357,7 @@ class Store:
             self.host.memory.region.array_U8,
             [slot for _, _, slot in found],
             [key for key, _, _ in found],
-            self._record_at(sources),
+            self._at(sources),
             partial(_set_result, ended),
         )
         outcomes = await ended
@@ -364,9 +373,9 @@ class Store:
                 disk.books.dropped(slot)
                 disk.counters.refused_blocks += 1
 
-    def _record_at(self, slots: Sequence[TierSlot]) -> np.ndarray:
-        """Where a block begins in host memory, for the file: there it is one record."""
-        return np.asarray(slots, dtype=np.int64)[:, None] * self.host.books.block_bytes
+    def _at(self, slots: Sequence[TierSlot]) -> np.ndarray:
+        """Where a block begins in host memory, for the file."""
+        return np.asarray(slots, dtype=np.int64) * self.host.books.block_bytes
 
     # Up: PrefixSource.
 
@@ -409,13 +418,22 @@ class Store:
             brought.set_result(came)
 
     async def bring_all(self, tokens: Sequence[int], salt: bytes) -> None:
-        """Bring up what the tiers have of these tokens behind what the region has: for another node that fetches it."""
+        """Bring up what the tiers have of these tokens behind what the region has: for another node that fetches it.
+
+        A tier that is much slower than expected is not waited for: the other node gets what there is.
+        """
         chain = self._cache.chain(tokens, salt)
         prompt = Prefix(tokens=tokens, salt=salt, chain=chain)
         for _ in range(ROUNDS_MAX):
             have = bisect_left(chain, True, key=lambda digest: not self._cache.indexed(digest))
             offer = self.offer(prompt, have) if have < len(chain) else None
-            if offer is None or not await self.bring(offer):
+            if offer is None:
+                return
+            try:
+                async with asyncio.timeout(LATE_S + LATE_SHARE * offer.expected_s):
+                    if not await self.bring(offer):
+                        return
+            except TimeoutError:
                 return
 
     async def _bring_up(self, offer: Offer) -> int:
@@ -493,7 +511,7 @@ class Store:
         keys = [books.key_of(place) for place in staged]
         ended: asyncio.Future[Sequence[Outcome]] = self._loop.create_future()
         region_U8 = self.host.memory.region.array_U8
-        disk.file.start_load(region_U8, slots[: len(staged)], self._record_at(staged), partial(_set_result, ended))
+        disk.file.start_load(region_U8, slots[: len(staged)], self._at(staged), partial(_set_result, ended))
         outcomes = await ended
         for slot, place, key, outcome in zip(slots, staged, keys, outcomes, strict=False):
             if outcome is Outcome.DONE:
@@ -511,7 +529,7 @@ class Store:
         return came
 
     def _release(self, table: Sequence[BlockId]) -> None:
-        self._blocks.release(table)
+        self._blocks.release(table, used=False)
         self.room_changed()
 
     def _match(self, tier: HostTier | DiskTier, prompt: Prefix, first: int) -> list[TierSlot]:
@@ -578,6 +596,11 @@ class Store:
         """Raises ConservationError."""
         for tier in self.tiers:
             tier.books.check()
+
+
+def _rest_share(waiting: int, evictable: int) -> float:
+    """How long to pause, in times of what a piece took, while so many blocks of those that may go wait to be copied."""
+    return REST_SHARE * max(0.0, 1 - waiting / max(1.0, HURRY_SHARE * evictable))
 
 
 def _set_result(ended: asyncio.Future[_T], result: _T) -> None:
@@ -659,7 +682,6 @@ async def _open_disk(
             path / f"{name}.kv" if path.is_dir() else path,
             bytes_max=config.disk_bytes,
             identity=identity,
-            record_nbytes=[layout.position_bytes],
         )
     )
     books = _books(file.num_slots, layout.position_bytes, blocks.prefix_cache.holdings, Tier.DISK)
