@@ -24,8 +24,8 @@ from cachestore.prefix_cache import DIGEST_BYTES, block_digest, pack_tokens, roo
 
 TierSlot = NewType("TierSlot", int)
 
-RECOUNTED_SLOTS_MAX: Final = 1 << 14
-"""Slots that are looked at one by one by each check, which the node's control thread makes: some milliseconds."""
+RECOUNTED_SLOTS_MAX: Final = 1 << 11
+"""Slots that are looked at one by one by each check, which the node's control thread makes: about a millisecond."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

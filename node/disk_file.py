@@ -205,7 +205,8 @@ class DiskFile:
             except NotOurs as error:
                 raise _bad(f"{path} has something that is not this program's. It is left as it is.") from error
             except OSError as error:
-                raise _bad(f"{path} cannot be used: {error.strerror}.") from error
+                used = ": another process has it, or it is mounted" if error.errno == errno.EBUSY else ""
+                raise _bad(f"{path} cannot be used: {error.strerror}{used}.") from error
             undo.pop_all()
         for number in range(threads):
             thread = threading.Thread(target=file._work, name=f"disk-{number}", daemon=True)
@@ -372,7 +373,8 @@ class DiskFile:
             failed = np.full(count, errno.EIO, dtype=np.int32)
             loop.call_soon(self._land, batch, slots, 0, failed, None, writing, False)
             return
-        most = max(1, min(PART_BLOCKS_MAX, PART_BYTES_MAX // self.block_bytes, -(-count // len(self._threads))))
+        shared = count if writing else -(-count // len(self._threads))  # whoever reads waits: all threads do a part
+        most = max(1, min(PART_BLOCKS_MAX, PART_BYTES_MAX // self.block_bytes, shared))
         for start in range(0, count, most):
             stop = min(count, start + most)
 

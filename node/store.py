@@ -56,8 +56,10 @@ REST_SHARE: Final = 3
 """How long copying down pauses after each piece, in times of what the piece took; less where much waits."""
 HURRY_SHARE: Final = 0.5
 """Where as much of what may be evicted still waits to be copied down, there are no pauses."""
-TOGETHER_S: Final = 0.02
+TOGETHER_S: Final = 0.1
 """Blocks that come to be idle within this time are copied together."""
+ONCE_SHARE: Final = 0.75
+"""Of host memory: so many blocks that were used once stay there alone; of more, the oldest go to the disk."""
 LOOKS_MAX: Final = 512
 """Idle blocks looked at for one piece."""
 WAITING_BLOCKS_MAX: Final = 1 << 17
@@ -167,6 +169,8 @@ class Store:
         self._idled = asyncio.Event()
         self._to_disk: OrderedDict[bytes, None] = OrderedDict()
         """Blocks in host memory that are to be written."""
+        self._once: OrderedDict[bytes, None] = OrderedDict()
+        """Blocks in host memory alone that are worth a place where the disk has room, the first first."""
         self._admitted = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._coming: dict[bytes, asyncio.Future[int]] = {}
@@ -211,6 +215,7 @@ class Store:
             self._idle.clear()
             return len(gone)
         self._to_disk.clear()
+        self._once.clear()
         if found.books.blocks:
             found.file.erase(gone)
         else:
@@ -306,38 +311,49 @@ class Store:
     # Down to the disk.
 
     def _admit(self, digests: Sequence[bytes]) -> None:
-        """To be written, those that are in host memory, not on disk, and worth it."""
+        """To be written, now or before host memory evicts them: those that are there, not on disk, and worth it."""
         disk = self.disk
         if disk is None or not disk.file.writable:
             return
         for digest in digests:
-            worth = disk.admission.admits(digest, room=disk.books.free > 0) or disk.books.pinned(digest)
-            if worth and not disk.books.known(digest) and self.host.books.find(digest) is not None:
+            if disk.books.known(digest) or self.host.books.find(digest) is None:
+                continue
+            if disk.admission.admits(digest, room=False) or disk.books.pinned(digest):
+                self._once.pop(digest, None)
                 self._to_disk[digest] = None
-                self._admitted.set()
-        while len(self._to_disk) > WAITING_BLOCKS_MAX:
-            self._to_disk.popitem(last=False)
+            elif disk.admission.admits(digest, room=True):
+                self._once[digest] = None
+        for waiting, most in ((self._to_disk, WAITING_BLOCKS_MAX), (self._once, self.host.books.num_slots)):
+            while len(waiting) > most:
+                waiting.popitem(last=False)
+        if self._wait_for_disk(disk):
+            self._admitted.set()
+
+    def _wait_for_disk(self, disk: DiskTier) -> int:
+        """How many blocks are to be written now."""
+        once = len(self._once) - int(ONCE_SHARE * self.host.books.num_slots)
+        return len(self._to_disk) + max(0, min(once, disk.books.free))
 
     async def _write_down(self, disk: DiskTier) -> None:
         while True:
             await self._admitted.wait()
             await asyncio.sleep(TOGETHER_S)
             self._admitted.clear()
-            while self._to_disk:
+            while self._wait_for_disk(disk):
                 began_s = self._loop.time()
                 if not disk.file.room:  # taken by what comes up
                     await asyncio.sleep(TOGETHER_S)
                     continue
                 await self._write_piece_down(disk)
-                share = _rest_share(len(self._to_disk), self.host.books.num_slots)
+                share = _rest_share(self._wait_for_disk(disk), (1 - ONCE_SHARE) * self.host.books.num_slots)
                 await asyncio.sleep(share * (self._loop.time() - began_s))
 
     async def _write_piece_down(self, disk: DiskTier) -> None:
         books = self.host.books
         found: list[tuple[BlockKey, TierSlot, TierSlot]] = []
         piece_max = max(1, min(PIECE_BLOCKS_MAX, PIECE_BYTES_MAX // books.block_bytes, disk.file.room))
-        while self._to_disk and len(found) < piece_max:
-            digest, _ = self._to_disk.popitem(last=False)
+        while self._wait_for_disk(disk) and len(found) < piece_max:
+            digest, _ = (self._to_disk or self._once).popitem(last=False)
             source = books.find(digest)
             if source is None:
                 disk.counters.lost_blocks += 1
@@ -598,7 +614,7 @@ class Store:
             tier.books.check()
 
 
-def _rest_share(waiting: int, evictable: int) -> float:
+def _rest_share(waiting: int, evictable: float) -> float:
     """How long to pause, in times of what a piece took, while so many blocks of those that may go wait to be copied."""
     return REST_SHARE * max(0.0, 1 - waiting / max(1.0, HURRY_SHARE * evictable))
 

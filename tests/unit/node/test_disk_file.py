@@ -673,7 +673,7 @@ def test_a_raw_device(bench: DiskBench, device: Path) -> None:
 
     async def scenario() -> None:
         file = bench.open(device, 8)
-        with pytest.raises(BatonError, match="in use"):
+        with pytest.raises(BatonError, match="another process"):
             bench.open(device, 8)
         assert restored(file).match(keys(0, 3)) == [0, 1, 2]
         assert await load(file, bench, [0, 1, 2], [5, 6, 7]) == [DONE] * 3

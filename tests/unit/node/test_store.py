@@ -416,33 +416,36 @@ def test_what_was_used_twice_is_there_after_a_restart(tmp_path: Path) -> None:
     play_on_disk(tmp_path / "blocks", after, slots=4)
 
 
-def test_while_the_disk_has_room_one_use_is_enough(tmp_path: Path) -> None:
-    """The first four blocks are used once, and go there. What is used once from then on does not; nor does what was
-    brought from elsewhere, before it is used twice."""
-    other = [100 + token for token in ONE]
+def test_what_was_used_once_goes_to_the_disk_before_host_memory_evicts_it(tmp_path: Path) -> None:
+    """Three of four blocks of host memory may be there alone: of five prompts of a block each, the first ones go down
+    while the disk has room. What was brought from elsewhere stays away before it is used twice."""
+    prompts = [[first, first + 1, 0] for first in range(0, 60, 10)]
 
     async def story(scene: Scene) -> None:
         assert scene.store.disk is not None
-        books = scene.store.disk.books
-        scene.blocks.prefix_cache.on_idle = None
-        scene.compute(other)
-        scene.blocks.prefix_cache.on_idle = scene.store._on_idle
-        scene.blocks.prefix_cache.released(scene.blocks.match_prompt(other, b""), used=False)
-        scene.compute(other)
-        await scene.idle()
-        assert books.blocks == 0
-        scene.compute(ONE)
-        await scene.idle()
-        await on_disk(scene, 4)
-        scene.compute(other)
-        await scene.idle()
-        await turns()
-        assert (books.blocks, books.evicted) == (4, 0)
-        scene.compute(other)
-        await scene.idle()
-        await wait_until(lambda: books.evicted == 4)
+        books, cache = scene.store.disk.books, scene.blocks.prefix_cache
 
-    play_on_disk(tmp_path / "blocks", story, slots=4)
+        def there() -> list[bool]:
+            return [books.known(digest) for prompt in prompts for digest in cache.chain(prompt, b"")]
+
+        cache.on_idle = None
+        scene.compute(prompts[0])
+        cache.on_idle = scene.store._on_idle
+        cache.released(cache.match(prompts[0], b"", 1), used=False)
+        for prompt in prompts:
+            scene.compute(prompt)
+            await scene.idle()
+        await wait_until(lambda: books.blocks == 2)
+        assert there() == [False, True, True, False, False, False]
+        scene.compute(prompts[0])
+        await scene.idle()
+        await wait_until(lambda: books.blocks == 3)
+        for first in range(100, 150, 10):
+            scene.compute([first, first + 1, 0])
+            await scene.idle()
+        assert (books.blocks, books.evicted) == (3, 0)
+
+    play_on_disk(tmp_path / "blocks", story, slots=3, host=4)
 
 
 def test_a_block_that_the_disk_has_lost_is_forgotten(tmp_path: Path) -> None:
