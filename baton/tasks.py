@@ -36,11 +36,12 @@ class Tasks:
         """Those that have not ended."""
         return len(self._tasks)
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` in a task of its own."""
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._over)
+        return task
 
     async def drain(self, ms_max: float | None = None) -> None:
         """Wait until all have ended, also those spawned meanwhile; at most `ms_max`. Cancels none."""

@@ -38,6 +38,8 @@ SAVED: Final = np.array([0, 8, 7, 6], dtype=np.uint8)
 SAVED_WHOLE: Final = 8
 
 _Entries = npt.NDArray[np.uint64]
+_Part = tuple[_Entries, list[int], list[int]]
+"""A level, and where the entries of each block of a chain start and end in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,12 +156,17 @@ class HolderIndex:
         """Who has how many leading blocks of a chain; None: nobody has any."""
         least = blocks = saved = None
         for row, count in self._rows(digests):
-            least = row & self._live[: row.size] if least is None else np.minimum(least, row)
-            if not least.any():
-                break
-            more, better = (least != 0) * np.uint32(count), least * np.uint32(count)
-            blocks, saved = (more, better) if blocks is None or saved is None else (blocks + more, saved + better)
-        return None if blocks is None or saved is None else Found(blocks=blocks, saved=saved)
+            if least is None or blocks is None or saved is None:
+                least = row & self._live[: row.size]
+                blocks = np.multiply(least != 0, count, dtype=np.uint32)
+                saved = np.multiply(least, count, dtype=np.uint32)
+            else:
+                np.minimum(least, row, out=least)
+                if not least.any():
+                    break
+                blocks += np.multiply(least != 0, count, dtype=np.uint32)
+                saved += np.multiply(least, count, dtype=np.uint32)
+        return None if blocks is None or saved is None or not blocks.any() else Found(blocks=blocks, saved=saved)
 
     def _rows(self, digests: Sequence[bytes]) -> Iterator[tuple[npt.NDArray[np.uint8], int]]:
         """What each holder saves of a block, and of how many blocks in a row that is so: mostly the same nodes have
@@ -167,47 +174,41 @@ class HolderIndex:
         if not digests:
             return
         keys = _keys(b"".join(digests))
-        first = keys[:1], keys[:1] | _LOW_MASK
-        if all(level.searchsorted(first[0]) == level.searchsorted(first[1]) for level in self._levels):
+        first_bounds = np.array([keys[0], keys[0] | _LOW_MASK])
+        if all(start == end for start, end in (level.searchsorted(first_bounds) for level in self._levels)):
             return  # as of most prompts
         bounds = np.concatenate((keys, keys | _LOW_MASK))
-        ranges: list[tuple[_Entries, list[tuple[int, int]]]] = []
+        count = len(keys)
+        parts: list[_Part] = []
         for level in reversed(self._levels):
             places = level.searchsorted(bounds).tolist()
-            starts, ends = places[: len(keys)], places[len(keys) :]
+            starts, ends = places[:count], places[count:]
             if starts != ends:
-                ranges.append((level, list(zip(starts, ends, strict=True))))
-        counts = [
-            tuple(end - start for start, end in each) for each in zip(*(found for _, found in ranges), strict=True)
-        ]
-        at = 0
-        for count, alike in groupby(counts):
-            if not any(count):
+                parts.append((level, starts, ends))
+        # How many entries each block has, by level.
+        sizes = list(zip(*(map(int.__sub__, ends, starts) for _, starts, ends in parts), strict=True))
+        first = 0
+        for size, alike in groupby(sizes):
+            if not any(size):
                 return
-            depths = slice(at, at := at + sum(1 for _ in alike))
-            yield from self._alike(
-                [(level, found[depths]) for level, found in ranges if found[depths.start][0] != found[depths.start][1]]
-            )
+            end = first + sum(1 for _ in alike)
+            yield from self._alike(parts, first, end)
+            first = end
 
-    def _alike(
-        self, ranges: Sequence[tuple[_Entries, Sequence[tuple[int, int]]]]
-    ) -> Iterator[tuple[npt.NDArray[np.uint8], int]]:
-        """The same of blocks that have as many holders each, by level the oldest first: one row, if the same ones."""
-        count = len(ranges[0][1])
-        parts = [
-            np.concatenate([level[start:end] for start, end in places]).astype(np.uint16).reshape(count, -1)
-            for level, places in ranges
-        ]
-        if count == 1 or all((part == part[0]).all() for part in parts):
-            yield self._row([part[0] for part in parts]), count
+    def _alike(self, parts: Sequence[_Part], first: int, end: int) -> Iterator[tuple[npt.NDArray[np.uint8], int]]:
+        """The same of blocks that have as many entries each. One row if the first and the last of them have the same:
+        who has a block has those before it, in no slower tier."""
+        holders = _holders(parts, first)
+        if end - first == 1 or all(map(np.array_equal, holders, _holders(parts, end - 1))):
+            yield self._row(holders), end - first
         else:
-            yield from ((self._row([part[i] for part in parts]), 1) for i in range(count))
+            yield from ((self._row(_holders(parts, depth)), 1) for depth in range(first, end))
 
-    def _row(self, parts: Sequence[npt.NDArray[np.uint16]]) -> npt.NDArray[np.uint8]:
+    def _row(self, holders: Sequence[npt.NDArray[np.uint16]]) -> npt.NDArray[np.uint8]:
         """Holders and tiers of one block, the oldest level first."""
         row = np.zeros(self._numbers + 1, dtype=np.uint8)
-        for part in parts:
-            row[part >> _TIER_BITS] = SAVED[part & 3]
+        for part in holders:
+            row[part >> _TIER_BITS] = SAVED.take(part & 3)
         return row
 
     def _push(self, new: _Entries) -> None:
@@ -222,6 +223,11 @@ class HolderIndex:
                 return
             self._levels[i] = np.empty(0, dtype=np.uint64)
             new, limit = merged, limit * _LEVEL_RATIO
+
+
+def _holders(parts: Sequence[_Part], depth: int) -> list[npt.NDArray[np.uint16]]:
+    """Holders and tiers of one block, by level."""
+    return [level[starts[depth] : ends[depth]].astype(np.uint16) for level, starts, ends in parts]
 
 
 def _keys(digests: bytes) -> _Entries:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -25,6 +25,8 @@ from cachestore.holdings import Holdings, Tier
 from cachestore.ledger import Ledger
 
 DIGEST_BYTES = 16
+TOKEN_BYTES = 8
+"""In `pack_tokens`."""
 
 
 def _blake2b(data: bytes) -> bytes:
@@ -34,6 +36,22 @@ def _blake2b(data: bytes) -> bytes:
 def pack_tokens(tokens: Sequence[int]) -> bytes:
     """Token ids as little-endian int64."""
     return struct.pack(f"<{len(tokens)}q", *tokens)
+
+
+def unpack_tokens(packed: bytes) -> tuple[int, ...]:
+    """What `pack_tokens` has packed."""
+    return struct.unpack(f"<{len(packed) // TOKEN_BYTES}q", packed)
+
+
+def pack_blocks(tokens: Sequence[int], block_size: int, first: int, end: int) -> Iterator[bytes]:
+    """`pack_tokens` of each of these blocks. Ever more at a time: of a chain that is not known one is asked for."""
+    nbytes, count = TOKEN_BYTES * block_size, 1
+    while first < end:
+        count = min(count, end - first)
+        packed = pack_tokens(tokens[first * block_size : (first + count) * block_size])
+        for start in range(0, len(packed), nbytes):
+            yield packed[start : start + nbytes]
+        first, count = first + count, 4 * count
 
 
 def kv_root(*, fingerprint: str, quantisation: str, layout_hash: str) -> bytes:
@@ -52,7 +70,7 @@ def root_digest(kv_root: bytes, salt: bytes) -> bytes:
 
 def block_digest(parent: bytes, packed_tokens: bytes) -> bytes:
     """The chain's next link: `parent` is the digest before this block, `packed_tokens` its tokens."""
-    return _blake2b(parent + packed_tokens)
+    return blake2b(parent + packed_tokens, digest_size=DIGEST_BYTES).digest()  # a call less: it runs for each block
 
 
 def chain_digests(
@@ -60,10 +78,8 @@ def chain_digests(
 ) -> list[bytes]:
     """One digest for each full block of `tokens`, each over the root and everything up to the block's end."""
     digests = []
-    packed = pack_tokens(tokens)
-    nbytes = len(pack_tokens((0,))) * block_size
-    for start in range(0, len(packed) - nbytes + 1, nbytes):
-        root = digest(root, packed[start : start + nbytes])
+    for packed in pack_blocks(tokens, block_size, 0, len(tokens) // block_size):
+        root = digest(root, packed)
         digests.append(root)
     return digests
 
@@ -161,12 +177,22 @@ class PrefixCache:
 
         Counts as a use of them. Holds nothing: until the caller does, the next eviction may take them.
         """
+        end = min(blocks_max // self.groups, len(tokens) // self.block_size)
+        return self._match(pack_blocks(tokens, self.block_size, 0, end), salt)
+
+    def match_packed(self, packed: bytes, salt: bytes) -> list[BlockId]:
+        """As `match`, of all full positions of tokens as `pack_tokens` has them."""
+        nbytes = TOKEN_BYTES * self.block_size
+        return self._match((packed[at : at + nbytes] for at in range(0, len(packed) - nbytes + 1, nbytes)), salt)
+
+    def _match(self, packed_blocks: Iterable[bytes], salt: bytes) -> list[BlockId]:
         self._now += 1
         found: list[BlockId] = []
         entry: Entry | None = None
-        for index in range(min(blocks_max // self.groups, len(tokens) // self.block_size)):
-            packed = self._pack(tokens, index)
-            child = self._entries.get(self._link(entry, salt, packed))
+        digest = root_digest(self.kv_root, salt)
+        for packed in packed_blocks:
+            digest = self._digest(digest, packed)
+            child = self._entries.get(digest)
             if child is None or not _is_same(child, entry, salt, packed):
                 break
             entry = child
@@ -175,9 +201,16 @@ class PrefixCache:
         return found
 
     def index(
-        self, tokens: Sequence[int], block_table: Sequence[BlockId], computed: int, salt: bytes, cursor: IndexCursor
+        self,
+        tokens: Sequence[int],
+        block_table: Sequence[BlockId],
+        computed: int,
+        salt: bytes,
+        cursor: IndexCursor,
+        chain: Sequence[bytes] = (),
     ) -> None:
         """Enter the full positions of `tokens[:computed]` that are not in yet. The caller holds all of `block_table`.
+        `chain` has the digests of all of them where the caller knows them.
 
         A position whose content is indexed already under other blocks is left out, and the chain goes on behind the
         others. On a hash collision, or from a spoiled block on, the rest of the sequence stays out.
@@ -187,14 +220,13 @@ class PrefixCache:
         if cursor.entry is not None and not cursor.entry.alive:
             # A duplicate of ours that the chain went through has been evicted, and what was behind it with it.
             cursor.positions, cursor.entry = 0, None
-        groups = self.groups
-        for index in range(cursor.positions, computed // self.block_size):
+        groups, first, end = self.groups, cursor.positions, computed // self.block_size
+        for index, packed in enumerate(pack_blocks(tokens, self.block_size, first, end), first):
             blocks = tuple(block_table[index * groups : (index + 1) * groups])
             for block in blocks:
                 if self._ledger.is_spoiled(block):
                     return
-            packed = self._pack(tokens, index)
-            digest = self._link(cursor.entry, salt, packed)
+            digest = chain[index] if chain else self._link(cursor.entry, salt, packed)
             entry = self._entries.get(digest)
             if entry is None:
                 entry = self._insert(digest, blocks, packed, salt, cursor.entry)
@@ -311,9 +343,6 @@ class PrefixCache:
             self._ledger.spoil(block)
         if self.on_forget is not None and digests:
             self.on_forget(digests)
-
-    def _pack(self, tokens: Sequence[int], index: int) -> bytes:
-        return pack_tokens(tokens[index * self.block_size : (index + 1) * self.block_size])
 
     def _link(self, parent: Entry | None, salt: bytes, packed: bytes) -> bytes:
         if parent is not None:

@@ -158,6 +158,8 @@ def stats_text(answer: Answer) -> str:
         ("prompt", f"{stats.prompt_tokens} tokens, {stats.prompt_tokens_cached} of them cached"),
         ("prompt's KV", _sources_text(stats.sources)),
         ("answer", f"{stats.output_tokens} tokens"),
+        ("priority", common_pb2.Priority.Name(stats.priority).removeprefix("PRIORITY_").lower()),
+        ("in line", f"{stats.line_ms:.1f} ms"),
         ("TTFT", f"{stats.ttft_ms:.1f} ms"),
         ("mean ITL", f"{stats.itl_mean_ms:.1f} ms"),
         ("handoff exposed", f"{stats.handoff_exposed_ms:.1f} ms"),

@@ -21,7 +21,7 @@ import grpc.aio
 import numpy as np
 from batonpb import node_pb2, transfer_pb2, transfer_pb2_grpc
 
-from baton.errors import BatonError, Reason
+from baton.errors import BatonError, Reason, bad_field
 from baton.ids import Attempt, BlockId, GrantId, Incarnation, Pair, RequestId, RequestKey, ReserveNumber
 from baton.log import get_log
 from baton.repeats import RepeatLog
@@ -29,13 +29,13 @@ from baton.rpc import Channels, rpc_errors
 from baton.runtime import NodeRuntime
 from baton.tasks import Tasks
 from baton.wire import Owner, check_header, key_from_proto, key_to_proto
-from cachestore.prefix_cache import IndexCursor
+from cachestore.prefix_cache import TOKEN_BYTES, IndexCursor, pack_tokens, unpack_tokens
 from kvtransfer.checksums import checksums_from_proto
 from kvtransfer.protocol.receiver import AnswerRefused, CommitAsked, Refusal, ReserveAsked
 from kvtransfer.protocol.writer import HandoffEnd
 from kvtransfer.receiver import Receiver
 from node.peers import Peers
-from node.pool import DevicePool, check_tokens
+from node.pool import DevicePool
 from node.sources import LinearCost, Offer, Prefix, SourceKind
 
 log = get_log("fetch")
@@ -83,6 +83,8 @@ class Fetch:
     """Leading ones of `blocks` that the Commit names."""
     came: int = 0
     """Positions that the prefix cache has by it."""
+    arrived: asyncio.Future[None]
+    """Done once they have come: earlier than the owner can say so."""
 
 
 class OwnerFigures:
@@ -144,7 +146,7 @@ class Fetches:
         self._pauses: OrderedDict[tuple[Incarnation, bytes], float] = OrderedDict()
         """Until when an owner is not asked for the block of a digest, or (b"") for any."""
         self._connecting: set[Incarnation] = set()
-        self._tasks = Tasks(self._loop, log, broken="asking an owner to connect failed")
+        self._tasks = Tasks(self._loop, log, broken="asking an owner failed")
         self._repeats = RepeatLog(log, self._loop.time)
 
     @property
@@ -223,22 +225,21 @@ class Fetches:
             owner=owner,
             prompt=offer.prompt,
             end=offer.have_blocks + offer.blocks,
+            arrived=self._loop.create_future(),
         )
         request = transfer_pb2.FetchRequest(
             key=key_to_proto(fetch.key),
-            tokens=offer.prompt.tokens[: fetch.end * size],
+            tokens=pack_tokens(offer.prompt.tokens[: fetch.end * size]),
             cache_salt=offer.prompt.salt,
             first_block=offer.have_blocks,
         )
         began_s = self._loop.time()
         self._under_way[fetch.key] = fetch
+        call = self._tasks.spawn(self._call(fetch, request, offer))
         try:
-            reply = await self._ask(owner, request, ms_max=FETCH_MS_MAX)
-            if not fetch.came:
-                self._refused(fetch, reply, offer)
-        except BatonError as error:
-            self._failed(owner, error.message)
+            await asyncio.wait({call, fetch.arrived}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
+            call.cancel()
             waited_s = self._loop.time() - began_s
             if waited_s > offer.expected_s:
                 self._of(owner).measured(offer.nbytes, waited_s, self._loop.time())
@@ -251,6 +252,15 @@ class Fetches:
         if fetch.came:
             self._count(fetch, self._loop.time() - began_s)
         return fetch.came
+
+    async def _call(self, fetch: Fetch, request: transfer_pb2.FetchRequest, offer: Offer) -> None:
+        try:
+            reply = await self._ask(fetch.owner, request, ms_max=FETCH_MS_MAX)
+            if not fetch.came:
+                self._refused(fetch, reply, offer)
+        except BatonError as error:
+            if not fetch.came:
+                self._failed(fetch.owner, error.message)
 
     async def _ask(self, owner: Owner, request: transfer_pb2.FetchRequest, *, ms_max: int) -> transfer_pb2.FetchReply:
         """Raises BatonError."""
@@ -391,9 +401,13 @@ class Fetches:
         table = [*fetch.prefix, *fetch.blocks]
         positions = (len(fetch.prefix) + fetch.filled) // self._groups
         computed = positions * self._pool.layout.block_size
-        self._cache.index(fetch.prompt.tokens, table, computed, fetch.prompt.salt, IndexCursor())
+        self._cache.index(
+            fetch.prompt.tokens, table, computed, fetch.prompt.salt, IndexCursor(), chain=fetch.prompt.chain
+        )
         fetch.came = fetch.filled // self._groups
         self._blocks.release(table, used=False)
+        if fetch.came and not fetch.arrived.done():
+            fetch.arrived.set_result(None)
         self._receiver.ended(key)
         self._changed()
 
@@ -454,7 +468,9 @@ class FetchOwner:
             return _refusal(transfer_pb2.FETCH_OUTCOME_UNFIT, "another model, rounding or layout made its KV")
         if self.serving >= FETCHES_OWNED_MAX:
             return _refusal(transfer_pb2.FETCH_OUTCOME_BUSY, "it serves as many fetches as it may")
-        check_tokens("tokens", request.tokens, self._pool.model)
+        nbytes, nbytes_max = len(request.tokens), self._pool.model.context_len_max * TOKEN_BYTES
+        if nbytes % TOKEN_BYTES or nbytes > nbytes_max:  # ids that no token has match nothing
+            raise bad_field("tokens", f"{nbytes} bytes; must be tokens of {TOKEN_BYTES}, in {nbytes_max} at most.")
         self.serving += 1
         try:
             return await self._serve(request, receiver)
@@ -472,7 +488,7 @@ class FetchOwner:
         if not peer.has_room():
             return _refusal(transfer_pb2.FETCH_OUTCOME_BUSY, "earlier writes are not acknowledged")
         if self._pool.store is not None:
-            await self._pool.store.bring_all(list(request.tokens), request.cache_salt)
+            await self._pool.store.bring_all(unpack_tokens(request.tokens), request.cache_salt)
         blocks = self._found(request)
         if len(blocks) // self._groups <= request.first_block:
             return _refusal(transfer_pb2.FETCH_OUTCOME_ABSENT, "it has no more of it than the caller")
@@ -512,8 +528,7 @@ class FetchOwner:
     def _found(self, request: transfer_pb2.FetchRequest) -> list[BlockId]:
         """The leading blocks that are here, fewer where holding them would take what requests are promised or wait
         for."""
-        positions = len(request.tokens) // self._pool.layout.block_size
-        found = self._blocks.prefix_cache.match(request.tokens, request.cache_salt, positions * self._groups)
+        found = self._blocks.prefix_cache.match_packed(request.tokens, request.cache_salt)
         room = max(0, min(self.spare(), self._ledger.available))
         if self._ledger.idle_cached(found) > room:
             found = found[: room // self._groups * self._groups]

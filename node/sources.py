@@ -2,7 +2,7 @@
 
 A `PrefixSource` is another node, or a tier below the region. Its blocks go into the prefix cache, evictable, before the
 prompt is queued. The choice is by measured costs. Whatever fails, the prompt is computed: at each moment of a gather,
-the time waited is at most that saved by what has come, and `WAIT_SHARE_MAX` of what computing all of it would take.
+the time waited is at most that saved by what has come, and `WAIT_SHARE_MAX` of what computing the whole prompt takes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ WHOLE_SHARE_MAX: Final = 0.8
 time."""
 ROUNDS_MAX: Final = 16
 """Of one gather."""
-FAILURES_MAX: Final = 2
-"""Rounds of one gather that bring nothing."""
+FAILURES_MAX: Final = 4
+"""Rounds of one gather that bring nothing: all owners that a router names may refuse, and a tier have no room."""
 SAMPLES_KEPT: Final = 16
 """How many measurements a cost remembers, about."""
 LEAST_SLOPE: Final = 0.01
@@ -218,12 +218,14 @@ class Gatherer:
     async def _gather(self, prompt: Prefix, got: Gathered) -> None:
         waited_s = saved_s = 0.0
         failures = 0
+        # With the fixed part: a short prompt's first token costs more than its blocks, and may wait as much longer.
+        may_wait_s = WAIT_SHARE_MAX * self._computing.of(len(prompt.tokens) - self._have(prompt) * self._block_size)
         for _ in range(ROUNDS_MAX):
             have = self._have(prompt)
             offer = self._best(prompt, have)
             if offer is None:
                 return
-            left_s = WAIT_SHARE_MAX * (saved_s + self._worth_s(offer.blocks)) + saved_s - waited_s
+            left_s = min(may_wait_s + saved_s - waited_s, self._worth_s(offer.blocks))
             if offer.expected_s > WHOLE_SHARE_MAX * left_s:
                 offer = offer.within(EXPECTED_SHARE_MAX * left_s)
             if offer.blocks == 0:

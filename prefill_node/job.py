@@ -128,6 +128,11 @@ class Job:
         """Whether the client has a part of its answer: it goes before requests without."""
         return len(self.tokens) > self.prompt_len
 
+    @property
+    def rank(self) -> int:
+        """The smaller goes first in the queue: those that are resumed, then by class."""
+        return 0 if self.resumed else self.request.priority or common_pb2.PRIORITY_NORMAL
+
     def sequence(
         self, table: list[BlockId], *, cached_tokens: int, promise_key: Hashable, mode: SequenceMode
     ) -> Sequence:

@@ -1,7 +1,7 @@
 """The order of requests that wait for a prefill node's engine, and the engine's rate. Pure.
 
 The queue is in order of arrival, except that requests in the middle of their answer (`resumed`) go before those without
-a token, each of which is bypassed at most `bypasses_max` times.
+a token, and among these a higher class before a lower one. Each is bypassed at most `bypasses_max` times.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class RequestQueue(deque["Job"]):
         self._bypasses_max = bypasses_max
 
     def add(self, job: Job) -> None:
-        """At the end; a resumed one before requests without a token that may still be bypassed."""
+        """At the end, but before those of lower ranks that may still be bypassed."""
         place = len(self)
-        while job.resumed and place and not self[place - 1].resumed and self[place - 1].bypassed < self._bypasses_max:
+        while place and job.rank < self[place - 1].rank and self[place - 1].bypassed < self._bypasses_max:
             place -= 1
             self[place].bypassed += 1
         self.insert(place, job)

@@ -38,6 +38,8 @@ class ChatTemplate:
     def __init__(self, source: str, tokens: Mapping[str, str], *, mark: Callable[[str], str] = str) -> None:
         """`tokens` are the names of special tokens, and their texts. Raises TemplateError."""
         self._source = source
+        self.knows_developer = "developer" in source
+        """Whether the role is one of its own. What merely writes a message's role into the prompt does not know it."""
         self._tokens = dict(tokens)
         environment = _environment()
         parsed = environment.parse(source)
@@ -102,7 +104,21 @@ class ChatTemplate:
         except _TEMPLATE_FAULTS as error:
             why = str(error)[:FAULT_CHARS_MAX]
             raise bad_field(field, f"The model's chat template refuses these messages: {why}.") from error
-        return "".join(parts)
+        text = "".join(parts)
+        return (
+            _up_to_final(text, messages[-1]["content"], field) if extra.get("continue_final_message") is True else text
+        )
+
+
+def _up_to_final(text: str, content: str, field: str) -> str:
+    """What a template has made of a chat, up to the end of its last message, as transformers cuts it: the answer goes
+    on with that. Raises BatonError of `field`."""
+    begin = text.rfind(content.strip())
+    if not content.strip() or begin < 0:
+        why = "its text is empty" if not content.strip() else "the model's chat template changes its text"
+        raise bad_field(field, f"The last message cannot be continued: {why}.")
+    kept = content.lstrip()
+    return text[:begin] + (kept if text.startswith(kept, begin) else content.strip())
 
 
 class _Generation(Extension):

@@ -69,11 +69,6 @@ class PinKeeperConfig:
     )
     call_ms_max: int = fixed(2_000)
     """How long one node may take to answer about one pin."""
-    warm_configured: bool = setting(
-        True,
-        "compute the configured prefixes once nodes are there, before the first request",
-        "Start-up must not spend compute on prefixes that nobody may use.",
-    )
 
     def __post_init__(self) -> None:
         check_positive(self, "count_max", "lease_ms", "call_ms_max")
@@ -112,6 +107,16 @@ class RouterConfig(ProcessConfig):
         1,
         "processes that serve this router's clients; with more than one, a parent beside them owns the ports",
         "One core is not enough for the router's streams. Each needs a core and its own memory.",
+    )
+    served_model_name: tuple[str, ...] = setting(
+        (),
+        "names that clients may call the model by, the first of them the usual one; none: the model's own",
+        "Clients ask for a model by a name that is not its folder's.",
+    )
+    cors_origins: tuple[str, ...] = setting(
+        (),
+        "origins whose pages may call the HTTP endpoints, such as https://chat.example.org, or * for all; none: off",
+        "Pages in browsers call the router, and no proxy in front answers for it.",
     )
     http_connections_max: int = setting(
         2_048, "HTTP connections at the same time", "More clients keep connections open."

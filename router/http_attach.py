@@ -57,6 +57,8 @@ def call_of(token: ResumeToken, path_id: str) -> OpenAiCall | None:
         include_usage=http.include_usage,
         logprobs=http.logprobs,
         token_ids=http.token_ids,
+        tokens_as_ids=http.tokens_as_ids,
+        continuous_usage=http.continuous_usage,
         resumable=True,
     )
 
@@ -95,5 +97,7 @@ def _http_call(call: OpenAiCall, request_id: RequestId, created_unix_s: int) -> 
         include_usage=call.include_usage,
         logprobs=call.logprobs,
         token_ids=call.token_ids,
+        tokens_as_ids=call.tokens_as_ids,
+        continuous_usage=call.continuous_usage,
         n=call.n,
     )

@@ -203,7 +203,7 @@ class _Choice:
     def finished(self, finished: inference_pb2.Finished, place: Place | None) -> None:
         replies = self._reply.replies
         replies.finished(self._index, finished)
-        chunk = replies.last_chunk(self._index, finished.reason)
+        chunk = replies.last_chunk(self._index, finished)
         self._follow(place)
         self._reply.put(json.dumps(chunk))
 

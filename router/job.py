@@ -353,7 +353,7 @@ class Job:
     ) -> None:
         """Tokens that are part of `output`, on to the client. Raises BatonError NOT_RESUMABLE."""
         taken, text = self.text.push(ids)
-        if self.text.found:
+        if self.text.found is not None:
             self.text_ended = True
             ids, logprobs = ids[:taken], logprobs[:taken]
         self._send(first_index, ids, text, logprobs, now_s)
@@ -363,7 +363,7 @@ class Job:
         stats, text = self.stats, self.text
         if rest := text.flush():
             self._send(text.tokens, [], rest, (), self.last_token_s)
-        if text.found:
+        if text.found is not None:
             self.finish = common_pb2.FINISH_REASON_STOP
         stats.output_tokens = text.tokens
         count = min(self.tokens_received, text.tokens)  # behind a stop string there may be more
@@ -371,7 +371,15 @@ class Job:
         stats.itl_mean_ms = (self.last_token_s - self.first_token_s) / (count - 1) * 1000 if count > 1 else 0.0
         self.observed.finished(self.finish, stats)
         if self.unseen is None or self.unseen.end():
-            self.sink.finished(inference_pb2.Finished(reason=self.finish, stats=stats), self._place())
+            self.sink.finished(self._finished(), self._place())
+
+    def _finished(self) -> inference_pb2.Finished:
+        finished = inference_pb2.Finished(reason=self.finish, stats=self.stats)
+        if self.text.found is not None:
+            finished.stop_text = self.text.found
+        elif self.finish == common_pb2.FINISH_REASON_STOP and self.output[-1] in self.checked.sampling.stop_token_ids:
+            finished.stop_token = self.output[-1]
+        return finished
 
     def _send(
         self, first_index: int, ids: list[int], text: str, logprobs: Sequence[common_pb2.TokenLogprobs], now_s: float
@@ -416,6 +424,7 @@ class Job:
             prompt_tokens=len(checked.prompt),
             output_logprobs=self.logprobs,
             request_digest=resume.digest,
+            stop_token_ids=sampling.stop_token_ids,
         )
         state.MergeFrom(resume.state)
         if state.ByteSize() > RESUME_STATE_BYTES_MAX:

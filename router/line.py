@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 from typing import Final
 
+from batonpb import common_pb2
+
 from baton.errors import BatonError, Reason
 from baton.ids import Incarnation
 from baton.retry_time import whole_seconds_ms
@@ -50,6 +52,22 @@ class Priority(IntEnum):
     HIGH = 0
     NORMAL = 1
     LOW = 2
+
+
+def priority_to_proto(priority: Priority) -> common_pb2.Priority:
+    return _PROTO[priority]
+
+
+def priority_from_proto(value: common_pb2.Priority) -> Priority | None:
+    """None: it is not set, or one that a later version has."""
+    return next((priority for priority, named in _PROTO.items() if named == value), None)
+
+
+_PROTO: Final = {
+    Priority.HIGH: common_pb2.PRIORITY_HIGH,
+    Priority.NORMAL: common_pb2.PRIORITY_NORMAL,
+    Priority.LOW: common_pb2.PRIORITY_LOW,
+}
 
 
 class Stage(Enum):

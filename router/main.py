@@ -339,7 +339,7 @@ async def _open_pins(config: RouterConfig, staff: _OneProcess | _Workers, runtim
     )
     for prefix in config.pinned_prefixes:
         tokens = await asyncio.to_thread(staff.prompts.encode_pin, prefix)
-        keeper.add(prefix, tokens, from_config=True, warm=config.pins.warm_configured)
+        keeper.add(prefix, tokens, from_config=True, warm=True)
     service = PinsService(keeper, staff.prompts, model=staff.model)
     runtime.admin.add("baton.v1.Pins", pins_pb2_grpc.add_PinsServicer_to_server, service)
     return keeper

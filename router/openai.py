@@ -16,7 +16,8 @@ from batonpb import inference_pb2
 
 from baton.errors import BatonError, Code, Reason, bad_field
 from baton.wire import ModelInfo
-from router.request import MESSAGES_MAX, ROLES, UINT32_MAX, check_role
+from router.line import Priority
+from router.request import LOGPROBS_MAX, MESSAGES_MAX, ROLES, UINT32_MAX, check_role
 from router.resume import RESUMABLE_ANSWERS_MAX, request_digest
 
 CHOICES_MAX: Final = 128
@@ -28,7 +29,6 @@ _Refused = Mapping[tuple[str, ...], tuple[tuple[object, ...], str]]
 """Names of fields that would change the answer, values that change nothing, and why others are refused."""
 _REFUSED: Final[_Refused] = {
     ("prompt_logprobs",): ((), "log-probabilities of the prompt are not computed"),
-    ("truncate_prompt_tokens",): ((), "prompts are taken whole"),
     ("response_format",): (({"type": "text"},), _FREE),
     ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema", "regex",
      "ebnf"): ((), _FREE),
@@ -37,31 +37,41 @@ _REFUSED: Final[_Refused] = {
     ("use_beam_search", "early_stopping"): ((False,), _DRAWN),
     ("length_penalty",): ((1,), _DRAWN),
     ("typical_p",): ((1,), "top_p, top_k and min_p cut what is drawn from"),
+    ("logits_processors", "logits_processor"): (([],), "nothing of a client's runs here"),
+    ("spaces_between_special_tokens",): ((True,), "special tokens are no part of an answer's text"),
+    ("truncation_side",): (("left",), "prompts are cut at their beginning"),
+    ("prompt_embeds",): (([],), "prompts are text or token ids"),
+    ("thinking_token_budget", "repetition_detection"): ((), "nothing ends an answer but its tokens, stop and limits"),
     ("no_repeat_ngram_size",): ((0,), "repetition_penalty and frequency_penalty keep repetitions down"),
 }  # fmt: skip
 _REFUSED_IN_COMPLETIONS: Final[_Refused] = {
     ("echo",): ((False,), "the prompt's own text and log-probabilities are not returned"),
     ("suffix",): (("",), "text can only be continued at its end"),
-    ("add_special_tokens",): ((True,), "the tokenizer adds its special tokens; token ids in prompt go without"),
 }
 _REFUSED_IN_CHATS: Final[_Refused] = {
     ("tools", "functions"): (([],), _TEXT_ONLY),
     ("modalities",): ((["text"],), _TEXT_ONLY),
     ("audio",): ((), _TEXT_ONLY),
     ("echo",): ((False,), "the prompt's own text is not returned"),
-    ("continue_final_message",): ((False,), "the answer is a new message"),
+    ("web_search_options",): ((), "nothing is searched"),
+    ("mm_processor_kwargs", "media_io_kwargs"): (({},), _TEXT_ONLY),
     ("chat_template",): ((), "the model's own is used"),
     ("add_special_tokens",): ((False,), "the chat template spells them out"),
     ("documents",): (([],), "a template that knows them takes them from chat_template_kwargs"),
 }
+_PRIORITIES: Final = {priority.name.lower(): priority for priority in Priority}
 _FLOATS: Final = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
+_WHOLE: Final = {"max_tokens": (1, UINT32_MAX), "logprobs": (0, LOGPROBS_MAX)}
+"""Lowest and highest of whole numbers that are not simply any."""
 _KINDS: Final = {bool: "true or false", str: "a string", dict: "an object"}
 _T = TypeVar("_T", bool, str, dict[str, Any])
 
 _Prompt = str | Sequence[int]
 EncodeChat = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], Sequence[int]]
 """Messages and further variables of the chat template to token ids. Raises BatonError."""
+EncodeText = Callable[[str, bool], Sequence[int]]
+"""A text to token ids, with those that the tokenizer adds or without. Raises BatonError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +86,12 @@ class OpenAiCall:
     """A stream ends with a chunk that has the usage."""
     logprobs: bool
     token_ids: bool = False
-    """Answers have the ids of their tokens."""
+    """Answers have the ids of their tokens, and of their prompts."""
+    tokens_as_ids: bool = False
+    """Log-probabilities name tokens by their ids."""
+    continuous_usage: bool = False
+    """Each chunk has the usage so far."""
+    priority: Priority | None = None
     resumable: bool = False
     """A stream that the client may go on with at another router."""
     digest: int = 0
@@ -124,7 +139,13 @@ def parse_body(raw: bytes | bytearray) -> dict[str, Any]:
     return {name: value for name, value in body.items() if value is not None}
 
 
-def parse_completion(body: Mapping[str, Any]) -> OpenAiCall:
+def _no_text(_text: str, _special: bool) -> Sequence[int]:
+    raise BatonError(Reason.NO_TOKENIZER, "This router was started without a tokenizer.", field="text")
+
+
+def parse_completion(
+    body: Mapping[str, Any], encode: EncodeText = _no_text, context_len_max: int = UINT32_MAX
+) -> OpenAiCall:
     """/v1/completions. `body` as `parse_body` gives it. Raises BatonError naming the field."""
     n = _integer("n", body.get("n", 1), 1, CHOICES_MAX)
     _refuse(body, _REFUSED_IN_COMPLETIONS)
@@ -133,22 +154,53 @@ def parse_completion(body: Mapping[str, Any]) -> OpenAiCall:
     _set_integer(sampling, body, "max_tokens")
     if body.get("logprobs") is not False:  # some clients say so when they want none
         _set_integer(sampling, body, "logprobs")
-    return _call(body, _prompts(body.get("prompt")), sampling, chat=False)
+    prompts, special = _prompts(body.get("prompt")), typed(body, "add_special_tokens", True)
+    if not special or "truncate_prompt_tokens" in body or typed(body, "return_token_ids", False):
+        # Else a text becomes tokens where its request is checked.
+        prompts = [encode(prompt, special) if isinstance(prompt, str) else prompt for prompt in prompts]
+        prompts = [_cut(prompt, body, context_len_max, sampling.max_tokens) for prompt in prompts]
+    return _call(body, prompts, sampling, chat=False)
 
 
-def parse_chat(body: Mapping[str, Any], encode: EncodeChat) -> OpenAiCall:
+def _cut(prompt: Sequence[int], body: Mapping[str, Any], context_len_max: int, max_tokens: int) -> Sequence[int]:
+    """The end of a prompt that is longer than the client wants it."""
+    if "truncate_prompt_tokens" not in body:
+        return prompt
+    tokens = _integer("truncate_prompt_tokens", body["truncate_prompt_tokens"], -1, UINT32_MAX)
+    if tokens == 0:
+        raise bad_field(
+            "truncate_prompt_tokens", "truncate_prompt_tokens must be at least 1, or -1: what the model takes."
+        )
+    if tokens == -1:
+        tokens = max(1, context_len_max - max(1, max_tokens))
+    return prompt[-tokens:]
+
+
+def parse_chat(body: Mapping[str, Any], encode: EncodeChat, context_len_max: int = UINT32_MAX) -> OpenAiCall:
     """/v1/chat/completions. `body` as `parse_body` gives it. Raises BatonError naming the field."""
     _refuse(body, _REFUSED_IN_CHATS)
     sampling = _sampling(body)
     _set_integer(sampling, body, "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens")
-    if _typed(body, "logprobs", False):
+    if typed(body, "logprobs", False):
         sampling.logprobs = 0
         _set_integer(sampling, body, "top_logprobs", "logprobs")
     elif body.get("top_logprobs"):
         raise bad_field("top_logprobs", "top_logprobs needs logprobs: true.")
-    extra = {"add_generation_prompt": _typed(body, "add_generation_prompt", True)}
-    extra |= _typed(body, "chat_template_kwargs", {})
-    return _call(body, [encode(_messages(body.get("messages")), extra)], sampling, chat=True)
+    prompt = _cut(chat_tokens(body, encode), body, context_len_max, sampling.max_tokens)
+    return _call(body, [prompt], sampling, chat=True)
+
+
+def chat_tokens(body: Mapping[str, Any], encode: EncodeChat) -> Sequence[int]:
+    """The prompt of a chat. Raises BatonError naming the field."""
+    goes_on = typed(body, "continue_final_message", False)
+    extra = {"add_generation_prompt": typed(body, "add_generation_prompt", not goes_on)}
+    if goes_on and extra["add_generation_prompt"]:
+        text = "continue_final_message goes on with the last message; add_generation_prompt begins another one."
+        raise bad_field("continue_final_message", text)
+    extra |= typed(body, "chat_template_kwargs", {})
+    if goes_on:
+        extra["continue_final_message"] = True
+    return encode(_messages(body.get("messages")), extra)
 
 
 def _call(
@@ -159,24 +211,39 @@ def _call(
     answers = len(requests) * n
     if answers > CHOICES_MAX:
         raise bad_field("n", f"{len(requests)} prompts with n {n} are more than {CHOICES_MAX} answers, the limit.")
-    stream, resumable = _typed(body, "stream", False), _typed(body, "resumable", False)
+    stream, resumable = typed(body, "stream", False), typed(body, "resumable", False)
     if resumable and not stream:
         raise bad_field("resumable", "Only a stream is resumable: set stream, or leave resumable out.")
     if resumable and answers > RESUMABLE_ANSWERS_MAX:
         text = f"A resumable call may ask for {RESUMABLE_ANSWERS_MAX} answers; this one asks for {answers}."
         raise bad_field("resumable", text)
+    options = typed(body, "stream_options", {})
+    include_usage = typed(options, "include_usage", False)
     return OpenAiCall(
         chat=chat,
         requests=requests,
         n=n,
         stream=stream,
-        include_usage=_typed(_typed(body, "stream_options", {}), "include_usage", False),
+        include_usage=include_usage,
+        continuous_usage=include_usage and typed(options, "continuous_usage_stats", False),
         logprobs=requests[0].sampling.HasField("logprobs"),
-        token_ids=_typed(body, "return_token_ids", False),
+        token_ids=typed(body, "return_token_ids", False),
+        tokens_as_ids=typed(body, "return_tokens_as_token_ids", False),
+        priority=_priority(body.get("priority")),
         resumable=resumable,
         digest=request_digest(requests, n) if resumable else 0,
         said=_said(body.get("resume_token_ids", []), answers) if resumable else (),
     )
+
+
+def _priority(value: object) -> Priority | None:
+    """A class by its name, or vLLM's number: the smaller goes first, and 0 is usual."""
+    if value is None:
+        return None
+    if isinstance(value, str) and value in _PRIORITIES:
+        return _PRIORITIES[value]
+    number = _integer("priority", value, -(1 << 31), (1 << 31) - 1)
+    return Priority.HIGH if number < 0 else Priority.LOW if number else Priority.NORMAL
 
 
 def _said(said: object, answers: int) -> tuple[tuple[int, ...], ...]:
@@ -187,7 +254,7 @@ def _said(said: object, answers: int) -> tuple[tuple[int, ...], ...]:
     if lists and len(lists) != answers:
         text = f"resume_token_ids has {len(lists)} lists of token ids, and the call asks for {answers} answers."
         raise bad_field("resume_token_ids", text)
-    return tuple(tuple(_ids("resume_token_ids", each)) for each in lists)
+    return tuple(tuple(token_ids("resume_token_ids", each)) for each in lists)
 
 
 def _request(
@@ -201,7 +268,7 @@ def _request(
         request.token_ids.ids.extend(prompt)
     for name in ("model", "cache_salt"):
         if name in body:
-            setattr(request, name, _typed(body, name, ""))
+            setattr(request, name, typed(body, name, ""))
     return request
 
 
@@ -220,10 +287,10 @@ def _sampling(body: Mapping[str, Any]) -> inference_pb2.Sampling:
     if "seed" in body:
         sampling.seed = _integer("seed", body["seed"], -(1 << 63), (1 << 64) - 1) % (1 << 64)
     if "ignore_eos" in body:
-        sampling.ignore_eos = _typed(body, "ignore_eos", False)
-    if _typed(body, "include_stop", False) or _typed(body, "include_stop_str_in_output", False):
+        sampling.ignore_eos = typed(body, "ignore_eos", False)
+    if typed(body, "include_stop", False) or typed(body, "include_stop_str_in_output", False):
         sampling.include_stop = True
-    sampling.stop_token_ids.extend(_ids("stop_token_ids", body.get("stop_token_ids", [])))
+    sampling.stop_token_ids.extend(token_ids("stop_token_ids", body.get("stop_token_ids", [])))
     stop = body.get("stop", [])
     stops = [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list) or not all(isinstance(each, str) for each in stops):
@@ -249,13 +316,13 @@ def _prompts(prompt: object) -> Sequence[_Prompt]:
         return [prompt]
     if isinstance(prompt, list) and prompt:
         if isinstance(prompt[0], int):
-            return [_ids("prompt", prompt)]
+            return [token_ids("prompt", prompt)]
         if len(prompt) > CHOICES_MAX:
             raise bad_field("prompt", f"{len(prompt)} prompts are more than {CHOICES_MAX}, the limit.")
         if all(isinstance(each, str) for each in prompt):
             return prompt
         if all(isinstance(each, list) for each in prompt):
-            return [_ids("prompt", each) for each in prompt]
+            return [token_ids("prompt", each) for each in prompt]
     raise bad_field("prompt", "prompt must be a string, a list of strings, token ids, or a list of lists of token ids.")
 
 
@@ -294,7 +361,7 @@ def _refuse(body: Mapping[str, Any], refused: _Refused) -> None:
                 raise bad_field(name, f"{name} is not supported: {why}. Leave it out.")
 
 
-def _typed(body: Mapping[str, Any], name: str, default: _T) -> _T:
+def typed(body: Mapping[str, Any], name: str, default: _T) -> _T:
     """The field, of the default's type."""
     value = body.get(name)
     if value is None:
@@ -318,7 +385,8 @@ def _set_integer(sampling: inference_pb2.Sampling, body: Mapping[str, Any], name
     """Set our field (`max_tokens` for any name that has it, else the same name) where the client has set its own."""
     if name in body:
         field = ours or ("max_tokens" if name == "max_completion_tokens" else name)
-        setattr(sampling, field, _integer(name, body[name], 0, UINT32_MAX))
+        low, high = _WHOLE.get(field, (0, UINT32_MAX))
+        setattr(sampling, field, _integer(name, body[name], low, high))
 
 
 def _integer(name: str, value: object, low: int, high: int) -> int:
@@ -329,7 +397,7 @@ def _integer(name: str, value: object, low: int, high: int) -> int:
     return value
 
 
-def _ids(name: str, values: object) -> list[int]:
+def token_ids(name: str, values: object) -> list[int]:
     if not isinstance(values, list):
         raise bad_field(name, f"{name} must be a list of token ids.")
     if values and {*map(type, values)} == {int} and min(values) >= 0 and max(values) <= UINT32_MAX:
@@ -355,6 +423,9 @@ STATUS_OF: Final = {
 """HTTP status; 500 for the rest. ABORTED asks to send the request again, which 503 does too."""
 _OF_THE_CLUSTER: Final = frozenset({Reason.INCARNATION_MISMATCH, Reason.INCOMPATIBLE_NODE})
 """Preconditions that nodes fail, not the request: 503."""
+
+_CODES: Final = {Reason.UNKNOWN_MODEL: "model_not_found", Reason.PROMPT_TOO_LONG: "context_length_exceeded"}
+"""Where OpenAI's own name is what clients look for."""
 
 Json = dict[str, Any]
 
@@ -383,13 +454,14 @@ def error_json(error: BatonError, *, chat: bool = False) -> Json:
         param = "messages" if chat else "prompt"
     elif chat and error.field == "sampling.logprobs":
         param = "top_logprobs"
-    code = "model_not_found" if error.reason is Reason.UNKNOWN_MODEL else error.reason.value.lower()
+    code = _CODES.get(error.reason) or error.reason.value.lower()
     return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
 
 
-def model_json(model: ModelInfo, *, created: int, tokens_max: int) -> Json:
+def model_json(model: ModelInfo, name: str, *, created: int, tokens_max: int) -> Json:
+    """`name` is one that the model is served by."""
     return {
-        "id": model.name,
+        "id": name,
         "object": "model",
         "created": created,
         "owned_by": "baton",

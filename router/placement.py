@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -156,6 +156,7 @@ EXPECTED_BLOCKS_MAX: Final = 262_144
 """Blocks that are expected at nodes; of prompts beyond that none are."""
 
 Mask = npt.NDArray[np.bool_]
+_Floats = npt.NDArray[np.float64]
 
 
 class Expected:
@@ -275,6 +276,8 @@ class Placement:
         """Seconds to compute a token."""
         self._queue_s = np.zeros(count, dtype=np.float64)
         """Seconds until a prompt that comes now is begun."""
+        self._not_ready_s = np.zeros(count, dtype=np.float64)
+        """Without end for one that is not ready, else none."""
         self._fetching = False
         """Whether any of them has fetched yet."""
         self._changed = True
@@ -384,21 +387,19 @@ class Placement:
         count = len(tokens)
         kinds = [self._kind(root, size, tokens, salt) for root, size in self._roots]
         kind = kinds[0] if len(kinds) == 1 else _by_slot(kinds, self._root)
-        queue_s, token_s = self._queue_s, self._token_s
-        ttft_s = (
-            queue_s + token_s * np.maximum(1.0, count - kind.saved_tokens) if kind.some else queue_s + token_s * count
-        )
-        if kind.some and self._fetching:
-            rest = np.maximum(1.0, count - kind.saved_tokens - kind.fetched_tokens)
-            fetch_s = FETCH_FIXED_S + self._fetch_s * kind.fetched_tokens
-            computing_s, ttft_s = ttft_s, np.minimum(ttft_s, np.maximum(queue_s, fetch_s) + rest * token_s)
-        ttft_s = np.where(among, ttft_s, np.inf)
+        ttft_s, rest, fetches = self._expect(kind, count)
+        if among is self.ready:
+            ttft_s += self._not_ready_s
+        else:
+            ttft_s[~among] = np.inf
         slot = int(ttft_s.argmin())
-        same = np.flatnonzero(ttft_s == ttft_s[slot])
-        slot = int(same[self._waiting[same].argmin()]) if same.size > 1 else slot
+        same = ttft_s == ttft_s[slot]
+        if np.count_nonzero(same) > 1:
+            equals = np.flatnonzero(same)
+            slot = int(equals[self._waiting[equals].argmin()])
         own = kinds[int(self._root[slot])]
         to_compute = max(1.0, count - float(own.saved_tokens[slot])) if own.some else count
-        if kind.some and self._fetching and ttft_s[slot] < computing_s[slot]:
+        if fetches is not None and fetches[slot]:
             to_compute = float(rest[slot])
         return Choice(
             record=self.records[slot],
@@ -408,6 +409,28 @@ class Placement:
             owners=self._owners(own, slot, no_owners) if own.some else (),
         )
 
+    def _expect(self, kind: _Kind, count: int) -> tuple[_Floats, _Floats, Mask | None]:
+        """By place: the TTFT of so many tokens; those of them left to compute, where they count; where something is
+        fetched. In place: each pass over a thousand nodes costs a microsecond or two."""
+        queue_s, token_s = self._queue_s, self._token_s
+        if not kind.some:
+            return queue_s + token_s * count, _none(), None
+        rest = count - kind.saved_tokens
+        ttft_s = np.maximum(rest, 1.0)
+        ttft_s *= token_s
+        ttft_s += queue_s
+        if not self._fetching:
+            return ttft_s, rest, None
+        fetch_s = self._fetch_s * kind.fetched_tokens
+        fetch_s += FETCH_FIXED_S
+        np.maximum(fetch_s, queue_s, out=fetch_s)
+        rest -= kind.fetched_tokens
+        np.maximum(rest, 1.0, out=rest)
+        fetch_s += rest * token_s
+        fetches = fetch_s < ttft_s
+        np.minimum(fetch_s, ttft_s, out=ttft_s)
+        return ttft_s, rest, fetches
+
     def _refresh(self) -> None:
         """What the next choice starts from, where records or the index have changed."""
         if self._index_version != self._index.version:
@@ -416,6 +439,7 @@ class Placement:
         if self._changed:
             self._changed = False
             fastest = (self._rate * self.ready).max(initial=0.0) or RATE_UNKNOWN_TOKENS_PER_S
+            self._not_ready_s = np.where(self.ready, 0.0, np.inf)
             self._token_s = 1 / np.where(self._rate > 0, self._rate, fastest)
             self._queue_s = self._waiting * self._token_s
             self._region_least = int(self._region_tokens.min(initial=1 << 62, where=self._region_tokens > 0))
@@ -430,34 +454,29 @@ class Placement:
             return _Kind(hashes=hashes)
         if found is None:
             found = self._index.nothing()
-        blocks = found.blocks.take(self._holder).astype(np.float64)
-        saved = found.saved.take(self._holder).astype(np.float64)
-        saved *= block_size / SAVED_WHOLE
+        most = int(found.blocks.max())
+        saved: _Floats = found.saved.take(self._holder) * np.float64(block_size / SAVED_WHOLE)
+        missing = most - found.blocks.take(self._holder).astype(np.int64)
         for slots, count in expected:
-            blocks[slots] = np.maximum(blocks[slots], count)
+            missing[slots] = np.minimum(missing[slots], max(0, most - count))
             saved[slots] = np.maximum(saved[slots], count * block_size)
-        return _Kind(
-            hashes=hashes,
-            found=found,
-            blocks=blocks,
-            saved_tokens=saved,
-            fetched_tokens=np.maximum(0, int(found.blocks.max()) - blocks) * block_size,
-        )
+        missing *= block_size
+        return _Kind(hashes=hashes, found=found, most=most, saved_tokens=saved, fetched_tokens=missing)
 
     def _owners(self, kind: _Kind, slot: int, no_owners: Collection[Incarnation]) -> tuple[Owner, ...]:
         """Of those that have as much of it as each other, other prompts get others."""
         assert kind.found is not None
         blocks = kind.found.blocks
-        own = int(blocks[self._holder[slot]])
+        own, chosen = int(blocks[self._holder[slot]]), self.records[slot].incarnation
         owners: list[Owner] = []
-        most, turn = int(blocks.max()), int.from_bytes(kind.hashes[-1][:4], "little")
+        most, turn = kind.most, int.from_bytes(kind.hashes[-1][:4], "little")
         while len(owners) < OWNERS_MAX and most > own:
-            having = np.flatnonzero(blocks == most).tolist()
+            having = np.flatnonzero(blocks == most)
             first = turn % len(having)
-            for number in (*having[first : first + OWNERS_MAX], *having[: min(first, OWNERS_MAX)]):
+            for number in (*having[first : first + OWNERS_MAX].tolist(), *having[: min(first, OWNERS_MAX)].tolist()):
                 incarnation = self._index.incarnation(number)
                 record = None if incarnation is None or incarnation in no_owners else self._serving.get(incarnation)
-                if record is not None and record.lifecycle is Lifecycle.READY and record != self.records[slot]:
+                if record is not None and record.lifecycle is Lifecycle.READY and incarnation != chosen:
                     owners.append(
                         Owner(name=record.name, endpoint=record.endpoint, incarnation=record.incarnation, blocks=most)
                     )
@@ -488,7 +507,7 @@ def _rate(per_s: float) -> float:
     return per_s if 0 < per_s < RATE_MAX_PER_S else 0.0
 
 
-def _none() -> npt.NDArray[np.float64]:
+def _none() -> _Floats:
     return np.zeros(0)
 
 
@@ -499,12 +518,12 @@ class _Kind:
     hashes: Sequence[bytes]
     found: Found | None = None
     """None: nobody has any of it, nor is about to."""
-    blocks: npt.NDArray[np.float64] = field(default_factory=_none)
-    """Leading blocks that the node has, or is about to have."""
-    saved_tokens: npt.NDArray[np.float64] = field(default_factory=_none)
+    most: int = 0
+    """Leading blocks that any node has."""
+    saved_tokens: _Floats = field(default_factory=_none)
     """Tokens that it does not compute: of blocks in slower tiers a part."""
-    fetched_tokens: npt.NDArray[np.float64] = field(default_factory=_none)
-    """Of blocks behind its own that some other node has."""
+    fetched_tokens: npt.NDArray[Any] = field(default_factory=_none)
+    """Of blocks behind those that it has, or is about to have, and that some other node has."""
 
     @property
     def some(self) -> bool:
@@ -513,12 +532,12 @@ class _Kind:
 
 def _by_slot(kinds: Sequence[_Kind], root: npt.NDArray[np.int64]) -> _Kind:
     """Each node's own kind."""
-    found = next((kind.found for kind in kinds if kind.some), None)
-    if found is None:
+    some = next((kind for kind in kinds if kind.some), None)
+    if some is None:
         return _Kind(hashes=())
     saved, fetched = np.zeros(len(root)), np.zeros(len(root))
     for place, kind in enumerate(kinds):
         if kind.some:
             np.copyto(saved, kind.saved_tokens, where=root == place)
             np.copyto(fetched, kind.fetched_tokens, where=root == place)
-    return _Kind(hashes=(), found=found, saved_tokens=saved, fetched_tokens=fetched)
+    return _Kind(hashes=(), found=some.found, saved_tokens=saved, fetched_tokens=fetched)

@@ -22,7 +22,7 @@ from baton.wire import ModelInfo, NodeRecord, key_to_proto
 from cachestore.holder_index import HolderIndex
 from router.decode_streams import DecodeStreams
 from router.job import Inbox, Job, internal_error
-from router.line import Place
+from router.line import Place, priority_to_proto
 from router.placement import Choice, Mask, Placement, may_hold
 from router.retries import ASK_ANOTHER
 
@@ -267,6 +267,7 @@ class PrefillCalls:
             avoid_decode=job.avoid_decode | self._streams.out_of_reach(),
             resumable=job.for_another_router(),
             whole=job.call.whole and not job.checked.stop,  # a stop string ends it here, and there too late
+            priority=priority_to_proto(job.call.priority),
             owners=[common_pb2.Owner(**asdict(owner)) for owner in choice.owners],
         )
         with rpc_errors(record.name):

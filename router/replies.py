@@ -34,11 +34,15 @@ class Replies:
     model: str
     created: int
     token_text: Callable[[int], str]
+    fingerprint: str | None = None
+    """Of the model."""
     cached_tokens: int = 0
     completion_tokens: int = 0
     """Over all answers."""
     _prompts: dict[int, int] = field(default_factory=dict)
     """Tokens of each prompt, which counts once however many answers it has."""
+    _tokens: dict[int, int] = field(default_factory=dict)
+    """Of each answer, so far."""
     _offsets: dict[int, int] = field(default_factory=dict)
     _frames: dict[int, tuple[str, str]] = field(default_factory=dict)
     """What stands before and behind the text in an answer's chunks that have nothing else to say."""
@@ -56,6 +60,7 @@ class Replies:
         for index, place in enumerate(places):
             if place.tokens or place.finished:
                 self._offsets[index] = place.text_offset
+                self._tokens[index] = place.tokens
             if place.finished:
                 self._prompts[index // self.call.n] = place.prompt_tokens
                 self.completion_tokens += place.tokens
@@ -71,6 +76,7 @@ class Replies:
     def started(self, index: int, started: inference_pb2.Started) -> None:
         """Counts in the usage."""
         self._prompts[index // self.call.n] = started.prompt_tokens
+        self._tokens.setdefault(index, 0)
 
     def finished(self, index: int, finished: inference_pb2.Finished) -> None:
         """Counts in the usage."""
@@ -90,10 +96,12 @@ class Replies:
         frame = self._frames.get(index)
         if frame is None:
             first, call = index not in self._offsets, self.call
-            if first or call.logprobs or call.token_ids:
+            if first or call.logprobs or call.token_ids or call.continuous_usage:
                 if not first and not part.ids and not part.text:
                     return None
-                return json.dumps(self._chunk([self._piece(index, part.text, [part], first=first, finish=None)]))
+                self._tokens[index] = self._tokens.get(index, 0) + len(part.ids)
+                chunk = self._chunk([self._piece(index, part.text, [part], first=first, finish=None)])
+                return json.dumps(self._with_index(chunk, index, first=first))
             frame = self._frames[index] = self._frame(index)
         return f"{frame[0]}{encode_basestring_ascii(part.text)}{frame[1]}" if part.text else None
 
@@ -103,9 +111,26 @@ class Replies:
         before, _, behind = whole.rpartition(json.dumps(text))
         return before, behind
 
-    def last_chunk(self, index: int, reason: common_pb2.FinishReason) -> Json:
+    def last_chunk(self, index: int, finished: inference_pb2.Finished) -> Json:
         first = index not in self._offsets
-        return self._chunk([self._piece(index, "", [], first=first, finish=_FINISH[reason])])
+        piece = self._piece(index, "", [], first=first, finish=_FINISH[finished.reason])
+        return self._with_index(self._chunk([piece | _stop_reason(finished)]), index, first=first)
+
+    def _with_index(self, chunk: Json, index: int, *, first: bool) -> Json:
+        """The chunk, with what it says of its answer beside the choice: usage so far, and the prompt's tokens."""
+        if self.call.continuous_usage:
+            prompt, answer = self.prompt_of(index), self._tokens.get(index, 0)
+            usage = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+            chunk = {**chunk, "usage": usage}
+        if self.call.token_ids and first:
+            where = chunk if self.call.chat else chunk["choices"][0]
+            where["prompt_token_ids"] = self._prompt_ids(index)
+        return chunk
+
+    def _prompt_ids(self, index: int) -> list[int] | None:
+        """None where the client attaches without its body."""
+        requests = self.call.requests
+        return list(requests[index // self.call.n].token_ids.ids) if requests else None
 
     def usage_chunk(self) -> Json:
         """The last one of a stream that asked for it."""
@@ -122,8 +147,12 @@ class Replies:
             content: Json = {"message": {"role": "assistant", "content": text}} if self.call.chat else {"text": text}
             logprobs = self._logprobs(index, parts)
             choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
-            choices.append(choice | self._token_ids(parts))
-        return {**self._head("chat.completion"), "choices": choices, "usage": self.usage()}
+            choice |= self._token_ids(parts) | _stop_reason(answer.end)
+            if self.call.token_ids and not self.call.chat:
+                choice["prompt_token_ids"] = self._prompt_ids(index)
+            choices.append(choice)
+        whole = {**self._head("chat.completion"), "choices": choices, "usage": self.usage()}
+        return whole | ({"prompt_token_ids": self._prompt_ids(0)} if self.call.token_ids and self.call.chat else {})
 
     def _chunk(self, choices: list[Json]) -> Json:
         chunk = {**self._head("chat.completion.chunk"), "choices": choices}
@@ -131,7 +160,8 @@ class Replies:
 
     def _head(self, chat_object: str) -> Json:
         kind = chat_object if self.call.chat else "text_completion"
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {**head, "system_fingerprint": self.fingerprint}
 
     def _piece(self, index: int, text: str, parts: list[AnswerPart], *, first: bool, finish: str | None) -> Json:
         content: Json = {"text": text}
@@ -155,7 +185,7 @@ class Replies:
         texts = [self.token_text(token) for token, _ in pairs]
         *offsets, self._offsets[index] = accumulate(map(len, texts), initial=offset)
         return {
-            "tokens": texts,
+            "tokens": [self._name(token) for token, _ in pairs],
             "token_logprobs": [_finite(found.logprob) for _, found in pairs],
             "top_logprobs": [self._top(token, found) for token, found in pairs],
             "text_offset": offsets,
@@ -163,19 +193,31 @@ class Replies:
 
     def _top(self, token: int, found: common_pb2.TokenLogprobs) -> dict[str, float]:
         """The best tokens, and the drawn one whether it is among them or not. Of equal texts the best one counts."""
-        top = {self.token_text(token): _finite(found.logprob)}
+        top = {self._name(token): _finite(found.logprob)}
         for other, value in zip(found.top_ids, found.top_logprobs, strict=True):
-            top[self.token_text(other)] = max(_finite(value), top.get(self.token_text(other), LOGPROB_MIN))
+            top[self._name(other)] = max(_finite(value), top.get(self._name(other), LOGPROB_MIN))
         return top
 
     def _chat_logprob(self, token: int, found: common_pb2.TokenLogprobs) -> Json:
         pairs = zip(found.top_ids, found.top_logprobs, strict=True)
         return {**self._entry(token, found.logprob), "top_logprobs": [self._entry(*pair) for pair in pairs]}
 
+    def _name(self, token: int) -> str:
+        return f"token_id:{token}" if self.call.tokens_as_ids else self.token_text(token)
+
     def _entry(self, token: int, logprob: float) -> Json:
         text = self.token_text(token)
         whole = "\ufffd" not in text
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode()) if whole else None}
+        return {
+            "token": self._name(token),
+            "logprob": _finite(logprob),
+            "bytes": list(text.encode()) if whole else None,
+        }
+
+
+def _stop_reason(finished: inference_pb2.Finished) -> Json:
+    kind = finished.WhichOneof("stop")
+    return {"stop_reason": getattr(finished, kind) if kind is not None else None}
 
 
 def _finite(logprob: float) -> float:

@@ -6,7 +6,7 @@ import hashlib
 import math
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from batonpb import common_pb2, inference_pb2, resume_pb2
@@ -68,7 +68,7 @@ class CheckedRequest:
 
 def text_of(state: resume_pb2.ResumeState) -> CheckedRequest:
     """Of a request that is taken over: what its text is cut by, and nothing to compute it by."""
-    sampling = common_pb2.SamplingSpec(min_tokens=state.min_tokens)
+    sampling = common_pb2.SamplingSpec(min_tokens=state.min_tokens, stop_token_ids=state.stop_token_ids)
     return CheckedRequest(prompt=(), sampling=sampling, stop=tuple(state.stop), include_stop=state.include_stop)
 
 
@@ -144,6 +144,13 @@ class ClientCall:
     """Of a request that its client may go on with by another call, or goes on with by this one."""
 
 
+def with_priority(call: ClientCall, asked: Priority | None) -> ClientCall:
+    """The call by the class that its request asks for. Nobody goes before what its key may."""
+    if asked is None:
+        return call
+    return replace(call, priority=asked if call.key_name is None else max(asked, call.priority))
+
+
 def read_message(_prompts: object, raw: bytes | bytearray, context_len_max: int) -> inference_pb2.GenerateRequest:
     """The message of a call, whose parts are few enough to be looked at on the event loop. Raises BatonError."""
     try:
@@ -184,18 +191,18 @@ def check_request(
     choice: int = 0,
     key_salt: str | None = None,
     said: Sequence[int] = (),
+    names: Sequence[str] = (),
 ) -> CheckedRequest:
     """Validate against the model that is served.
 
     `prompt` has the token ids of the request's prompt, whatever its kind. `choice` numbers the answers to one question
     with one seed. `max_tokens` is cut to what the model's context leaves after the prompt; `answer_tokens` gives it,
     from the length of the prompt, for a request that names none. `defaults` stand for sampling fields that are not set;
-    a zero that is set counts. `key_salt` is that of the API key. `said` is what the client has of the answer. Raises
-    BatonError naming the field.
+    a zero that is set counts. `key_salt` is that of the API key. `said` is what the client has of the answer. `names`
+    are those that the model is served by, if not its own. Raises BatonError naming the field.
     """
-    if request.HasField("model") and request.model != model.name:
-        text = f"This cluster serves '{model.name}', not '{request.model[:NAME_CHARS_SHOWN]}'."
-        raise BatonError(Reason.UNKNOWN_MODEL, text, field="model")
+    if request.HasField("model"):
+        check_model_name(request.model, names or (model.name,))
     check_counts(request)
     kind = request.WhichOneof("prompt") or "prompt"
     if kind == "text" and not has_tokenizer:
@@ -240,6 +247,14 @@ def check_request(
         eos_token_ids=model.eos_token_ids,
         said=_said(said, model),
     )
+
+
+def check_model_name(name: str, names: Sequence[str]) -> None:
+    """Raises BatonError UNKNOWN_MODEL."""
+    if name not in names:
+        served = ", ".join(f"'{each}'" for each in names)
+        text = f"This cluster serves {served}, not '{name[:NAME_CHARS_SHOWN]}'."
+        raise BatonError(Reason.UNKNOWN_MODEL, text, field="model")
 
 
 def _said(ids: Sequence[int], model: ModelInfo) -> tuple[int, ...]:
@@ -300,8 +315,9 @@ def check_prompt_length(tokens: int, context_len_max: int, *, field: str) -> Non
     if tokens >= context_len_max:
         raise bad_field(
             field,
-            f"The prompt has {tokens} tokens; the model's context is {context_len_max}, and one output token must fit "
-            "in it too.",
+            # Frameworks look for these first words before they shorten a prompt.
+            f"This model's maximum context length is {context_len_max} tokens. The prompt has {tokens} tokens, "
+            "and one output token must fit in it too.",
             reason=Reason.PROMPT_TOO_LONG,
         )
 

@@ -23,9 +23,10 @@ from router.answers import AnswerPart, Collected
 from router.byte_shares import TextOwner
 from router.key_desk import KeyDesk, KeyedCall
 from router.keys import authorization_of
+from router.line import priority_from_proto
 from router.node import CUT_OFF, RouterNode
 from router.prompts import PromptEncoder
-from router.request import ClientCall, read_attach, read_message
+from router.request import ClientCall, read_attach, read_message, with_priority
 from router.resume import Place, Resume, ResumeToken, check_same, request_digest
 from router.text_workers import SHORT_BYTES_MAX
 
@@ -129,8 +130,7 @@ class InferenceService:
         whole: bool = False,
     ) -> ClientCall:
         rng = self._node.rng
-        with self._refusals():
-            called = read_metadata(context.invocation_metadata())
+        called = read_metadata(context.invocation_metadata())
         parent, now_s = called.traceparent, asyncio.get_running_loop().time()
         call = ClientCall(
             id=called.request_id or new_request_id(rng),
@@ -141,7 +141,8 @@ class InferenceService:
             source=self._source(context),
             resume=resume,
         )
-        return call if keyed is None else keyed.sign(call)
+        asked = priority_from_proto(request.priority) if request is not None else None
+        return with_priority(call if keyed is None else keyed.sign(call), asked)
 
     async def _admitted(
         self, context: Any, *, former: Callable[[], ResumeToken] | None = None

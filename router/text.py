@@ -19,7 +19,7 @@ from router.request import CheckedRequest
 
 
 class StopStrings:
-    """The text of one answer on its way to the client. Mutable; after `found` is true nothing more may be pushed.
+    """The text of one answer on its way to the client. Mutable; once there is a `found` nothing more may be pushed.
 
     Without `include`, text that may be the beginning of a stop string is held back. With it the stop string is sent
     too, so nothing is held back.
@@ -32,19 +32,20 @@ class StopStrings:
         self._longest = max(map(len, self._stops), default=0)
         self._firsts = frozenset(stop[0] for stop in self._stops)
         self._tail = ""  # the longest end of the text so far that is the beginning of a stop string
-        self.found = False
+        self.found: str | None = None
+        """The one that has ended the answer."""
 
     def push(self, text: str, *, may_end: bool = True) -> str:
         """What may be sent now that `text` has come; sets `found` where the answer ends within it.
 
         Without `may_end` a stop string that ends within `text` is text like any other.
         """
-        assert not self.found
+        assert self.found is None
         known, now = len(self._tail), self._tail + text
         sent = known if self._include else 0
         if may_end and (match := self._first(now, known)) is not None:
-            self.found = True
             end, begin = match
+            self.found = now[begin:end]
             self._tail = ""
             return now[sent : end if self._include else begin]
         self._tail = now[len(now) - self._beginning_at_end(now) :]
@@ -108,13 +109,22 @@ class TextCodec:
             text = f"{path} is not a usable tokenizer: {error}."
             raise BatonError(Reason.MODEL_BROKEN, text, field="model") from error
 
-    def encode(self, text: str) -> Sequence[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
         # A batch of one: `encode` itself keeps the interpreter's lock, for seconds if the text is long.
-        return _ids(self._tokenizer.encode_batch_fast([text]))
+        return _ids(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens))
 
     def encode_chat(self, *pieces: str) -> Sequence[int]:
         """What a template has made: it spells its special tokens out, and none are added."""
         return _ids(self._tokenizer.encode_batch_fast(pieces, add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """A text by itself, special tokens spelt out."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
+    def token_name(self, token: int) -> str:
+        """As the vocabulary has it; "" for an id that it has not."""
+        return self._tokenizer.id_to_token(token) or ""
 
     def token_text(self, token: int) -> str:
         """One token as it reads behind others, special ones too; U+FFFD stands for bytes that are no character."""
@@ -268,7 +278,8 @@ class AnswerText:
         self._stream = codec.stream() if codec is not None else None
         self._stops = StopStrings(checked.stop, include=checked.include_stop) if checked.stop else None
         self._min_tokens = checked.sampling.min_tokens
-        self.found = False
+        self.found: str | None = None
+        """The stop string that has ended it."""
         self.tokens = 0
         """Tokens of the answer so far, the one that completed a stop string included."""
 
@@ -281,21 +292,21 @@ class AnswerText:
         for taken, token in enumerate(ids, start=1):
             text += self._stops.push(self._stream.push((token,)), may_end=self.tokens >= self._min_tokens)
             self.tokens += 1
-            if self._stops.found:
-                self.found = True
+            if self._stops.found is not None:
+                self.found = self._stops.found
                 return taken, text
         return len(ids), text
 
     def flush(self) -> str:
         """At the end: what was held back. The last half of a character may complete a stop string."""
-        if self._stream is None or self.found:
+        if self._stream is None or self.found is not None:
             return ""
         rest = self._stream.flush()
         if self._stops is None:
             return rest
         text = self._stops.push(rest, may_end=self.tokens > self._min_tokens)
         self.found = self._stops.found
-        return text if self.found else text + self._stops.flush()
+        return text if self.found is not None else text + self._stops.flush()
 
 
 def _ids(encoded: Sequence[Any]) -> list[int]:

@@ -19,9 +19,9 @@ def parse_call(
     """The body of either endpoint. Raises BatonError naming the field."""
     body = openai.parse_body(raw)
     if chat:
-        call = openai.parse_chat(body, partial(prompts.encode_chat, special_tokens=special_tokens))
+        call = openai.parse_chat(body, partial(prompts.encode_chat, special_tokens=special_tokens), context_len_max)
     else:
-        call = openai.parse_completion(body)
+        call = openai.parse_completion(body, prompts.encode_text, context_len_max)
     for request in call.requests:
         check_prompt_length(len(request.token_ids.ids), context_len_max, field="token_ids")
     return call

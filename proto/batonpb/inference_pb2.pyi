@@ -73,7 +73,7 @@ class ChatMessage(_message.Message):
     def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "chat", "sampling", "model", "cache_salt", "resumable")
+    __slots__ = ("text", "token_ids", "chat", "sampling", "model", "cache_salt", "resumable", "priority")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +81,7 @@ class GenerateRequest(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     RESUMABLE_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: TokenIds
     chat: Chat
@@ -88,7 +89,8 @@ class GenerateRequest(_message.Message):
     model: str
     cache_salt: str
     resumable: bool
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., model: _Optional[str] = ..., cache_salt: _Optional[str] = ..., resumable: bool = ...) -> None: ...
+    priority: _common_pb2.Priority
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., model: _Optional[str] = ..., cache_salt: _Optional[str] = ..., resumable: bool = ..., priority: _Optional[_Union[_common_pb2.Priority, str]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("resume_token", "request", "output")
@@ -143,15 +145,19 @@ class Tokens(_message.Message):
     def __init__(self, first_index: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("reason", "stats")
+    __slots__ = ("reason", "stats", "stop_text", "stop_token")
     REASON_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TEXT_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_FIELD_NUMBER: _ClassVar[int]
     reason: _common_pb2.FinishReason
     stats: RequestStats
-    def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stats: _Optional[_Union[RequestStats, _Mapping]] = ...) -> None: ...
+    stop_text: str
+    stop_token: int
+    def __init__(self, reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., stats: _Optional[_Union[RequestStats, _Mapping]] = ..., stop_text: _Optional[str] = ..., stop_token: _Optional[int] = ...) -> None: ...
 
 class RequestStats(_message.Message):
-    __slots__ = ("prefill_node", "decode_node", "transport", "blocks_written", "blocks_skipped", "bytes_written", "prompt_tokens", "prompt_tokens_cached", "output_tokens", "ttft_ms", "itl_mean_ms", "handoff_exposed_ms", "prompt_tokens_skipped", "resumptions", "line_ms", "sources")
+    __slots__ = ("prefill_node", "decode_node", "transport", "blocks_written", "blocks_skipped", "bytes_written", "prompt_tokens", "prompt_tokens_cached", "output_tokens", "ttft_ms", "itl_mean_ms", "handoff_exposed_ms", "prompt_tokens_skipped", "resumptions", "line_ms", "sources", "priority")
     PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
     DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
@@ -168,6 +174,7 @@ class RequestStats(_message.Message):
     RESUMPTIONS_FIELD_NUMBER: _ClassVar[int]
     LINE_MS_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     prefill_node: str
     decode_node: str
     transport: str
@@ -184,7 +191,8 @@ class RequestStats(_message.Message):
     resumptions: int
     line_ms: float
     sources: _common_pb2.PromptSources
-    def __init__(self, prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., transport: _Optional[str] = ..., blocks_written: _Optional[int] = ..., blocks_skipped: _Optional[int] = ..., bytes_written: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., output_tokens: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., itl_mean_ms: _Optional[float] = ..., handoff_exposed_ms: _Optional[float] = ..., prompt_tokens_skipped: _Optional[int] = ..., resumptions: _Optional[int] = ..., line_ms: _Optional[float] = ..., sources: _Optional[_Union[_common_pb2.PromptSources, _Mapping]] = ...) -> None: ...
+    priority: _common_pb2.Priority
+    def __init__(self, prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., transport: _Optional[str] = ..., blocks_written: _Optional[int] = ..., blocks_skipped: _Optional[int] = ..., bytes_written: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., output_tokens: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., itl_mean_ms: _Optional[float] = ..., handoff_exposed_ms: _Optional[float] = ..., prompt_tokens_skipped: _Optional[int] = ..., resumptions: _Optional[int] = ..., line_ms: _Optional[float] = ..., sources: _Optional[_Union[_common_pb2.PromptSources, _Mapping]] = ..., priority: _Optional[_Union[_common_pb2.Priority, str]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "ids", "text", "reason", "stats", "logprobs")

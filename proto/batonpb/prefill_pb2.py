@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from batonpb import common_pb2 as batonpb_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61tonpb/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61tonpb/common.proto\"\xb1\x02\n\x0ePrefillRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12!\n\x03key\x18\x02 \x01(\x0b\x32\x14.baton.v1.RequestKey\x12\x0e\n\x06prompt\x18\x03 \x03(\r\x12(\n\x08sampling\x18\x04 \x01(\x0b\x32\x16.baton.v1.SamplingSpec\x12\x0e\n\x06router\x18\x05 \x01(\x06\x12\x12\n\ncache_salt\x18\x06 \x01(\x0c\x12\x0e\n\x06output\x18\x07 \x03(\r\x12\x14\n\x0c\x61void_decode\x18\x08 \x03(\x06\x12&\n\tresumable\x18\t \x01(\x0b\x32\x13.baton.v1.Resumable\x12\r\n\x05whole\x18\n \x01(\x08\x12\x1f\n\x06owners\x18\x0b \x03(\x0b\x32\x0f.baton.v1.Owner\"\x95\x01\n\x0cPrefillEvent\x12$\n\x07granted\x18\x01 \x01(\x0b\x32\x11.baton.v1.GrantedH\x00\x12+\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x14.baton.v1.FirstTokenH\x00\x12)\n\nhanded_off\x18\x03 \x01(\x0b\x32\x13.baton.v1.HandedOffH\x00\x42\x07\n\x05\x65vent\"S\n\x07Granted\x12\x13\n\x0b\x64\x65\x63ode_node\x18\x01 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x02 \x01(\x06\x12\x17\n\x0f\x64\x65\x63ode_endpoint\x18\x03 \x01(\t\"\xd8\x01\n\nFirstToken\x12\r\n\x05token\x18\x01 \x01(\r\x12+\n\x06\x66inish\x18\x02 \x01(\x0e\x32\x16.baton.v1.FinishReasonH\x00\x88\x01\x01\x12\x1c\n\x14prompt_tokens_cached\x18\x03 \x01(\r\x12.\n\x08logprobs\x18\x04 \x01(\x0b\x32\x17.baton.v1.TokenLogprobsH\x01\x88\x01\x01\x12(\n\x07sources\x18\x05 \x01(\x0b\x32\x17.baton.v1.PromptSourcesB\t\n\x07_finishB\x0b\n\t_logprobs\"\xac\x01\n\tHandedOff\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x16\n\x0e\x62locks_written\x18\x02 \x01(\r\x12\x16\n\x0e\x62locks_skipped\x18\x03 \x01(\r\x12\x15\n\rbytes_written\x18\x04 \x01(\x04\x12\x1a\n\x12handoff_exposed_ms\x18\x05 \x01(\x01\x12)\n\x0b\x66irst_token\x18\x06 \x01(\x0b\x32\x14.baton.v1.FirstToken2H\n\x07Prefill\x12=\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x16.baton.v1.PrefillEvent0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61tonpb/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61tonpb/common.proto\"\xd7\x02\n\x0ePrefillRequest\x12 \n\x06header\x18\x01 \x01(\x0b\x32\x10.baton.v1.Header\x12!\n\x03key\x18\x02 \x01(\x0b\x32\x14.baton.v1.RequestKey\x12\x0e\n\x06prompt\x18\x03 \x03(\r\x12(\n\x08sampling\x18\x04 \x01(\x0b\x32\x16.baton.v1.SamplingSpec\x12\x0e\n\x06router\x18\x05 \x01(\x06\x12\x12\n\ncache_salt\x18\x06 \x01(\x0c\x12\x0e\n\x06output\x18\x07 \x03(\r\x12\x14\n\x0c\x61void_decode\x18\x08 \x03(\x06\x12&\n\tresumable\x18\t \x01(\x0b\x32\x13.baton.v1.Resumable\x12\r\n\x05whole\x18\n \x01(\x08\x12\x1f\n\x06owners\x18\x0b \x03(\x0b\x32\x0f.baton.v1.Owner\x12$\n\x08priority\x18\r \x01(\x0e\x32\x12.baton.v1.Priority\"\x95\x01\n\x0cPrefillEvent\x12$\n\x07granted\x18\x01 \x01(\x0b\x32\x11.baton.v1.GrantedH\x00\x12+\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x14.baton.v1.FirstTokenH\x00\x12)\n\nhanded_off\x18\x03 \x01(\x0b\x32\x13.baton.v1.HandedOffH\x00\x42\x07\n\x05\x65vent\"S\n\x07Granted\x12\x13\n\x0b\x64\x65\x63ode_node\x18\x01 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x02 \x01(\x06\x12\x17\n\x0f\x64\x65\x63ode_endpoint\x18\x03 \x01(\t\"\xd8\x01\n\nFirstToken\x12\r\n\x05token\x18\x01 \x01(\r\x12+\n\x06\x66inish\x18\x02 \x01(\x0e\x32\x16.baton.v1.FinishReasonH\x00\x88\x01\x01\x12\x1c\n\x14prompt_tokens_cached\x18\x03 \x01(\r\x12.\n\x08logprobs\x18\x04 \x01(\x0b\x32\x17.baton.v1.TokenLogprobsH\x01\x88\x01\x01\x12(\n\x07sources\x18\x05 \x01(\x0b\x32\x17.baton.v1.PromptSourcesB\t\n\x07_finishB\x0b\n\t_logprobs\"\xac\x01\n\tHandedOff\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x16\n\x0e\x62locks_written\x18\x02 \x01(\r\x12\x16\n\x0e\x62locks_skipped\x18\x03 \x01(\r\x12\x15\n\rbytes_written\x18\x04 \x01(\x04\x12\x1a\n\x12handoff_exposed_ms\x18\x05 \x01(\x01\x12)\n\x0b\x66irst_token\x18\x06 \x01(\x0b\x32\x14.baton.v1.FirstToken2H\n\x07Prefill\x12=\n\x07Prefill\x12\x18.baton.v1.PrefillRequest\x1a\x16.baton.v1.PrefillEvent0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,15 +33,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'batonpb.prefill_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILLREQUEST']._serialized_start=58
-  _globals['_PREFILLREQUEST']._serialized_end=363
-  _globals['_PREFILLEVENT']._serialized_start=366
-  _globals['_PREFILLEVENT']._serialized_end=515
-  _globals['_GRANTED']._serialized_start=517
-  _globals['_GRANTED']._serialized_end=600
-  _globals['_FIRSTTOKEN']._serialized_start=603
-  _globals['_FIRSTTOKEN']._serialized_end=819
-  _globals['_HANDEDOFF']._serialized_start=822
-  _globals['_HANDEDOFF']._serialized_end=994
-  _globals['_PREFILL']._serialized_start=996
-  _globals['_PREFILL']._serialized_end=1068
+  _globals['_PREFILLREQUEST']._serialized_end=401
+  _globals['_PREFILLEVENT']._serialized_start=404
+  _globals['_PREFILLEVENT']._serialized_end=553
+  _globals['_GRANTED']._serialized_start=555
+  _globals['_GRANTED']._serialized_end=638
+  _globals['_FIRSTTOKEN']._serialized_start=641
+  _globals['_FIRSTTOKEN']._serialized_end=857
+  _globals['_HANDEDOFF']._serialized_start=860
+  _globals['_HANDEDOFF']._serialized_end=1032
+  _globals['_PREFILL']._serialized_start=1034
+  _globals['_PREFILL']._serialized_end=1106
 # @@protoc_insertion_point(module_scope)

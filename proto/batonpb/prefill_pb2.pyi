@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("header", "key", "prompt", "sampling", "router", "cache_salt", "output", "avoid_decode", "resumable", "whole", "owners")
+    __slots__ = ("header", "key", "prompt", "sampling", "router", "cache_salt", "output", "avoid_decode", "resumable", "whole", "owners", "priority")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,7 @@ class PrefillRequest(_message.Message):
     RESUMABLE_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     OWNERS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.Header
     key: _common_pb2.RequestKey
     prompt: _containers.RepeatedScalarFieldContainer[int]
@@ -31,7 +32,8 @@ class PrefillRequest(_message.Message):
     resumable: _common_pb2.Resumable
     whole: bool
     owners: _containers.RepeatedCompositeFieldContainer[_common_pb2.Owner]
-    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingSpec, _Mapping]] = ..., router: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., output: _Optional[_Iterable[int]] = ..., avoid_decode: _Optional[_Iterable[int]] = ..., resumable: _Optional[_Union[_common_pb2.Resumable, _Mapping]] = ..., whole: bool = ..., owners: _Optional[_Iterable[_Union[_common_pb2.Owner, _Mapping]]] = ...) -> None: ...
+    priority: _common_pb2.Priority
+    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingSpec, _Mapping]] = ..., router: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., output: _Optional[_Iterable[int]] = ..., avoid_decode: _Optional[_Iterable[int]] = ..., resumable: _Optional[_Union[_common_pb2.Resumable, _Mapping]] = ..., whole: bool = ..., owners: _Optional[_Iterable[_Union[_common_pb2.Owner, _Mapping]]] = ..., priority: _Optional[_Union[_common_pb2.Priority, str]] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
     __slots__ = ("granted", "first_token", "handed_off")

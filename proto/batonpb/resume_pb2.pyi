@@ -22,7 +22,7 @@ class ResumeToken(_message.Message):
     def __init__(self, secret: _Optional[bytes] = ..., seed: _Optional[int] = ..., request_digest: _Optional[int] = ..., places: _Optional[_Iterable[_Union[ResumePlace, _Mapping]]] = ..., http: _Optional[_Union[HttpCall, _Mapping]] = ...) -> None: ...
 
 class HttpCall(_message.Message):
-    __slots__ = ("id", "created_unix_s", "chat", "include_usage", "logprobs", "token_ids", "n")
+    __slots__ = ("id", "created_unix_s", "chat", "include_usage", "logprobs", "token_ids", "n", "continuous_usage", "tokens_as_ids")
     ID_FIELD_NUMBER: _ClassVar[int]
     CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,8 @@ class HttpCall(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
+    CONTINUOUS_USAGE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_AS_IDS_FIELD_NUMBER: _ClassVar[int]
     id: str
     created_unix_s: int
     chat: bool
@@ -37,7 +39,9 @@ class HttpCall(_message.Message):
     logprobs: bool
     token_ids: bool
     n: int
-    def __init__(self, id: _Optional[str] = ..., created_unix_s: _Optional[int] = ..., chat: bool = ..., include_usage: bool = ..., logprobs: bool = ..., token_ids: bool = ..., n: _Optional[int] = ...) -> None: ...
+    continuous_usage: bool
+    tokens_as_ids: bool
+    def __init__(self, id: _Optional[str] = ..., created_unix_s: _Optional[int] = ..., chat: bool = ..., include_usage: bool = ..., logprobs: bool = ..., token_ids: bool = ..., n: _Optional[int] = ..., continuous_usage: bool = ..., tokens_as_ids: bool = ...) -> None: ...
 
 class ResumePlace(_message.Message):
     __slots__ = ("request", "attempt", "decode", "tokens", "chars", "tokens_crc", "finished", "text_offset", "prompt_tokens")
@@ -62,7 +66,7 @@ class ResumePlace(_message.Message):
     def __init__(self, request: _Optional[bytes] = ..., attempt: _Optional[int] = ..., decode: _Optional[int] = ..., tokens: _Optional[int] = ..., chars: _Optional[int] = ..., tokens_crc: _Optional[int] = ..., finished: bool = ..., text_offset: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class ResumeState(_message.Message):
-    __slots__ = ("call", "answer", "answers", "stop", "include_stop", "min_tokens", "logprobs", "prompt_tokens", "output_logprobs", "request_digest")
+    __slots__ = ("call", "answer", "answers", "stop", "include_stop", "min_tokens", "logprobs", "prompt_tokens", "output_logprobs", "request_digest", "stop_token_ids")
     CALL_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +77,7 @@ class ResumeState(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     call: str
     answer: int
     answers: int
@@ -83,4 +88,5 @@ class ResumeState(_message.Message):
     prompt_tokens: int
     output_logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
     request_digest: int
-    def __init__(self, call: _Optional[str] = ..., answer: _Optional[int] = ..., answers: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop: bool = ..., min_tokens: _Optional[int] = ..., logprobs: bool = ..., prompt_tokens: _Optional[int] = ..., output_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., request_digest: _Optional[int] = ...) -> None: ...
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, call: _Optional[str] = ..., answer: _Optional[int] = ..., answers: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop: bool = ..., min_tokens: _Optional[int] = ..., logprobs: bool = ..., prompt_tokens: _Optional[int] = ..., output_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., request_digest: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...

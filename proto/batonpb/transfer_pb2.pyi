@@ -35,13 +35,13 @@ class FetchRequest(_message.Message):
     RECEIVER_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     header: _common_pb2.Header
     key: _common_pb2.RequestKey
-    tokens: _containers.RepeatedScalarFieldContainer[int]
+    tokens: bytes
     cache_salt: bytes
     first_block: int
     kv_root: bytes
     receiver_name: str
     receiver_endpoint: str
-    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., first_block: _Optional[int] = ..., kv_root: _Optional[bytes] = ..., receiver_name: _Optional[str] = ..., receiver_endpoint: _Optional[str] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., tokens: _Optional[bytes] = ..., cache_salt: _Optional[bytes] = ..., first_block: _Optional[int] = ..., kv_root: _Optional[bytes] = ..., receiver_name: _Optional[str] = ..., receiver_endpoint: _Optional[str] = ...) -> None: ...
 
 class FetchReply(_message.Message):
     __slots__ = ("outcome", "blocks", "reason")

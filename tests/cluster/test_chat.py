@@ -150,7 +150,7 @@ def test_a_conversation_beyond_the_context(cluster: RunningCluster) -> None:
     done = chat(cluster, f"one\n{long}\ntwo\n/reset\none\n", *GREEDY)
     assert done.returncode == 1
     (reported, reset) = done.stderr.splitlines()
-    assert reported.startswith("error: The prompt has ")
+    assert reported.startswith("error: This model's maximum context length is ")
     assert reported.endswith("The message is left out of the conversation. /reset begins a new conversation.")
     assert reset == "A new conversation."
     one, two, again = done.stdout.splitlines()

@@ -10,9 +10,10 @@ from typing import Final
 from cli.services import Service
 from cli.supervisor import ClusterSpec
 from tests.faults.cluster import RECEIVER_FLAGS, FaultyCluster, faulty, faulty_spec
-from tests.faults.links import GrpcCase, Ill, LinkCluster, linked
+from tests.faults.links import DataCase, GrpcCase, Ill, LinkCluster, linked
 from tests.faults.load import Asked, Load
 from tests.faults.points import Failpoint, Side, Struck
+from tests.faults.proxy import Spoil
 from tests.faults.questions import FETCH_MARK, MockQuestions, Question, Questions
 from tests.faults.signals import Blow, SignalCase
 
@@ -65,6 +66,14 @@ class FetchLinkCase(GrpcCase):
         return await ask_fetched(cluster, load, questions)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchDataCase(DataCase):
+    """The tcp connection on which the owner writes."""
+
+    async def ask(self, cluster: FaultyCluster, load: Load, questions: Questions) -> tuple[Asked, Struck]:
+        return await ask_fetched(cluster, load, questions)
+
+
 async def ask_fetched(cluster: FaultyCluster, load: Load, questions: Questions) -> tuple[Asked, Struck]:
     """Have a prompt computed, and ask for it again; another one until a fetch comes to the point that is armed."""
     elsewhere = []
@@ -112,5 +121,7 @@ TCP_CASES: Final = (
 )
 LINK_CASES: Final = (
     FetchLinkCase(ends=(Side.PREFILL, Side.DECODE), ill=Ill.DARK, point=Failpoint.FETCH_LAYER, kind="fetch-"),
+    FetchDataCase(spoil=Spoil.CUT, point=Failpoint.FETCH_LAYER, kind="fetch-"),
+    FetchDataCase(spoil=Spoil.NOISE, point=Failpoint.FETCH_LAYER, kind="fetch-"),
 )
 """The ends of a struck fetch are in the places of those of a handoff."""

@@ -43,8 +43,8 @@ class Ill(Enum):
 
 
 class LinkCluster:
-    """A cluster with a proxy before each router, prefill and decode node, and one before each decode node's data
-    port."""
+    """A cluster with a proxy before each router, prefill and decode node, and one before each data
+    port of a node."""
 
     def __init__(self, cluster: FaultyCluster) -> None:
         self.cluster = cluster
@@ -247,7 +247,7 @@ def _with_proxies(spec: ClusterSpec, *, data: bool) -> tuple[ClusterSpec, Mappin
     """The same, reached through proxies; the ports of those for gRPC and for data, by the name behind them."""
     services = dict(spec.processes())
     nodes = [name for name, service in services.items() if service is not Service.DIRECTORY]
-    receivers = [name for name in nodes if services[name] in (Service.DECODE, Service.MIXED)] if data else []
+    receivers = [name for name in nodes if services[name].has_engine] if data else []
     ports = free_ports(len(nodes) + len(receivers))
     grpc_ports = dict(zip(nodes, ports, strict=False))
     data_ports = dict(zip(receivers, ports[len(nodes) :], strict=True))

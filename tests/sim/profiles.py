@@ -173,7 +173,23 @@ RESETS = replace(
 another's."""
 GROUPED = replace(SMALL, name="grouped", layer_groups=2, prefill_blocks=128, decode_blocks=240)
 """Every layer is a group with blocks of its own."""
-PROFILES = {p.name: p for p in (SMALL, PAIR, ROUTERS, WIDE, TANGLED, OVERTAKEN, STALLED, RESETS, GROUPED)}
+FETCHING = replace(
+    SMALL,
+    name="fetching",
+    prefill=4,
+    decode=2,
+    hosts=2,
+    token_s=0.002,
+    prompts=12,
+    prefill_blocks=48,
+    concurrency=24,
+    pause_s=0.05,
+    fault_gap_s=0.2,
+    faults_more=(("slow_data", 6), ("stop", 4), ("crash", 4), ("reset_links", 4)),
+)
+"""Few prompts, and computing that is dear: prefill nodes fetch them from each other and from decode nodes, both ways at
+once. Faults strike either end, and data links stand still in the middle of a fetch."""
+PROFILES = {p.name: p for p in (SMALL, PAIR, ROUTERS, WIDE, TANGLED, OVERTAKEN, STALLED, RESETS, GROUPED, FETCHING)}
 
 
 def router_config(name: str, endpoint: str, profile: Profile) -> RouterConfig:

@@ -75,6 +75,10 @@ class Outcome:
     digest: str
     resolves: int
     """Times that a decode node was asked to Resolve."""
+    fetches: int
+    """Whose blocks came."""
+    fetches_failed: int
+    """Or were refused."""
     quiet_after_s: float
     """From the end of the faults and the last request to nothing left."""
 
@@ -85,7 +89,7 @@ class Outcome:
             f"{sum(f.lost.values())} lost to faults {dict(f.lost)}, "
             f"{sum(f.refused.values())} refused for want of room, {f.left} left by their clients; "
             f"{f.resumable} resumable, {f.lost_resumable} of them lost, {f.moved} had over several calls "
-            f"({f.attached} attaches); {f.tokens} tokens; "
+            f"({f.attached} attaches); {f.tokens} tokens; {self.fetches} fetches, {self.fetches_failed} of nothing; "
             f"{sum(self.faults.values())} faults {dict(self.faults)}, {self.deaths} deaths; "
             f"{self.simulated_s:.1f} s simulated, quiet after {self.quiet_after_s:.2f} s; {self.messages} messages, "
             f"{self.callbacks} callbacks; digest {self.digest}"
@@ -255,6 +259,8 @@ class _Simulation:
             messages=self.network.messages,
             digest=f"{self.network.digest:08x}",
             resolves=self.cluster.resolves,
+            fetches=sum(fetches.total.fetches for fetches in self.cluster.fetches),
+            fetches_failed=sum(fetches.total.failed + fetches.total.refused for fetches in self.cluster.fetches),
             quiet_after_s=self.quiet_after_s,
         )
 

@@ -53,6 +53,17 @@ def test_two_groups_of_layers_under_faults() -> None:
         assert outcome.faults
 
 
+def test_prefixes_are_fetched_under_faults() -> None:
+    """Prefill nodes fetch from each other and from decode nodes while either end dies, stops or is cut off: some
+    fetches bring their blocks, some bring nothing, every answer is right and every block accounted for."""
+    brought = failed = 0
+    for seed in range(1, 5):
+        outcome = simulate_or_fail(RunConfig(seed=seed, requests=60, profile="fetching"))
+        brought, failed = brought + outcome.fetches, failed + outcome.fetches_failed
+    assert brought > 10
+    assert failed
+
+
 def test_without_faults_nothing_is_lost() -> None:
     """In a healthy cluster every request that its client waits for is answered whole."""
     figures = simulate_or_fail(RunConfig(seed=1, requests=150, profile="wide", fault_gap_s=0)).figures

@@ -25,7 +25,7 @@ def digest(number: int) -> bytes:
 DIGESTS = [digest(number) for number in range(6)]
 CHANGES = st.lists(
     st.one_of(
-        st.tuples(st.integers(0, 3), st.dictionaries(st.sampled_from(DIGESTS), st.integers(0, 3), max_size=6)),
+        st.tuples(st.integers(0, 3), st.lists(st.integers(1, 3), max_size=6).map(sorted)),
         st.tuples(st.integers(0, 3), st.none()),
         st.just("sweep"),
     ),
@@ -34,10 +34,11 @@ CHANGES = st.lists(
 
 
 @settings(max_examples=300, deadline=None)
-@given(CHANGES, st.permutations(DIGESTS).flatmap(lambda chain: st.integers(0, 6).map(lambda end: chain[:end])))
+@given(CHANGES, st.integers(0, 6).map(lambda end: DIGESTS[:end]))
 def test_the_index_agrees_with_a_dict(changes: list[object], chain: list[bytes]) -> None:
-    """Blocks come to holders, change their tier and go; holders are forgotten and come again. With levels of two
-    entries there are many of them. For each chain the leading blocks of each holder, and what they save, are right."""
+    """Blocks come to holders, change their tier and go, the last of a chain first; holders are forgotten and come
+    again. With levels of two entries there are many of them. The leading blocks of each holder, and what they save, are
+    right."""
     index = HolderIndex()
     model: dict[Incarnation, dict[bytes, int]] = {}
     with patch.multiple(holder_index, _LEVEL_MIN=2, _LEVEL_RATIO=2):
@@ -45,8 +46,8 @@ def test_the_index_agrees_with_a_dict(changes: list[object], chain: list[bytes])
             if change == "sweep":
                 index.sweep()
                 continue
-            holder, blocks = Incarnation(change[0] + 1), change[1]  # type: ignore[index]
-            if blocks is None:
+            holder, tiers = Incarnation(change[0] + 1), change[1]  # type: ignore[index]
+            if tiers is None:
                 index.forget(holder)
                 model.pop(holder, None)
                 continue
@@ -55,9 +56,10 @@ def test_the_index_agrees_with_a_dict(changes: list[object], chain: list[bytes])
                 assert number is not None
                 index.publish(holder, number)
                 model[holder] = {}
-            index.put(index.holders[holder], b"".join(blocks), bytes(blocks.values()))
-            model[holder].update(blocks)
-            model[holder] = {key: tier for key, tier in model[holder].items() if tier}
+            has = dict(zip(DIGESTS, tiers, strict=False))
+            changed = {key: has.get(key, 0) for key in DIGESTS if has.get(key) != model[holder].get(key)}
+            index.put(index.holders[holder], b"".join(changed), bytes(changed.values()))
+            model[holder] = has
             check(index, model, chain)
         check(index, model, chain)
         index.sweep()

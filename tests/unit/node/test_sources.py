@@ -136,6 +136,16 @@ def test_all_of_a_short_prompt_may_take_most_of_the_time(fixed_s: float, asked: 
     assert source.asked == asked and got.blocks == ({SourceKind.PEER: 40} if asked else {})
 
 
+def test_the_third_owner_is_asked_where_two_refuse() -> None:
+    """Three owners have the prompt; two say at once that they have no room. The third one brings it."""
+    world = World()
+    source = world.source(64, share=0.1)
+    source.takes = lambda _offer: 0.001 if len(source.asked) < 3 else 0.005
+    source.brings = lambda offer: 0 if len(source.asked) < 3 else offer.blocks
+    (got,), _ = world.run(prompt(64))
+    assert source.asked == [64, 64, 64] and got.blocks == {SourceKind.PEER: 64}
+
+
 def test_a_source_slower_than_computing_is_not_asked() -> None:
     world = World()
     source = world.source(64, share=1.1)

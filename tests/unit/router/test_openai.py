@@ -111,7 +111,7 @@ def test_every_parameter_reaches_our_request() -> None:
     [
         ("guided_json", {"type": "object"}, None), ("structured_outputs", {"regex": "a"}, None), ("regex", "a+", None),
         ("response_format", {"type": "json_object"}, {"type": "text"}), ("allowed_token_ids", [5], []),
-        ("bad_words", ["a"], []), ("truncate_prompt_tokens", 5, None), ("skip_special_tokens", False, True),
+        ("bad_words", ["a"], []), ("logits_processors", ["x"], []), ("skip_special_tokens", False, True),
         ("typical_p", 0.9, 1.0), ("no_repeat_ngram_size", 3, 0), ("use_beam_search", True, False),
         ("length_penalty", 1.2, 1.0), ("early_stopping", True, False),
     ],
