@@ -495,7 +495,7 @@ class Store:
             came = next(lost, len(slots))
         table = [*before, *new]
         tokens = (offer.have_blocks + came) * self._cache.block_size
-        self._cache.index(prompt.tokens, table, tokens, prompt.salt, IndexCursor())
+        self._cache.index(prompt.tokens, table, tokens, prompt.salt, IndexCursor(), chain=prompt.chain)
         self._release(table)
         return came
 
