@@ -58,8 +58,9 @@ HURRY_SHARE: Final = 0.5
 """Where as much of what may be evicted still waits to be copied down, there are no pauses."""
 TOGETHER_S: Final = 0.1
 """Blocks that come to be idle within this time are copied together."""
-ONCE_SHARE: Final = 0.75
-"""Of host memory: so many blocks that were used once stay there alone; of more, the oldest go to the disk."""
+ONCE_MAX: Final = 3
+"""For each free block of host memory, so many others that were used once stay there alone; of more, the oldest go to
+the disk."""
 LOOKS_MAX: Final = 512
 """Idle blocks looked at for one piece."""
 WAITING_BLOCKS_MAX: Final = 1 << 17
@@ -331,7 +332,7 @@ class Store:
 
     def _wait_for_disk(self, disk: DiskTier) -> int:
         """How many blocks are to be written now."""
-        once = len(self._once) - int(ONCE_SHARE * self.host.books.num_slots)
+        once = len(self._once) - ONCE_MAX * self.host.books.free
         return len(self._to_disk) + max(0, min(once, disk.books.free))
 
     async def _write_down(self, disk: DiskTier) -> None:
@@ -345,7 +346,7 @@ class Store:
                     await asyncio.sleep(TOGETHER_S)
                     continue
                 await self._write_piece_down(disk)
-                share = _rest_share(self._wait_for_disk(disk), (1 - ONCE_SHARE) * self.host.books.num_slots)
+                share = _rest_share(self._wait_for_disk(disk), self.host.books.num_slots)
                 await asyncio.sleep(share * (self._loop.time() - began_s))
 
     async def _write_piece_down(self, disk: DiskTier) -> None:
@@ -614,7 +615,7 @@ class Store:
             tier.books.check()
 
 
-def _rest_share(waiting: int, evictable: float) -> float:
+def _rest_share(waiting: int, evictable: int) -> float:
     """How long to pause, in times of what a piece took, while so many blocks of those that may go wait to be copied."""
     return REST_SHARE * max(0.0, 1 - waiting / max(1.0, HURRY_SHARE * evictable))
 

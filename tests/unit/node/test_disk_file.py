@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import pairwise
@@ -620,7 +620,8 @@ def test_a_stop_does_not_begin_another_block(
     error of the drive."""
 
     async def scenario() -> None:
-        io, told = Stopping(), []
+        io = Stopping()
+        told: list[Sequence[Outcome]] = []
         file = bench.open(tmp_path / "kv", 8, io=io)
         file.start_store(
             bench.memory_U8, [TierSlot(s) for s in range(8)], keys(0, 8), bench.places(range(8)), told.append

@@ -417,8 +417,9 @@ def test_what_was_used_twice_is_there_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_what_was_used_once_goes_to_the_disk_before_host_memory_evicts_it(tmp_path: Path) -> None:
-    """Three of four blocks of host memory may be there alone: of five prompts of a block each, the first ones go down
-    while the disk has room. What was brought from elsewhere stays away before it is used twice."""
+    """Host memory has four blocks. Of six prompts of a block each, three stay there alone; once it is full, they go
+    down, and later ones at once, while the disk has room. What was brought from elsewhere stays away before it is used
+    twice."""
     prompts = [[first, first + 1, 0] for first in range(0, 60, 10)]
 
     async def story(scene: Scene) -> None:
@@ -432,20 +433,25 @@ def test_what_was_used_once_goes_to_the_disk_before_host_memory_evicts_it(tmp_pa
         scene.compute(prompts[0])
         cache.on_idle = scene.store._on_idle
         cache.released(cache.match(prompts[0], b"", 1), used=False)
-        for prompt in prompts:
+        for prompt in prompts[:3]:
             scene.compute(prompt)
             await scene.idle()
-        await wait_until(lambda: books.blocks == 2)
-        assert there() == [False, True, True, False, False, False]
+        await turns()
+        assert not any(there())
+        for count, prompt in enumerate(prompts[3:], 3):
+            scene.compute(prompt)
+            await scene.idle()
+            await on_disk(scene, count)
+        assert there() == [False, True, True, True, True, True]
         scene.compute(prompts[0])
         await scene.idle()
-        await wait_until(lambda: books.blocks == 3)
+        await on_disk(scene, 6)
         for first in range(100, 150, 10):
             scene.compute([first, first + 1, 0])
             await scene.idle()
-        assert (books.blocks, books.evicted) == (3, 0)
+        assert (books.blocks, books.evicted) == (6, 0)
 
-    play_on_disk(tmp_path / "blocks", story, slots=3, host=4)
+    play_on_disk(tmp_path / "blocks", story, slots=6, host=4)
 
 
 def test_a_block_that_the_disk_has_lost_is_forgotten(tmp_path: Path) -> None:
