@@ -67,7 +67,7 @@ WAITING_BLOCKS_MAX: Final = 1 << 17
 """Blocks that wait to be copied down to a tier; of more, those that wait for longest are not."""
 PROMOTIONS_MAX: Final = 16
 """Prompts that blocks come up for at the same time."""
-LATE_S: Final = 0.05
+LATE_S: Final = 1.0
 LATE_SHARE: Final = 4
 """What comes up for another node is waited for so long and as many times as long as expected."""
 HOST_FIXED_S: Final = 5e-4
