@@ -28,32 +28,30 @@ from node.disk_file import BLOCKS_IN_FLIGHT_MAX, THREADS, DiskFile, Outcome
 from node.disk_format import FileIdentity
 
 SIZES = (64 << 10, 256 << 10, 1 << 20)
-LAYERS = 16
 BLOCK_TOKENS = 16
 FILE_BYTES = 1 << 30
-REGION_BYTES = 256 << 20
+MEMORY_BYTES = 256 << 20
 ASKED_BLOCKS = 256
 """At a time, as a tier asks for the blocks of one prompt: 4,096 tokens in blocks of 16."""
 BARS = {"read": 0.8, "write": 0.7}
 
 
 class Ours:
-    """A file of blocks of one size, and a region that they lie scattered in."""
+    """A file of blocks of one size, and host memory that some lie in."""
 
     def __init__(self, folder: Path, size: int) -> None:
         self.size = size
         self.slots = FILE_BYTES // size
-        self.blocks = REGION_BYTES // size
-        self._region = Region.create(REGION_BYTES, "benchmark")
+        self.blocks = MEMORY_BYTES // size
+        self._region = Region.create(MEMORY_BYTES, "benchmark")
         self.memory_U8 = self._region.array_U8
-        self.memory_U8[:] = np.random.default_rng(0).integers(0, 256, REGION_BYTES, np.uint8)
+        self.memory_U8[:] = np.random.default_rng(0).integers(0, 256, MEMORY_BYTES, np.uint8)
         identity = FileIdentity(kv_root=b"bench", layout_hash="bench", block_bytes=size, block_tokens=BLOCK_TOKENS)
         self.keys = block_keys(b"bench", b"", range(self.slots * BLOCK_TOKENS), BLOCK_TOKENS)
         self.file = DiskFile.open(
             folder / f"ours-{size}",
             bytes_max=identity.file_nbytes(self.slots),
             identity=identity,
-            record_nbytes=[size // LAYERS] * LAYERS,
         )
 
     def close(self) -> None:
@@ -63,10 +61,7 @@ class Ours:
         self._region.close()
 
     def places(self, blocks: Sequence[int]) -> Offsets:
-        """Layer after layer of the region, as a node's."""
-        record = self.size // LAYERS
-        layers_R = np.arange(LAYERS, dtype=np.int64) * self.blocks * record
-        return np.ascontiguousarray(np.asarray(blocks, dtype=np.int64)[:, None] * record + layers_R)
+        return np.asarray(blocks, dtype=np.int64) * self.size
 
     def block_of(self, slot: int) -> int:
         return slot % self.blocks
@@ -116,7 +111,7 @@ def measure(folder: Path, size: int, rounds: int, nbytes: int, note: Callable[[d
     ours = Ours(folder, size)
     peer = folder / "peer"
     with peer.open("wb") as file:
-        for _ in range(FILE_BYTES // REGION_BYTES):
+        for _ in range(FILE_BYTES // MEMORY_BYTES):
             file.write(ours.memory_U8.data)
     subprocess.run(["sync", str(peer)], check=True)
     rng = random.Random(size)

@@ -326,7 +326,7 @@ class MockPeers:
         finally:
             self._under_way -= 1
             owner.peers.served -= 1
-            self._node.blocks.release(table)
+            self._node.blocks.release(table, used=False)
             owner.blocks.release(source)
         if count:
             seconds = self._loop.time() - began_s

@@ -1,12 +1,13 @@
-"""Which blocks are worth a place on disk: those that have been used before. Pure.
+"""Which blocks are worth a place on disk: while it has room, those that were computed here; then those that have been
+used before. Pure.
 
-Most prompts are seen once, and a drive wears out by writing. So a block goes there after its second use: computed once,
-found once.
+Most prompts are seen once, and a drive wears out by writing. Filling it costs one writing of the whole drive; from then
+on a block goes there after its second use: computed once, found once. What another node brought needs one use more, as
+that node has it too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Final
 
 USES_MIN: Final = 2
@@ -29,17 +30,24 @@ class Admission:
         """Digests remembered; one that was used lately may count twice."""
         return len(self._young) + len(self._old)
 
-    def use(self, digests: Iterable[bytes]) -> None:
-        """A prompt has these blocks: computed now, or found in any tier."""
-        for digest in digests:
-            uses = self._uses(digest)
-            if digest not in self._young and len(self._young) == self._young_max:
-                self._young, self._old = {}, self._young
-            self._young[digest] = min(uses + 1, self._uses_min)
+    def use(self, digest: bytes) -> None:
+        """A prompt has this block: computed now, or found in any tier."""
+        self._count(digest, self._uses(digest) + 1)
 
-    def admits(self, digest: bytes) -> bool:
-        """Whether it may be written to disk now. Not a use."""
-        return self._uses(digest) >= self._uses_min
+    def brought(self, digest: bytes) -> None:
+        """It came from elsewhere, and a prompt is going to use it."""
+        if digest not in self._young and digest not in self._old:
+            self._count(digest, -1)
+
+    def admits(self, digest: bytes, *, room: bool) -> bool:
+        """Whether it may be written to disk now, which has `room` or would evict another. Not a use."""
+        return self._uses(digest) >= (1 if room else self._uses_min)
+
+    def _count(self, digest: bytes, uses: int) -> None:
+        if digest not in self._young and len(self._young) == self._young_max:
+            self._young, self._old = {}, self._young
+        self._young[digest] = min(uses, self._uses_min)
 
     def _uses(self, digest: bytes) -> int:
-        return self._young.get(digest) or self._old.get(digest, 0)
+        uses = self._young.get(digest)
+        return self._old.get(digest, 0) if uses is None else uses

@@ -120,7 +120,8 @@ class BlockManager:
         assert room, (count, self.ledger.reclaimable)
         return self.ledger.take(count, promise=promise)
 
-    def release(self, blocks: Sequence[BlockId]) -> None:
-        """Take one request reference back from each block. Indexed ones stay, evictable; others become free."""
+    def release(self, blocks: Sequence[BlockId], *, used: bool = True) -> None:
+        """Take one request reference back from each block. Indexed ones stay, evictable; others become free. `used` is
+        as in `PrefixCache.released`."""
         self.ledger.drop(blocks)
-        self.prefix_cache.released(blocks)
+        self.prefix_cache.released(blocks, used=used)

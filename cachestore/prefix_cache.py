@@ -148,8 +148,9 @@ class PrefixCache:
         self._heap: list[tuple[int, int, int, Entry]] = []
         self.may_pin: Callable[[], bool] = lambda: True
         """Asked before each position that is pinned: whether whoever has been admitted can do without its blocks."""
-        self.on_idle: Callable[[Entry], None] | None = None
-        """Called with each indexed position that nobody holds any more, those before it in its chain first."""
+        self.on_idle: Callable[[Entry, bool], None] | None = None
+        """Called with each indexed position that nobody holds any more, those before it in its chain first, and with
+        `used` of `released`."""
         self.on_pin: Callable[[Sequence[bytes], bool], None] | None = None
         """Called with each chain that is pinned (True) or unpinned."""
         self.on_forget: Callable[[Sequence[bytes]], None] | None = None
@@ -237,8 +238,9 @@ class PrefixCache:
                 self._pin_if_wanted(entry)
             cursor.positions, cursor.entry = index + 1, entry
 
-    def released(self, blocks: Iterable[BlockId]) -> None:
-        """Request references of these blocks have been dropped. A use, and those nobody holds may now be evicted."""
+    def released(self, blocks: Iterable[BlockId], *, used: bool = True) -> None:
+        """Request references of these blocks have been dropped. Those nobody holds may now be evicted, the least
+        recently released first. `used`: by a request, and not only brought here for one."""
         self._now += 1
         for block in blocks:
             entry = self._by_block.get(block)
@@ -248,7 +250,7 @@ class PrefixCache:
             if not entry.in_heap and self._is_evictable(entry):
                 self._push(entry)
             if self.on_idle is not None and not any(map(self._ledger.is_held, entry.blocks)):
-                self.on_idle(entry)
+                self.on_idle(entry, used)
 
     def evict_until(self, free: int) -> bool:
         """Evict until the ledger has `free` free blocks. False, with nothing evicted, when that cannot be reached.

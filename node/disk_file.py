@@ -4,7 +4,7 @@
 with a sum of 64 bits that was taken as it was written, so a torn write, a flipped bit or a lost page is a miss and
 never a wrong byte. Nothing is synced: what a crash of the machine takes away is such a miss too.
 
-Shape suffixes: U8 = one-dimensional array of bytes; B = one entry per block; R = one per record of a block.
+Shape suffixes: U8 = one-dimensional array of bytes; B = one entry per block.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import math
 import os
 import secrets
 import stat
 import threading
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -36,12 +38,13 @@ from cachestore.tier_books import BlockKey, TierBooks, TierSlot
 from kvtransfer.native.disk import (
     PAGE_BYTES,
     BlockIo,
-    BlockShape,
+    Blocks,
     Offsets,
     Results,
     Sums,
     block_io,
     page_buffer,
+    pages,
 )
 from node.disk_format import (
     FILE_ID_BYTES,
@@ -70,6 +73,10 @@ PART_BYTES_MAX: Final = 4 << 20
 """Of one call of a thread, which no other work can come before: some milliseconds of a drive."""
 ERRORS_MAX: Final = 8
 """Failed blocks in a row, after which nothing is written any more; likewise reading."""
+NEW_DEVICE_BYTES: Final = 1 << 20
+"""Zeros at the beginning of a raw device, before it is taken."""
+ERASE_S_MAX: Final = 5.0
+"""Of `close`."""
 SCAN_BYTES: Final = 1 << 20
 """Headers that a thread reads at a time when the file is opened."""
 
@@ -103,9 +110,9 @@ class DiskCounts:
 class _Scratch:
     """Memory of one thread, used again and again: for a block that cannot be moved in place, and for headers."""
 
-    def __init__(self, shape: BlockShape) -> None:
-        self.bounce_U8 = page_buffer(shape.data_nbytes)
-        self.headers_U8 = page_buffer(PART_BLOCKS_MAX * shape.header_nbytes)
+    def __init__(self, identity: FileIdentity) -> None:
+        self.bounce_U8 = page_buffer(pages(identity.block_bytes))
+        self.headers_U8 = page_buffer(PART_BLOCKS_MAX * identity.header_nbytes)
 
 
 Work = Callable[[_Scratch], tuple[Results, Sums | None]]
@@ -136,7 +143,7 @@ class DiskFile:
     The memory that blocks are copied from and to is the caller's, and stays as it is until `done`, or `close`, returns.
     """
 
-    def __init__(self, fd: int, path: Path, *, identity: FileIdentity, shape: BlockShape, num_slots: int) -> None:
+    def __init__(self, fd: int, path: Path, *, identity: FileIdentity, num_slots: int) -> None:
         """Use `open`."""
         self.path = path
         self.identity = identity
@@ -145,7 +152,6 @@ class DiskFile:
         self.direct = False
         self.preallocated = True
         self._fd = fd
-        self._shape = shape
         self._io: BlockIo = block_io()
         self._file_id = secrets.token_bytes(FILE_ID_BYTES)
         self._found: list[FoundBlock] = []
@@ -159,6 +165,9 @@ class DiskFile:
         self._loads: deque[_Part] = deque()
         self._stores: deque[_Part] = deque()
         self._closed = False
+        self._stop_1 = np.zeros(1, dtype=np.int32)
+        """Set with `_closed`: calls under way end with the block that each is at."""
+        self._erase_until_s = math.inf
         self._threads: list[threading.Thread] = []
 
     @classmethod
@@ -168,27 +177,26 @@ class DiskFile:
         *,
         bytes_max: int,
         identity: FileIdentity,
-        record_nbytes: Sequence[int],
         threads: int = THREADS,
         io: BlockIo | None = None,
     ) -> DiskFile:
         """Open or make the file, or take a raw device, and read all headers. Blocks: call it on a thread.
 
-        `record_nbytes` are the sizes of a block's records, in the order in which offsets are given later. A file of
-        another identity, or one that is damaged, begins empty, with one line in the log. Raises BatonError BAD_CONFIG:
-        another process has it, it has something that is not ours, there is no room for `bytes_max`, or no access.
+        A file of another identity, or one that is damaged, begins empty, with one line in the log. Raises BatonError
+        BAD_CONFIG: another process has it, it has something that is not ours, there is no room for `bytes_max`, or no
+        access.
         """
-        shape = BlockShape(record_nbytes, identity.header_nbytes)
-        assert shape.block_nbytes == identity.block_bytes, (shape.block_nbytes, identity)
         num_slots = identity.slots_in(bytes_max)
         if not num_slots:
             raise _bad(f"{bytes_max:,} bytes hold no block, which takes {identity.file_nbytes(1):,}.", BYTES_FIELD)
         with ExitStack() as undo:
             try:
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                # A device that is mounted, or a part of something else, is not opened.
+                how = os.O_EXCL if path.is_block_device() else os.O_CREAT
+                fd = os.open(path, os.O_RDWR | how | os.O_CLOEXEC, 0o600)
                 undo.callback(os.close, fd)
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                file = cls(fd, path, identity=identity, shape=shape, num_slots=num_slots)
+                file = cls(fd, path, identity=identity, num_slots=num_slots)
                 if io is not None:
                     file._io = io
                 file._begin(threads)
@@ -197,7 +205,8 @@ class DiskFile:
             except NotOurs as error:
                 raise _bad(f"{path} has something that is not this program's. It is left as it is.") from error
             except OSError as error:
-                raise _bad(f"{path} cannot be used: {error.strerror}.") from error
+                used = ": another process has it, or it is mounted" if error.errno == errno.EBUSY else ""
+                raise _bad(f"{path} cannot be used: {error.strerror}{used}.") from error
             undo.pop_all()
         for number in range(threads):
             thread = threading.Thread(target=file._work, name=f"disk-{number}", daemon=True)
@@ -245,82 +254,81 @@ class DiskFile:
         return len(latest)
 
     def start_store(
-        self,
-        memory_U8: Bytes,
-        slots: Sequence[TierSlot],
-        keys: Sequence[BlockKey],
-        record_at_BR: Offsets,
-        done: Done,
+        self, memory_U8: Bytes, slots: Sequence[TierSlot], keys: Sequence[BlockKey], at_B: Offsets, done: Done
     ) -> None:
-        """Write blocks, with records at `record_at_BR` of the memory, to slots that nothing reads. Returns at once.
+        """Write blocks, which begin at `at_B` in the memory, to slots that nothing reads. Returns at once.
 
         `done` is called later, on the control thread, and not after `close`. At most `room` blocks.
         """
-        assert len(slots) == len(keys) == len(record_at_BR), (len(slots), len(keys), len(record_at_BR))
-        first, file_id = self._sequence, self._file_id
+        assert len(slots) == len(keys) == len(at_B), (len(slots), len(keys), len(at_B))
+        first, file_id, identity = self._sequence, self._file_id, self.identity
         self._sequence += len(slots)
-        io, fd, shape, identity = self._io, self._fd, self._shape, self.identity
+        slot_at_B = self._slot_at(slots)
 
         def part(start: int, stop: int) -> Work:
             def work(scratch: _Scratch) -> tuple[Results, Sums | None]:
-                headers_U8 = scratch.headers_U8[: (stop - start) * shape.header_nbytes]
+                nbytes = identity.header_nbytes
+                headers_U8 = scratch.headers_U8[: (stop - start) * nbytes]
                 room = headers_U8.data
                 for i in range(start, stop):  # all headers are of one length: what was in a page before is overwritten
                     packed = pack_block_header(file_id, slots[i], first + i, identity, keys[i])
-                    at = (i - start) * shape.header_nbytes
+                    at = (i - start) * nbytes
                     room[at : at + len(packed)] = packed
-                slot_at_B = SLOTS_AT + np.array(slots[start:stop], dtype=np.int64) * shape.slot_nbytes
-                return io.write(
-                    fd, slot_at_B, headers_U8, memory_U8, record_at_BR[start:stop], shape, scratch.bounce_U8
-                )
+                blocks = self._blocks(memory_U8, at_B[start:stop], scratch)
+                return self._io.write(self._fd, blocks, slot_at_B[start:stop], headers_U8)
 
             return work
 
         self._start(slots, part, done, writing=True)
 
-    def start_load(self, memory_U8: Bytes, slots: Sequence[TierSlot], record_at_BR: Offsets, done: Done) -> None:
-        """Read the blocks of these slots, stored or restored before, into the records. Before what is to be written.
+    def start_load(self, memory_U8: Bytes, slots: Sequence[TierSlot], at_B: Offsets, done: Done) -> None:
+        """Read the blocks of these slots, stored or restored before, into the memory. Before what is to be written.
 
-        Records of a block that is not DONE may have anything. `done` and the limit are those of `start_store`.
+        Memory of a block that is not DONE may have anything. `done` and the limit are those of `start_store`.
         """
-        assert len(slots) == len(record_at_BR), (len(slots), len(record_at_BR))
-        io, fd, shape = self._io, self._fd, self._shape
+        assert len(slots) == len(at_B), (len(slots), len(at_B))
         sums_B = np.array([self._sums[slot] for slot in slots], dtype=np.uint64)
+        data_at_B = self._slot_at(slots) + self.identity.header_nbytes
 
         def part(start: int, stop: int) -> Work:
             def work(scratch: _Scratch) -> tuple[Results, Sums | None]:
-                slot_at_B = SLOTS_AT + np.array(slots[start:stop], dtype=np.int64) * shape.slot_nbytes
-                rows_BR = record_at_BR[start:stop]
-                return io.read(
-                    fd,
-                    slot_at_B + shape.header_nbytes,
-                    memory_U8,
-                    rows_BR,
-                    shape,
-                    scratch.bounce_U8,
-                    sums_B[start:stop],
-                ), None
+                blocks = self._blocks(memory_U8, at_B[start:stop], scratch)
+                return self._io.read(self._fd, blocks, data_at_B[start:stop], sums_B[start:stop]), None
 
             return work
 
         self._start(slots, part, done, writing=False)
 
+    def _slot_at(self, slots: Sequence[TierSlot]) -> Offsets:
+        return SLOTS_AT + np.array(slots, dtype=np.int64) * self.identity.slot_nbytes
+
+    def _blocks(self, memory_U8: Bytes, at_B: Offsets, scratch: _Scratch) -> Blocks:
+        return Blocks(
+            memory_U8=memory_U8, at_B=at_B, nbytes=self.block_bytes, bounce_U8=scratch.bounce_U8, stop_1=self._stop_1
+        )
+
     def erase(self, slots: Sequence[TierSlot]) -> None:
         """No later process finds what these slots have now. Returns at once; nobody is told if it fails."""
-        fd, places, nbytes = self._fd, [self.identity.slot_at(slot) for slot in slots], self._shape.header_nbytes
+        places = [self.identity.slot_at(slot) for slot in slots]
 
         def work(_: _Scratch) -> tuple[Results, Sums | None]:
-            zeros_U8 = page_buffer(nbytes)
+            zeros_U8 = page_buffer(self.identity.header_nbytes)
             for at in places:
-                os.pwrite(fd, zeros_U8.data, at)
+                if time.monotonic() > self._erase_until_s:
+                    self._write_page(self._new_page(secrets.token_bytes(FILE_ID_BYTES)))
+                    with self._wake:
+                        self._stores.clear()
+                    break
+                os.pwrite(self._fd, zeros_U8.data, at)
             return np.zeros(0, dtype=np.int32), None
 
         self._queue(self._stores, _Part(work=work, report=None))
 
     def start_empty(self) -> None:
-        """No later process finds anything that was stored before. Returns at once; this one's blocks stay readable."""
+        """No later process finds anything that was stored before, or that is being stored. Returns at once; this one's
+        blocks stay readable."""
         self._file_id = secrets.token_bytes(FILE_ID_BYTES)
-        page = pack_first_page(FirstPage(identity=self.identity, file_id=self._file_id))
+        page = self._new_page(self._file_id)
 
         def work(_: _Scratch) -> tuple[Results, Sums | None]:
             self._write_page(page)
@@ -328,11 +336,19 @@ class DiskFile:
 
         self._queue(self._stores, _Part(work=work, report=None))
 
+    def _new_page(self, file_id: bytes) -> bytes:
+        return pack_first_page(FirstPage(identity=self.identity, file_id=file_id))
+
     def close(self) -> None:
-        """Wait for calls that have begun, and for what empties slots; else what waits is dropped. No `done` is called
-        any more. Idempotent."""
+        """Wait for the block that each thread is at, and for what empties slots, for `ERASE_S_MAX` at most: then the
+        whole file is emptied instead. Else what waits is dropped. No `done` is called any more. Idempotent.
+
+        A drive that never answers is waited for: it may write to the caller's memory.
+        """
         with self._wake:
             closed, self._closed = self._closed, True
+            self._stop_1[0] = 1
+            self._erase_until_s = time.monotonic() + ERASE_S_MAX
             self._loads.clear()
             self._stores = deque(part for part in self._stores if part.report is None)
             self._wake.notify_all()
@@ -357,7 +373,8 @@ class DiskFile:
             failed = np.full(count, errno.EIO, dtype=np.int32)
             loop.call_soon(self._land, batch, slots, 0, failed, None, writing, False)
             return
-        most = max(1, min(PART_BLOCKS_MAX, PART_BYTES_MAX // self.block_bytes, -(-count // len(self._threads))))
+        shared = count if writing else -(-count // len(self._threads))  # whoever reads waits: all threads do a part
+        most = max(1, min(PART_BLOCKS_MAX, PART_BYTES_MAX // self.block_bytes, shared))
         for start in range(0, count, most):
             stop = min(count, start + most)
 
@@ -379,6 +396,8 @@ class DiskFile:
     ) -> None:
         """Results of one part, on the control thread."""
         self._in_flight -= len(results)
+        if self._closed:
+            return
         if tried:
             self._count(results, writing=writing)
         for i, result in enumerate(results.tolist()):
@@ -389,7 +408,7 @@ class DiskFile:
             elif result == errno.EBADMSG:
                 batch.outcomes[start + i] = Outcome.CORRUPT
         batch.left -= len(results)
-        if not batch.left and not self._closed:
+        if not batch.left:
             batch.done(batch.outcomes)
 
     def _count(self, results: Results, *, writing: bool) -> None:
@@ -429,6 +448,8 @@ class DiskFile:
         self.direct = self._set_direct()
         first = self._read_page() if nbytes else b""
         page = read_first_page(first, self.identity)
+        if not regular and not any(first):
+            self._look_for_others()
         if regular:
             os.fchmod(self._fd, 0o600)
             self._allocate(nbytes, wanted)
@@ -442,7 +463,14 @@ class DiskFile:
             return
         report = log.warning if any(first) else log.info
         report("the disk tier starts empty", path=self.path, reason=page, slots=self.num_slots)
-        self._write_page(pack_first_page(FirstPage(identity=self.identity, file_id=self._file_id)))
+        self._write_page(self._new_page(self._file_id))
+
+    def _look_for_others(self) -> None:
+        """On a device that seems to be new: some file systems begin behind its first page. Raises NotOurs."""
+        begin_U8 = page_buffer(NEW_DEVICE_BYTES)
+        done = os.preadv(self._fd, [begin_U8.data], 0)
+        if begin_U8[:done].any():
+            raise NotOurs
 
     def _set_direct(self) -> bool:
         """Bypass the page cache from here on, where the file system can."""
@@ -516,7 +544,7 @@ class DiskFile:
                 self._wake.notify()
 
     def _work(self) -> None:
-        scratch = _Scratch(self._shape)
+        scratch = _Scratch(self.identity)
         while (part := self._next()) is not None:
             try:
                 results, sums = part.work(scratch)

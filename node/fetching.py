@@ -351,7 +351,7 @@ class Fetches:
                 )
             )
         finally:
-            self._blocks.release(prefix)
+            self._blocks.release(prefix, used=False)
         if isinstance(answer, AnswerRefused):
             if answer.refusal in (Refusal.BUSY, Refusal.FENCING, Refusal.SPAN):
                 why = "it has the blocks, or no spare ones" if wanted else "it does not wait for this fetch"
@@ -405,7 +405,7 @@ class Fetches:
             fetch.prompt.tokens, table, computed, fetch.prompt.salt, IndexCursor(), chain=fetch.prompt.chain
         )
         fetch.came = fetch.filled // self._groups
-        self._blocks.release(table)
+        self._blocks.release(table, used=False)
         if fetch.came and not fetch.arrived.done():
             fetch.arrived.set_result(None)
         self._receiver.ended(key)
@@ -414,7 +414,7 @@ class Fetches:
     def let_go(self, grant: GrantId) -> None:
         """It does not come: given up, refused renewal, or its owner fenced."""
         fetch = self._granted.pop(grant)
-        self._cache.released((*fetch.prefix, *fetch.blocks))
+        self._cache.released((*fetch.prefix, *fetch.blocks), used=False)
         self._changed()
 
     # Upkeep.

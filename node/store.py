@@ -53,15 +53,23 @@ PIECE_BYTES_MAX: Final = 4 << 20
 PIECE_BLOCKS_MAX: Final = 64
 """Of one copy."""
 REST_SHARE: Final = 3
-"""How long copying down pauses after each piece, in times of what the piece took."""
-TOGETHER_S: Final = 0.02
+"""How long copying down pauses after each piece, in times of what the piece took; less where much waits."""
+HURRY_SHARE: Final = 0.5
+"""Where as much of what may be evicted still waits to be copied down, there are no pauses."""
+TOGETHER_S: Final = 0.1
 """Blocks that come to be idle within this time are copied together."""
+ONCE_MAX: Final = 3
+"""For each free block of host memory, so many others that were used once stay there alone; of more, the oldest go to
+the disk."""
 LOOKS_MAX: Final = 512
 """Idle blocks looked at for one piece."""
 WAITING_BLOCKS_MAX: Final = 1 << 17
 """Blocks that wait to be copied down to a tier; of more, those that wait for longest are not."""
 PROMOTIONS_MAX: Final = 16
 """Prompts that blocks come up for at the same time."""
+LATE_S: Final = 1.0
+LATE_SHARE: Final = 4
+"""What comes up for another node is waited for so long and as many times as long as expected."""
 HOST_FIXED_S: Final = 5e-4
 HOST_BYTES_PER_S: Final = 1e11
 DISK_FIXED_S: Final = 2e-3
@@ -162,6 +170,8 @@ class Store:
         self._idled = asyncio.Event()
         self._to_disk: OrderedDict[bytes, None] = OrderedDict()
         """Blocks in host memory that are to be written."""
+        self._once: OrderedDict[bytes, None] = OrderedDict()
+        """Blocks in host memory alone that are worth a place where the disk has room, the first first."""
         self._admitted = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._coming: dict[bytes, asyncio.Future[int]] = {}
@@ -194,23 +204,24 @@ class Store:
         self.host.memory.close()
 
     def empty(self, tier: Tier) -> int:
-        """Forget what a tier has, but for what is pinned -> how many blocks.
+        """Forget what a tier has, or is about to have, but for what is pinned -> how many blocks it had.
 
         Raises BatonError BAD_FIELD: there is no such tier.
         """
         found = {Tier.HOST: self.host, Tier.DISK: self.disk}.get(tier)
         if found is None:
             raise BatonError(Reason.BAD_FIELD, f"This node has no {tier.name.lower()} tier.", field="tier")
-        if isinstance(found, DiskTier):
-            slots = {key.digest: found.books.find(key.digest) for key in found.books.stored_keys()}
-            count = found.books.clear()
-            gone = [slot for digest, slot in slots.items() if slot is not None and not found.books.known(digest)]
-            if len(gone) == len(slots):
-                found.file.start_empty()
-            else:
-                found.file.erase(gone)
-            return count
-        return found.books.clear()
+        gone = found.books.clear()
+        if isinstance(found, HostTier):
+            self._idle.clear()
+            return len(gone)
+        self._to_disk.clear()
+        self._once.clear()
+        if found.books.blocks:
+            found.file.erase(gone)
+        else:
+            found.file.start_empty()
+        return len(gone)
 
     # Down to host memory.
 
@@ -227,9 +238,11 @@ class Store:
             if gone and isinstance(tier, DiskTier):
                 tier.file.erase(gone)
 
-    def _on_idle(self, entry: Entry) -> None:
+    def _on_idle(self, entry: Entry, used: bool) -> None:
         if self.disk is not None:
-            self.disk.admission.use((entry.digest,))
+            (self.disk.admission.use if used else self.disk.admission.brought)(entry.digest)
+        if not used:
+            return  # it will be, or somebody else has it
         self._idle[entry.digest] = entry
         if len(self._idle) > WAITING_BLOCKS_MAX:
             self._idle.popitem(last=False)
@@ -243,7 +256,8 @@ class Store:
             while self._idle and not self._broken:
                 began_s = self._loop.time()
                 copied = await self._copy_piece_down()
-                await asyncio.sleep(REST_SHARE * (self._loop.time() - began_s) if copied else 0)
+                share = _rest_share(len(self._idle) * self._groups, self._ledger.available)
+                await asyncio.sleep(share * (self._loop.time() - began_s) if copied else 0)
 
     async def _copy_piece_down(self) -> bool:
         """Whether anything was copied."""
@@ -298,37 +312,49 @@ class Store:
     # Down to the disk.
 
     def _admit(self, digests: Sequence[bytes]) -> None:
-        """To be written, those that are in host memory, not on disk, and worth it."""
+        """To be written, now or before host memory evicts them: those that are there, not on disk, and worth it."""
         disk = self.disk
         if disk is None or not disk.file.writable:
             return
         for digest in digests:
-            worth = disk.admission.admits(digest) or disk.books.pinned(digest)
-            if worth and not disk.books.known(digest) and self.host.books.find(digest) is not None:
+            if disk.books.known(digest) or self.host.books.find(digest) is None:
+                continue
+            if disk.admission.admits(digest, room=False) or disk.books.pinned(digest):
+                self._once.pop(digest, None)
                 self._to_disk[digest] = None
-                self._admitted.set()
-        while len(self._to_disk) > WAITING_BLOCKS_MAX:
-            self._to_disk.popitem(last=False)
+            elif disk.admission.admits(digest, room=True):
+                self._once[digest] = None
+        for waiting, most in ((self._to_disk, WAITING_BLOCKS_MAX), (self._once, self.host.books.num_slots)):
+            while len(waiting) > most:
+                waiting.popitem(last=False)
+        if self._wait_for_disk(disk):
+            self._admitted.set()
+
+    def _wait_for_disk(self, disk: DiskTier) -> int:
+        """How many blocks are to be written now."""
+        once = len(self._once) - ONCE_MAX * self.host.books.free
+        return len(self._to_disk) + max(0, min(once, disk.books.free))
 
     async def _write_down(self, disk: DiskTier) -> None:
         while True:
             await self._admitted.wait()
             await asyncio.sleep(TOGETHER_S)
             self._admitted.clear()
-            while self._to_disk:
+            while self._wait_for_disk(disk):
                 began_s = self._loop.time()
                 if not disk.file.room:  # taken by what comes up
                     await asyncio.sleep(TOGETHER_S)
                     continue
                 await self._write_piece_down(disk)
-                await asyncio.sleep(self._loop.time() - began_s)
+                share = _rest_share(self._wait_for_disk(disk), self.host.books.num_slots)
+                await asyncio.sleep(share * (self._loop.time() - began_s))
 
     async def _write_piece_down(self, disk: DiskTier) -> None:
         books = self.host.books
         found: list[tuple[BlockKey, TierSlot, TierSlot]] = []
         piece_max = max(1, min(PIECE_BLOCKS_MAX, PIECE_BYTES_MAX // books.block_bytes, disk.file.room))
-        while self._to_disk and len(found) < piece_max:
-            digest, _ = self._to_disk.popitem(last=False)
+        while self._wait_for_disk(disk) and len(found) < piece_max:
+            digest, _ = (self._to_disk or self._once).popitem(last=False)
             source = books.find(digest)
             if source is None:
                 disk.counters.lost_blocks += 1
@@ -348,7 +374,7 @@ class Store:
             self.host.memory.region.array_U8,
             [slot for _, _, slot in found],
             [key for key, _, _ in found],
-            self._record_at(sources),
+            self._at(sources),
             partial(_set_result, ended),
         )
         outcomes = await ended
@@ -364,9 +390,9 @@ class Store:
                 disk.books.dropped(slot)
                 disk.counters.refused_blocks += 1
 
-    def _record_at(self, slots: Sequence[TierSlot]) -> np.ndarray:
-        """Where a block begins in host memory, for the file: there it is one record."""
-        return np.asarray(slots, dtype=np.int64)[:, None] * self.host.books.block_bytes
+    def _at(self, slots: Sequence[TierSlot]) -> np.ndarray:
+        """Where a block begins in host memory, for the file."""
+        return np.asarray(slots, dtype=np.int64) * self.host.books.block_bytes
 
     # Up: PrefixSource.
 
@@ -409,13 +435,22 @@ class Store:
             brought.set_result(came)
 
     async def bring_all(self, tokens: Sequence[int], salt: bytes) -> None:
-        """Bring up what the tiers have of these tokens behind what the region has: for another node that fetches it."""
+        """Bring up what the tiers have of these tokens behind what the region has: for another node that fetches it.
+
+        A tier that is much slower than expected is not waited for: the other node gets what there is.
+        """
         chain = self._cache.chain(tokens, salt)
         prompt = Prefix(tokens=tokens, salt=salt, chain=chain)
         for _ in range(ROUNDS_MAX):
             have = bisect_left(chain, True, key=lambda digest: not self._cache.indexed(digest))
             offer = self.offer(prompt, have) if have < len(chain) else None
-            if offer is None or not await self.bring(offer):
+            if offer is None:
+                return
+            try:
+                async with asyncio.timeout(LATE_S + LATE_SHARE * offer.expected_s):
+                    if not await self.bring(offer):
+                        return
+            except TimeoutError:
                 return
 
     async def _bring_up(self, offer: Offer) -> int:
@@ -461,7 +496,7 @@ class Store:
             came = next(lost, len(slots))
         table = [*before, *new]
         tokens = (offer.have_blocks + came) * self._cache.block_size
-        self._cache.index(prompt.tokens, table, tokens, prompt.salt, IndexCursor())
+        self._cache.index(prompt.tokens, table, tokens, prompt.salt, IndexCursor(), chain=prompt.chain)
         self._release(table)
         return came
 
@@ -493,7 +528,7 @@ class Store:
         keys = [books.key_of(place) for place in staged]
         ended: asyncio.Future[Sequence[Outcome]] = self._loop.create_future()
         region_U8 = self.host.memory.region.array_U8
-        disk.file.start_load(region_U8, slots[: len(staged)], self._record_at(staged), partial(_set_result, ended))
+        disk.file.start_load(region_U8, slots[: len(staged)], self._at(staged), partial(_set_result, ended))
         outcomes = await ended
         for slot, place, key, outcome in zip(slots, staged, keys, outcomes, strict=False):
             if outcome is Outcome.DONE:
@@ -511,7 +546,7 @@ class Store:
         return came
 
     def _release(self, table: Sequence[BlockId]) -> None:
-        self._blocks.release(table)
+        self._blocks.release(table, used=False)
         self.room_changed()
 
     def _match(self, tier: HostTier | DiskTier, prompt: Prefix, first: int) -> list[TierSlot]:
@@ -578,6 +613,11 @@ class Store:
         """Raises ConservationError."""
         for tier in self.tiers:
             tier.books.check()
+
+
+def _rest_share(waiting: int, evictable: int) -> float:
+    """How long to pause, in times of what a piece took, while so many blocks of those that may go wait to be copied."""
+    return REST_SHARE * max(0.0, 1 - waiting / max(1.0, HURRY_SHARE * evictable))
 
 
 def _set_result(ended: asyncio.Future[_T], result: _T) -> None:
@@ -659,7 +699,6 @@ async def _open_disk(
             path / f"{name}.kv" if path.is_dir() else path,
             bytes_max=config.disk_bytes,
             identity=identity,
-            record_nbytes=[layout.position_bytes],
         )
     )
     books = _books(file.num_slots, layout.position_bytes, blocks.prefix_cache.holdings, Tier.DISK)

@@ -1,9 +1,8 @@
 /* Blocks between memory and a file: many of them by one call, which the caller makes without holding any lock.
  *
- * A block's slot in the file is a header (whole pages) and its data. In memory its records lie scattered. They are written
- * and read in place, which must be whole pages, or through a bounce buffer that the caller lends.
+ * A block's slot in the file is a header and its data, both whole pages.
  *
- * Results are 0 or a negative errno; -EBADMSG: what was read is not what was written.
+ * Results are 0 or a negative errno; -EBADMSG: what was read is not what was written; -ECANCELED: not begun.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -16,8 +15,6 @@
 #include <immintrin.h>
 #endif
 
-/* Of one system call: IOV_MAX of Linux. */
-#define CALL_SEGMENTS_MAX 1024
 /* In a header; disk.py has the same. */
 #define HEADER_SUM_AT 8
 #define DATA_SUM_AT 16
@@ -183,77 +180,59 @@ static int move_all(int fd, int writing, struct iovec *iov, int segments, int64_
     return 0;
 }
 
-struct shape {
-    const int64_t *record_nbytes;
-    int64_t records; /* of a block; without a bounce buffer at most CALL_SEGMENTS_MAX - 1 */
+/* Blocks of `nbytes` that begin at `memory + at[i]`. disk.py has the same. */
+struct blocks {
+    uint8_t *memory;
+    const int64_t *at;
+    int64_t count;
+    int64_t nbytes;
     int64_t data_nbytes; /* with what fills the last page */
+    uint8_t *bounce;     /* `data_nbytes`, zero behind `nbytes`; NULL: moved in place, which must be whole pages */
+    const int32_t *stop; /* another thread's: not 0, the rest is not begun */
 };
 
-static void copy_records(uint8_t *memory, const int64_t *record_at, const struct shape *shape, uint8_t *bounce, int out) {
-    for (int64_t r = 0; r < shape->records; r++) {
-        size_t nbytes = (size_t)shape->record_nbytes[r];
-        if (out)
-            memcpy(bounce, memory + record_at[r], nbytes);
-        else
-            memcpy(memory + record_at[r], bounce, nbytes);
-        bounce += nbytes;
-    }
+static int stopped(const struct blocks *blocks) { return __atomic_load_n(blocks->stop, __ATOMIC_RELAXED); }
+
+static uint8_t *data_of(const struct blocks *blocks, int64_t i) {
+    return blocks->bounce ? blocks->bounce : blocks->memory + blocks->at[i];
 }
 
-static int data_segments(struct iovec *iov, uint8_t *memory, const int64_t *record_at, const struct shape *shape,
-                         uint8_t *bounce) {
-    if (bounce) {
-        iov[0] = (struct iovec){bounce, (size_t)shape->data_nbytes};
-        return 1;
-    }
-    for (int64_t r = 0; r < shape->records; r++)
-        iov[r] = (struct iovec){memory + record_at[r], (size_t)shape->record_nbytes[r]};
-    return (int)shape->records;
-}
-
-static uint64_t data_sum(const struct iovec *iov, int segments) {
-    struct sum sum;
-    sum_begin(&sum);
-    for (int i = 0; i < segments; i++) sum_add(&sum, iov[i].iov_base, (int64_t)iov[i].iov_len);
-    return sum_end(&sum);
-}
-
-/* Write `count` blocks: to `slot_at[i]` the header at `headers + i * header_nbytes`, which gets both sums, and the
- * records at `memory + record_at[i * records + r]`. A bounce buffer is `data_nbytes`, zero from the records' end on. */
-void baton_disk_write(int fd, const int64_t *slot_at, int64_t count, uint8_t *headers, int64_t header_nbytes,
-                      uint8_t *memory, const int64_t *record_at, const int64_t *record_nbytes, int64_t records,
-                      int64_t data_nbytes, uint8_t *bounce, uint64_t *sums, int32_t *results) {
-    struct shape shape = {record_nbytes, records, data_nbytes};
-    struct iovec iov[CALL_SEGMENTS_MAX];
-    for (int64_t i = 0; i < count; i++) {
-        uint8_t *header = headers + i * header_nbytes;
-        if (bounce) copy_records(memory, record_at + i * records, &shape, bounce, 1);
-        iov[0] = (struct iovec){header, (size_t)header_nbytes};
-        int segments = data_segments(iov + 1, memory, record_at + i * records, &shape, bounce);
-        sums[i] = data_sum(iov + 1, segments);
+/* Write blocks: to `slot_at[i]` the header at `headers + i * header_nbytes`, which gets both sums, and the data. */
+void baton_disk_write(int fd, const struct blocks *blocks, const int64_t *slot_at, uint8_t *headers,
+                      int64_t header_nbytes, uint64_t *sums, int32_t *results) {
+    for (int64_t i = 0; i < blocks->count; i++) {
+        if (stopped(blocks)) {
+            results[i] = -ECANCELED;
+            continue;
+        }
+        uint8_t *header = headers + i * header_nbytes, *data = data_of(blocks, i);
+        if (blocks->bounce) memcpy(data, blocks->memory + blocks->at[i], (size_t)blocks->nbytes);
+        sums[i] = baton_disk_sum(data, blocks->data_nbytes, 0);
         memcpy(header + DATA_SUM_AT, &sums[i], 8);
         uint64_t of_header = header_sum(header, header_nbytes);
         memcpy(header + HEADER_SUM_AT, &of_header, 8);
-        results[i] = move_all(fd, 1, iov, segments + 1, slot_at[i]);
+        struct iovec iov[] = {{header, (size_t)header_nbytes}, {data, (size_t)blocks->data_nbytes}};
+        results[i] = move_all(fd, 1, iov, 2, slot_at[i]);
     }
 }
 
-/* Read the data of `count` blocks from `data_at[i]` to their records, and compare its sum with `sums[i]`. With a bounce
- * buffer, records are touched only if that is the same. */
-void baton_disk_read(int fd, const int64_t *data_at, int64_t count, uint8_t *memory, const int64_t *record_at,
-                     const int64_t *record_nbytes, int64_t records, int64_t data_nbytes, uint8_t *bounce,
-                     const uint64_t *sums, int32_t *results) {
-    struct shape shape = {record_nbytes, records, data_nbytes};
-    struct iovec iov[CALL_SEGMENTS_MAX];
-    for (int64_t i = 0; i < count; i++) {
-        int segments = data_segments(iov, memory, record_at + i * records, &shape, bounce);
-        results[i] = move_all(fd, 0, iov, segments, data_at[i]);
+/* Read the data of blocks from `data_at[i]`, and compare its sum with `sums[i]`. With a bounce buffer, memory is touched
+ * only if that is the same. */
+void baton_disk_read(int fd, const struct blocks *blocks, const int64_t *data_at, const uint64_t *sums,
+                     int32_t *results) {
+    for (int64_t i = 0; i < blocks->count; i++) {
+        if (stopped(blocks)) {
+            results[i] = -ECANCELED;
+            continue;
+        }
+        uint8_t *data = data_of(blocks, i);
+        struct iovec iov = {data, (size_t)blocks->data_nbytes};
+        results[i] = move_all(fd, 0, &iov, 1, data_at[i]);
         if (results[i]) continue;
-        segments = data_segments(iov, memory, record_at + i * records, &shape, bounce);
-        if (data_sum(iov, segments) != sums[i])
+        if (baton_disk_sum(data, blocks->data_nbytes, 0) != sums[i])
             results[i] = -EBADMSG;
-        else if (bounce)
-            copy_records(memory, record_at + i * records, &shape, bounce, 0);
+        else if (blocks->bounce)
+            memcpy(blocks->memory + blocks->at[i], data, (size_t)blocks->nbytes);
     }
 }
 

@@ -3,7 +3,7 @@
 A block's slot in the file is its header, then its data, both whole pages. The header has two sums of 64 bits, over the
 data and over itself; both ways write and expect the same ones.
 
-Shape suffixes: U8 = one-dimensional array of bytes; B = one entry per block; R = one per record of one.
+Shape suffixes: U8 = one-dimensional array of bytes; B = one entry per block.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -28,10 +28,6 @@ log = get_log("native")
 
 PAGE_BYTES: Final = 4096
 """What O_DIRECT asks for everywhere: of places in the file, of addresses, of lengths."""
-SEGMENTS_MAX: Final = 1024
-IN_PLACE_BYTES_MIN: Final = 32 << 10
-"""Records shorter than this are copied through a bounce buffer: a drive takes longer over many pieces of memory than
-the copy takes."""
 HEADER_SUM: Final = slice(8, 16)
 """Where headers have the sums; disk.c has the same."""
 DATA_SUM: Final = slice(16, 24)
@@ -44,7 +40,7 @@ _PRIME_LENGTH = 0x9E3779B185EBCA87
 _PRIME_END = 0x165667919E3779F9
 
 Results = npt.NDArray[np.int32]
-"""For each block 0, or an errno; EBADMSG: what was read is not what was written."""
+"""For each block 0, or an errno; EBADMSG: what was read is not what was written; ECANCELED: it was not begun."""
 Sums = npt.NDArray[np.uint64]
 Offsets = npt.NDArray[np.int64]
 
@@ -65,66 +61,75 @@ def page_buffer(nbytes: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(memory, dtype=np.uint8)
 
 
-class BlockShape:
-    """How large a block is: its records, which lie scattered in memory, and its header. Immutable."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Blocks:
+    """Blocks in memory, to be moved by one call."""
 
-    def __init__(self, record_nbytes: Sequence[int], header_nbytes: int) -> None:
-        assert record_nbytes and min(record_nbytes) > 0 and header_nbytes == pages(header_nbytes) > 0
-        self.record_nbytes_R: Offsets = np.array(record_nbytes, dtype=np.int64)
-        self.block_nbytes = int(self.record_nbytes_R.sum())
-        self.data_nbytes = pages(self.block_nbytes)
-        self.header_nbytes = header_nbytes
-        whole_pages = len(record_nbytes) < SEGMENTS_MAX and not (self.record_nbytes_R % PAGE_BYTES).any()
-        self._may_be_in_place = whole_pages and min(record_nbytes) >= IN_PLACE_BYTES_MIN
+    memory_U8: npt.NDArray[np.uint8]
+    at_B: Offsets
+    """Where in the memory each begins."""
+    nbytes: int
+    """Of each."""
+    bounce_U8: npt.NDArray[np.uint8]
+    """From `page_buffer`, of `nbytes` in whole pages, used for blocks of one size by one call at a time."""
+    stop_1: npt.NDArray[np.int32]
+    """Once it is not 0, no further block is begun."""
+
+    def __post_init__(self) -> None:
+        """Asserts that every block lies in the memory: anything else is a bug of ours."""
+        assert self.memory_U8.itemsize == 1 and self.memory_U8.flags.c_contiguous
+        assert self.at_B.dtype == np.int64 and self.at_B.flags.c_contiguous and self.at_B.ndim == 1
+        assert (self.at_B >= 0).all() and (self.at_B + self.nbytes <= len(self.memory_U8)).all()
+        assert self.bounce_U8.nbytes == pages(self.nbytes) and self.stop_1.dtype == np.int32
 
     @property
-    def slot_nbytes(self) -> int:
-        return self.header_nbytes + self.data_nbytes
-
-    def check(self, memory_U8: npt.NDArray[np.uint8], record_at_BR: Offsets) -> None:
-        """Asserts that every record lies in the memory: anything else is a bug of ours."""
-        assert memory_U8.itemsize == 1 and memory_U8.flags.c_contiguous
-        assert record_at_BR.dtype == np.int64 and record_at_BR.flags.c_contiguous
-        assert record_at_BR.shape[1:] == self.record_nbytes_R.shape, record_at_BR.shape
-        assert (record_at_BR >= 0).all() and (record_at_BR + self.record_nbytes_R <= len(memory_U8)).all()
-
-    def in_place(self, memory_U8: npt.NDArray[np.uint8], record_at_BR: Offsets) -> bool:
-        """Whether these records are whole pages of memory, and long enough to need no bounce buffer."""
-        return self._may_be_in_place and not ((record_at_BR + memory_U8.ctypes.data) % PAGE_BYTES).any()
+    def in_place(self) -> bool:
+        """Whether each is whole pages of memory, and so needs no bounce buffer."""
+        whole = self.nbytes % PAGE_BYTES == 0
+        return whole and not ((self.at_B + self.memory_U8.ctypes.data) % PAGE_BYTES).any()
 
 
 class BlockIo(Protocol):
-    """Each call blocks. May be called from any thread, several at once, each with its own bounce buffer: `data_nbytes`
-    from `page_buffer`, used for nothing else."""
+    """Each call blocks. May be called from any thread, several at once, each with a bounce buffer of its own."""
 
     name: str
 
     def write(
-        self,
-        fd: int,
-        slot_at_B: Offsets,
-        headers_U8: npt.NDArray[np.uint8],
-        memory_U8: npt.NDArray[np.uint8],
-        record_at_BR: Offsets,
-        shape: BlockShape,
-        bounce_U8: npt.NDArray[np.uint8],
+        self, fd: int, blocks: Blocks, slot_at_B: Offsets, headers_U8: npt.NDArray[np.uint8]
     ) -> tuple[Results, Sums]:
-        """Headers, which get their sums, and records into the slots; the sums of the data."""
+        """Headers, which get their sums, and blocks into the slots; the sums of the data."""
 
-    def read(
-        self,
-        fd: int,
-        data_at_B: Offsets,
-        memory_U8: npt.NDArray[np.uint8],
-        record_at_BR: Offsets,
-        shape: BlockShape,
-        bounce_U8: npt.NDArray[np.uint8],
-        sums_B: Sums,
-    ) -> Results:
-        """Data into the records. Those of a block with an error may have anything."""
+    def read(self, fd: int, blocks: Blocks, data_at_B: Offsets, sums_B: Sums) -> Results:
+        """Data into the blocks. Those with an error may have anything."""
 
     def headers(self, fd: int, at: int, stride: int, headers_U8: npt.NDArray[np.uint8], header_nbytes: int) -> Results:
         """As many headers as there is room for, `stride` apart in the file from `at` on."""
+
+
+class _Blocks(ctypes.Structure):
+    """`struct blocks` of disk.c."""
+
+    _fields_ = (
+        ("memory", ctypes.c_void_p),
+        ("at", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("nbytes", ctypes.c_int64),
+        ("data_nbytes", ctypes.c_int64),
+        ("bounce", ctypes.c_void_p),
+        ("stop", ctypes.c_void_p),
+    )
+
+    @classmethod
+    def of(cls, blocks: Blocks) -> Self:
+        return cls(
+            memory=blocks.memory_U8.ctypes.data,
+            at=blocks.at_B.ctypes.data,
+            count=len(blocks.at_B),
+            nbytes=blocks.nbytes,
+            data_nbytes=pages(blocks.nbytes),
+            bounce=None if blocks.in_place else blocks.bounce_U8.ctypes.data,
+            stop=blocks.stop_1.ctypes.data,
+        )
 
 
 class NativeBlockIo:
@@ -133,13 +138,9 @@ class NativeBlockIo:
     name = "native"
 
     def __init__(self, handle: ctypes.CDLL) -> None:
-        pointer, int64, fd = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-        write = ctypes.CFUNCTYPE(
-            None, fd, pointer, int64, pointer, int64, pointer, pointer, pointer, int64, int64, pointer, pointer, pointer
-        )
-        read = ctypes.CFUNCTYPE(
-            None, fd, pointer, int64, pointer, pointer, pointer, int64, int64, pointer, pointer, pointer
-        )
+        pointer, int64, fd, blocks = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.POINTER(_Blocks)
+        write = ctypes.CFUNCTYPE(None, fd, blocks, pointer, pointer, int64, pointer, pointer)
+        read = ctypes.CFUNCTYPE(None, fd, blocks, pointer, pointer, pointer)
         headers = ctypes.CFUNCTYPE(None, fd, int64, int64, int64, pointer, int64, pointer)
         total = ctypes.CFUNCTYPE(ctypes.c_uint64, pointer, int64, ctypes.c_int)
         self._write = write(("baton_disk_write", handle))
@@ -148,63 +149,26 @@ class NativeBlockIo:
         self._sum = total(("baton_disk_sum", handle))
 
     def write(
-        self,
-        fd: int,
-        slot_at_B: Offsets,
-        headers_U8: npt.NDArray[np.uint8],
-        memory_U8: npt.NDArray[np.uint8],
-        record_at_BR: Offsets,
-        shape: BlockShape,
-        bounce_U8: npt.NDArray[np.uint8],
+        self, fd: int, blocks: Blocks, slot_at_B: Offsets, headers_U8: npt.NDArray[np.uint8]
     ) -> tuple[Results, Sums]:
-        shape.check(memory_U8, record_at_BR)
         count = len(slot_at_B)
-        assert len(record_at_BR) == count and headers_U8.nbytes == count * shape.header_nbytes
+        assert len(blocks.at_B) == count and headers_U8.nbytes % count == 0
         results_B, sums_B = np.empty(count, dtype=np.int32), np.empty(count, dtype=np.uint64)
         self._write(
             fd,
+            _Blocks.of(blocks),
             slot_at_B.ctypes.data,
-            count,
             headers_U8.ctypes.data,
-            shape.header_nbytes,
-            memory_U8.ctypes.data,
-            record_at_BR.ctypes.data,
-            shape.record_nbytes_R.ctypes.data,
-            len(shape.record_nbytes_R),
-            shape.data_nbytes,
-            None if shape.in_place(memory_U8, record_at_BR) else bounce_U8.ctypes.data,
+            headers_U8.nbytes // count,
             sums_B.ctypes.data,
             results_B.ctypes.data,
         )
         return -results_B, sums_B
 
-    def read(
-        self,
-        fd: int,
-        data_at_B: Offsets,
-        memory_U8: npt.NDArray[np.uint8],
-        record_at_BR: Offsets,
-        shape: BlockShape,
-        bounce_U8: npt.NDArray[np.uint8],
-        sums_B: Sums,
-    ) -> Results:
-        shape.check(memory_U8, record_at_BR)
-        count = len(data_at_B)
-        assert len(record_at_BR) == len(sums_B) == count and memory_U8.flags.writeable
-        results_B = np.empty(count, dtype=np.int32)
-        self._read(
-            fd,
-            data_at_B.ctypes.data,
-            count,
-            memory_U8.ctypes.data,
-            record_at_BR.ctypes.data,
-            shape.record_nbytes_R.ctypes.data,
-            len(shape.record_nbytes_R),
-            shape.data_nbytes,
-            None if shape.in_place(memory_U8, record_at_BR) else bounce_U8.ctypes.data,
-            sums_B.ctypes.data,
-            results_B.ctypes.data,
-        )
+    def read(self, fd: int, blocks: Blocks, data_at_B: Offsets, sums_B: Sums) -> Results:
+        assert len(blocks.at_B) == len(sums_B) == len(data_at_B) and blocks.memory_U8.flags.writeable
+        results_B = np.empty(len(data_at_B), dtype=np.int32)
+        self._read(fd, _Blocks.of(blocks), data_at_B.ctypes.data, sums_B.ctypes.data, results_B.ctypes.data)
         return -results_B
 
     def headers(self, fd: int, at: int, stride: int, headers_U8: npt.NDArray[np.uint8], header_nbytes: int) -> Results:
@@ -224,58 +188,36 @@ class PlainBlockIo:
     name = "Python: no native library"
 
     def write(
-        self,
-        fd: int,
-        slot_at_B: Offsets,
-        headers_U8: npt.NDArray[np.uint8],
-        memory_U8: npt.NDArray[np.uint8],
-        record_at_BR: Offsets,
-        shape: BlockShape,
-        bounce_U8: npt.NDArray[np.uint8],
+        self, fd: int, blocks: Blocks, slot_at_B: Offsets, headers_U8: npt.NDArray[np.uint8]
     ) -> tuple[Results, Sums]:
-        shape.check(memory_U8, record_at_BR)
         results_B = np.zeros(len(slot_at_B), dtype=np.int32)
         sums_B = np.zeros(len(slot_at_B), dtype=np.uint64)
-        nbytes = shape.record_nbytes_R.tolist()
-        for i, (slot_at, header_U8) in enumerate(
-            zip(slot_at_B.tolist(), headers_U8.reshape(-1, shape.header_nbytes), strict=True)
-        ):
-            parts = [memory_U8[at : at + n] for at, n in zip(record_at_BR[i].tolist(), nbytes, strict=True)]
-            np.concatenate(parts, out=bounce_U8[: shape.block_nbytes])
+        bounce_U8 = blocks.bounce_U8
+        for i, header_U8 in enumerate(headers_U8.reshape(len(slot_at_B), -1)):
+            if blocks.stop_1[0]:
+                results_B[i] = errno.ECANCELED
+                continue
+            bounce_U8[: blocks.nbytes] = blocks.memory_U8[blocks.at_B[i] :][: blocks.nbytes]
             sums_B[i] = total = sum64(bounce_U8)
             header_U8[DATA_SUM] = np.frombuffer(total.to_bytes(8, "little"), dtype=np.uint8)
             header_U8[HEADER_SUM] = 0
             header_U8[HEADER_SUM] = np.frombuffer(sum64(header_U8).to_bytes(8, "little"), dtype=np.uint8)
             try:
-                _write_all(fd, [header_U8.data, bounce_U8.data], slot_at)
+                _write_all(fd, [header_U8.data, bounce_U8.data], int(slot_at_B[i]))
             except OSError as error:
                 results_B[i] = error.errno or errno.EIO
         return results_B, sums_B
 
-    def read(
-        self,
-        fd: int,
-        data_at_B: Offsets,
-        memory_U8: npt.NDArray[np.uint8],
-        record_at_BR: Offsets,
-        shape: BlockShape,
-        bounce_U8: npt.NDArray[np.uint8],
-        sums_B: Sums,
-    ) -> Results:
-        shape.check(memory_U8, record_at_BR)
+    def read(self, fd: int, blocks: Blocks, data_at_B: Offsets, sums_B: Sums) -> Results:
         results_B = np.zeros(len(data_at_B), dtype=np.int32)
-        nbytes = shape.record_nbytes_R.tolist()
         for i, data_at in enumerate(data_at_B.tolist()):
-            results_B[i] = _read_all(fd, bounce_U8, data_at)
+            results_B[i] = errno.ECANCELED if blocks.stop_1[0] else _read_all(fd, blocks.bounce_U8, data_at)
             if results_B[i]:
                 continue
-            if sum64(bounce_U8) != int(sums_B[i]):
+            if sum64(blocks.bounce_U8) != int(sums_B[i]):
                 results_B[i] = errno.EBADMSG
                 continue
-            done = 0
-            for at, n in zip(record_at_BR[i].tolist(), nbytes, strict=True):
-                memory_U8[at : at + n] = bounce_U8[done : done + n]
-                done += n
+            blocks.memory_U8[blocks.at_B[i] :][: blocks.nbytes] = blocks.bounce_U8[: blocks.nbytes]
         return results_B
 
     def headers(self, fd: int, at: int, stride: int, headers_U8: npt.NDArray[np.uint8], header_nbytes: int) -> Results:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from cachestore.tier_books import BlockKey, TierBooks, TierSlot, block_keys
-from kvtransfer.native.disk import BlockIo, BlockShape, Offsets, page_buffer
+from kvtransfer.native.disk import BlockIo, Offsets, page_buffer
 from node.disk_file import DiskFile, Outcome
 from node.disk_format import FileIdentity
 
@@ -19,42 +19,28 @@ ROOT = b"r" * 16
 
 
 class DiskBench:
-    """A region of blocks whose records lie one layer after the other, and files of them.
+    """Memory of blocks of so many bytes, and files of them."""
 
-    `record_nbytes` are the records of a block in each layer.
-    """
-
-    def __init__(self, record_nbytes: Sequence[int], *, blocks: int = 16, seed: int = 0) -> None:
-        self.record_nbytes = tuple(record_nbytes)
-        self.blocks = blocks
-        self.memory_U8 = page_buffer(blocks * sum(record_nbytes))
+    def __init__(self, block_bytes: int, *, blocks: int = 16, seed: int = 0) -> None:
+        self.memory_U8 = page_buffer(blocks * block_bytes)
         self.memory_U8[:] = np.random.default_rng(seed).integers(0, 256, len(self.memory_U8), np.uint8)
-        starts = np.cumsum([0, *self.record_nbytes[:-1]]) * blocks
-        self._starts_R = starts.astype(np.int64)
         self.identity = FileIdentity(
-            kv_root=ROOT, layout_hash="layout", block_bytes=sum(record_nbytes), block_tokens=BLOCK_TOKENS
+            kv_root=ROOT, layout_hash="layout", block_bytes=block_bytes, block_tokens=BLOCK_TOKENS
         )
-        self.shape = BlockShape(self.record_nbytes, self.identity.header_nbytes)
 
     def places(self, blocks: Sequence[int]) -> Offsets:
-        ids_B1 = np.asarray(blocks, dtype=np.int64)[:, None]
-        return np.ascontiguousarray(self._starts_R + ids_B1 * np.asarray(self.record_nbytes, dtype=np.int64))
+        return np.asarray(blocks, dtype=np.int64) * self.identity.block_bytes
 
     def content(self, block: int) -> bytes:
-        (row,) = self.places([block]).tolist()
-        return b"".join(self.memory_U8[at : at + n].tobytes() for at, n in zip(row, self.record_nbytes, strict=True))
-
-    def fill(self, block: int, value: int) -> None:
-        (row,) = self.places([block]).tolist()
-        for at, n in zip(row, self.record_nbytes, strict=True):
-            self.memory_U8[at : at + n] = value
+        nbytes = self.identity.block_bytes
+        return self.memory_U8[block * nbytes :][:nbytes].tobytes()
 
     def open(
         self, path: Path, slots: int, *, identity: FileIdentity | None = None, io: BlockIo | None = None
     ) -> DiskFile:
         identity = identity or self.identity
         bytes_max = identity.file_nbytes(slots)
-        return DiskFile.open(path, bytes_max=bytes_max, identity=identity, record_nbytes=self.record_nbytes, io=io)
+        return DiskFile.open(path, bytes_max=bytes_max, identity=identity, io=io)
 
 
 def keys(first: int, count: int, salt: bytes = b"") -> list[BlockKey]:
@@ -66,8 +52,8 @@ async def store(
     file: DiskFile, bench: DiskBench, slots: Sequence[int], of: Sequence[BlockKey], blocks: Sequence[int]
 ) -> list[Outcome]:
     ended: asyncio.Queue[Sequence[Outcome]] = asyncio.Queue()
-    at_BR = bench.places(blocks)
-    file.start_store(bench.memory_U8, [TierSlot(s) for s in slots], of, at_BR, ended.put_nowait)
+    at_B = bench.places(blocks)
+    file.start_store(bench.memory_U8, [TierSlot(s) for s in slots], of, at_B, ended.put_nowait)
     async with asyncio.timeout(WAIT_S):
         return list(await ended.get())
 

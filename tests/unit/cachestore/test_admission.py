@@ -13,19 +13,34 @@ REMEMBERED = 8
 
 
 def test_the_second_use_admits() -> None:
-    """A block that one prompt had is not written; once another prompt has it, it is."""
+    """A block that one prompt had is not written where another one would have to go; once another prompt has it, it
+    is."""
     admission = Admission()
-    admission.use([b"a", b"b"])
-    assert not admission.admits(b"a")
-    admission.use([b"a"])
-    assert admission.admits(b"a") and not admission.admits(b"b")
+    admission.use(b"a")
+    admission.use(b"b")
+    assert not admission.admits(b"a", room=False)
+    admission.use(b"a")
+    assert admission.admits(b"a", room=False) and not admission.admits(b"b", room=False)
 
 
-def test_everything_is_admitted_where_one_use_is_enough() -> None:
-    """What was never used is not."""
-    admission = Admission(uses_min=1)
-    admission.use([b"a"])
-    assert admission.admits(b"a") and not admission.admits(b"b")
+def test_while_there_is_room_one_use_is_enough() -> None:
+    """What was never used is not written."""
+    admission = Admission()
+    admission.use(b"a")
+    assert admission.admits(b"a", room=True) and not admission.admits(b"b", room=True)
+
+
+def test_what_was_brought_needs_one_use_more() -> None:
+    """The prompt that it was brought for does not count, nor does being brought again."""
+    admission = Admission()
+    admission.brought(b"a")
+    admission.use(b"a")
+    admission.brought(b"a")
+    assert not admission.admits(b"a", room=True)
+    admission.use(b"a")
+    assert admission.admits(b"a", room=True) and not admission.admits(b"a", room=False)
+    admission.use(b"a")
+    assert admission.admits(b"a", room=False)
 
 
 @settings(deadline=None)
@@ -37,12 +52,12 @@ def test_memory_is_bounded_and_what_is_recent_is_known(uses: list[int], uses_min
     recent: OrderedDict[int, int] = OrderedDict()
     total = dict.fromkeys(range(31), 0)
     for each in uses:
-        admission.use([bytes([each])])
+        admission.use(bytes([each]))
         total[each] += 1
         recent[each] = recent.pop(each, 0) + 1
         if len(recent) > REMEMBERED // 2:
             recent.popitem(last=False)
         assert len(admission) <= REMEMBERED
         for known, count in recent.items():
-            assert admission.admits(bytes([known])) or count < uses_min
-        assert not any(admission.admits(bytes([n])) for n, count in total.items() if count < uses_min)
+            assert admission.admits(bytes([known]), room=False) or count < uses_min
+        assert not any(admission.admits(bytes([n]), room=False) for n, count in total.items() if count < uses_min)

@@ -14,22 +14,23 @@ from hypothesis import strategies as st
 
 from baton.native import COMPILERS
 from kvtransfer.native.disk import (
-    IN_PLACE_BYTES_MIN,
     PAGE_BYTES,
     UNIT_BYTES,
     BlockIo,
+    Blocks,
     NativeBlockIo,
     PlainBlockIo,
     native_block_io,
     page_buffer,
+    pages,
     sum64,
 )
 from tests.support.disk_bench import DiskBench
 
-PAGES = (IN_PLACE_BYTES_MIN, IN_PLACE_BYTES_MIN + PAGE_BYTES)
-"""Records that need no bounce buffer."""
-ODD = (100, 4097, 7)
-SHAPES = (PAGES, ODD)
+WHOLE = 3 * PAGE_BYTES
+"""Needs no bounce buffer."""
+ODD = 4204
+SIZES = (WHOLE, ODD)
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C compiler")
 
@@ -45,22 +46,35 @@ def io(request: pytest.FixtureRequest) -> BlockIo:
     return native() if request.param == "native" else PlainBlockIo()
 
 
-def written(bench: DiskBench, io: BlockIo, fd: int, blocks: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def blocks(bench: DiskBench, of: list[int], *, stopped: bool = False) -> Blocks:
+    nbytes = bench.identity.block_bytes
+    return Blocks(
+        memory_U8=bench.memory_U8,
+        at_B=bench.places(of),
+        nbytes=nbytes,
+        bounce_U8=page_buffer(pages(nbytes)),
+        stop_1=np.array([stopped], dtype=np.int32),
+    )
+
+
+def written(
+    bench: DiskBench, io: BlockIo, fd: int, of: list[int], *, stopped: bool = False
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Into slots from the file's beginning on. -> headers, results, sums."""
-    shape = bench.shape
-    headers_U8 = page_buffer(len(blocks) * shape.header_nbytes)
+    identity = bench.identity
+    headers_U8 = page_buffer(len(of) * identity.header_nbytes)
     headers_U8[:] = np.random.default_rng(9).integers(0, 256, len(headers_U8), np.uint8)
-    slot_at_B = np.arange(len(blocks), dtype=np.int64) * shape.slot_nbytes
-    bounce_U8 = page_buffer(shape.data_nbytes)
-    results, sums = io.write(fd, slot_at_B, headers_U8, bench.memory_U8, bench.places(blocks), shape, bounce_U8)
+    slot_at_B = np.arange(len(of), dtype=np.int64) * identity.slot_nbytes
+    results, sums = io.write(fd, blocks(bench, of, stopped=stopped), slot_at_B, headers_U8)
     return headers_U8, results, sums
 
 
-def read(bench: DiskBench, io: BlockIo, fd: int, blocks: list[int], sums: np.ndarray) -> list[int]:
-    shape = bench.shape
-    data_at_B = np.arange(len(blocks), dtype=np.int64) * shape.slot_nbytes + shape.header_nbytes
-    bounce_U8 = page_buffer(shape.data_nbytes)
-    found = io.read(fd, data_at_B, bench.memory_U8, bench.places(blocks), shape, bounce_U8, sums)
+def read(
+    bench: DiskBench, io: BlockIo, fd: int, of: list[int], sums: np.ndarray, *, stopped: bool = False
+) -> list[int]:
+    identity = bench.identity
+    data_at_B = np.arange(len(of), dtype=np.int64) * identity.slot_nbytes + identity.header_nbytes
+    found = io.read(fd, blocks(bench, of, stopped=stopped), data_at_B, sums)
     return [int(each) for each in found]
 
 
@@ -99,11 +113,11 @@ def test_a_known_sum() -> None:
     assert sum64(np.arange(2 * UNIT_BYTES, dtype=np.uint16).view(np.uint8)) == 612988437604626825
 
 
-@pytest.mark.parametrize("sizes", SHAPES)
-def test_blocks_come_back(io: BlockIo, sizes: tuple[int, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", SIZES)
+def test_blocks_come_back(io: BlockIo, size: int, tmp_path: Path) -> None:
     """Three blocks go to the file and come back to others; nothing else in memory is touched. Headers have their sums,
     and are read alone."""
-    bench = DiskBench(sizes, blocks=8)
+    bench = DiskBench(size, blocks=8)
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     headers_U8, results, sums = written(bench, io, fd, [5, 0, 3])
     assert results.tolist() == [0, 0, 0]
@@ -111,8 +125,8 @@ def test_blocks_come_back(io: BlockIo, sizes: tuple[int, ...], tmp_path: Path) -
     assert read(bench, io, fd, [1, 6, 7], sums) == [0, 0, 0]
     expected[1], expected[6], expected[7] = expected[5], expected[0], expected[3]
     assert [bench.content(b) for b in range(8)] == expected
-    found_U8 = page_buffer(4 * bench.shape.header_nbytes)
-    assert io.headers(fd, 0, bench.shape.slot_nbytes, found_U8, bench.shape.header_nbytes).tolist() == [
+    found_U8 = page_buffer(4 * bench.identity.header_nbytes)
+    assert io.headers(fd, 0, bench.identity.slot_nbytes, found_U8, bench.identity.header_nbytes).tolist() == [
         0, 0, 0, errno.ENODATA,
     ]  # fmt: skip
     assert (found_U8[: len(headers_U8)] == headers_U8).all()
@@ -120,24 +134,24 @@ def test_blocks_come_back(io: BlockIo, sizes: tuple[int, ...], tmp_path: Path) -
 
 
 @needs_compiler
-@pytest.mark.parametrize("sizes", SHAPES)
-def test_both_ways_write_the_same_file(sizes: tuple[int, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", SIZES)
+def test_both_ways_write_the_same_file(size: int, tmp_path: Path) -> None:
     """A node that has lost its compiler goes on with the file, and the other way round."""
-    bench, files = DiskBench(sizes), []
+    bench, files = DiskBench(size), []
     for name, way in (("native", native()), ("plain", PlainBlockIo())):
         fd = os.open(tmp_path / name, os.O_RDWR | os.O_CREAT)
         written(bench, way, fd, [5, 0, 3])
         os.close(fd)
         files.append((tmp_path / name).read_bytes())
     assert files[0] == files[1]
-    assert len(files[0]) == 3 * bench.shape.slot_nbytes
+    assert len(files[0]) == 3 * bench.identity.slot_nbytes
 
 
-@pytest.mark.parametrize("sizes", SHAPES)
-def test_each_wrong_block_is_found(io: BlockIo, sizes: tuple[int, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", SIZES)
+def test_each_wrong_block_is_found(io: BlockIo, size: int, tmp_path: Path) -> None:
     """Of three blocks the second has a wrong bit in its data, and the header of the third in its tokens."""
-    bench = DiskBench(sizes)
-    path, shape = tmp_path / "file", bench.shape
+    bench = DiskBench(size)
+    path, shape = tmp_path / "file", bench.identity
     fd = os.open(path, os.O_RDWR | os.O_CREAT)
     _, _, sums = written(bench, io, fd, [0, 1, 2])
     flip(fd, shape.slot_nbytes + shape.header_nbytes + 70)
@@ -145,7 +159,7 @@ def test_each_wrong_block_is_found(io: BlockIo, sizes: tuple[int, ...], tmp_path
     was = bench.content(4)
     assert read(bench, io, fd, [3, 4, 5], sums) == [0, errno.EBADMSG, 0]
     assert bench.content(3) == bench.content(0) and bench.content(5) == bench.content(2)
-    if sizes == ODD:
+    if size == ODD:
         assert bench.content(4) == was  # through a bounce buffer, which is looked at first
     found_U8 = page_buffer(3 * shape.header_nbytes)
     results = io.headers(fd, 0, shape.slot_nbytes, found_U8, shape.header_nbytes)
@@ -158,21 +172,21 @@ def flip(fd: int, at: int) -> None:
     os.pwrite(fd, bytes([byte ^ 4]), at)
 
 
-@pytest.mark.parametrize("sizes", SHAPES)
-def test_a_file_that_ends_early(io: BlockIo, sizes: tuple[int, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", SIZES)
+def test_a_file_that_ends_early(io: BlockIo, size: int, tmp_path: Path) -> None:
     """In the middle of the second block: that one is not there, the first one is."""
-    bench = DiskBench(sizes)
+    bench = DiskBench(size)
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     _, _, sums = written(bench, io, fd, [0, 1])
-    os.ftruncate(fd, bench.shape.slot_nbytes + bench.shape.header_nbytes + 100)
+    os.ftruncate(fd, bench.identity.slot_nbytes + bench.identity.header_nbytes + 100)
     assert read(bench, io, fd, [3, 4], sums) == [0, errno.ENODATA]
     os.close(fd)
 
 
-@pytest.mark.parametrize("sizes", SHAPES)
-def test_errors_of_the_drive(io: BlockIo, sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("size", SIZES)
+def test_errors_of_the_drive(io: BlockIo, size: int) -> None:
     """A full drive, and one that cannot read: the kernel's own, as /dev/full and unmapped memory give them."""
-    bench = DiskBench(sizes)
+    bench = DiskBench(size)
     fd = os.open("/dev/full", os.O_RDWR)
     _, results, _ = written(bench, io, fd, [0, 1])
     assert results.tolist() == [errno.ENOSPC, errno.ENOSPC]
@@ -191,4 +205,18 @@ def test_records_outside_of_memory_are_a_bug(io: BlockIo, tmp_path: Path) -> Non
     with pytest.raises(AssertionError):
         written(bench, io, fd, [2])
     assert os.fstat(fd).st_size == 0
+    os.close(fd)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_call_that_is_to_stop(io: BlockIo, size: int, tmp_path: Path) -> None:
+    """No block is begun: neither the file nor the memory changes."""
+    bench = DiskBench(size)
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    _, results, _ = written(bench, io, fd, [0, 1], stopped=True)
+    assert results.tolist() == [errno.ECANCELED] * 2 and os.fstat(fd).st_size == 0
+    _, _, sums = written(bench, io, fd, [0, 1])
+    was = bench.content(3)
+    assert read(bench, io, fd, [3, 4], sums, stopped=True) == [errno.ECANCELED] * 2
+    assert bench.content(3) == was
     os.close(fd)

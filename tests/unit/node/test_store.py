@@ -176,7 +176,6 @@ def play_on_disk(path: Path, story: Callable[[Scene], Awaitable[None]], *, slots
             path,
             bytes_max=identity.file_nbytes(slots),
             identity=identity,
-            record_nbytes=[LAYOUT.position_bytes],
             threads=2,
         )
         scene = Scene(8, host, prompt=True, disk=disk)
@@ -388,8 +387,8 @@ async def used_twice(scene: Scene, tokens: list[int], salt: bytes = b"") -> None
 
 
 def test_what_was_used_twice_is_there_after_a_restart(tmp_path: Path) -> None:
-    """One prompt is used twice, another once. The next process has the first one's blocks, byte for byte, and no other
-    tenant gets them. They come by way of host memory, and stay there."""
+    """The disk is full. One prompt is used twice, another once. The next process has the first one's blocks, byte for
+    byte, and no other tenant gets them. They come by way of host memory, and stay there."""
     other = [100 + token for token in ONE]
 
     async def before(scene: Scene) -> None:
@@ -413,8 +412,46 @@ def test_what_was_used_twice_is_there_after_a_restart(tmp_path: Path) -> None:
         assert scene.store.disk is not None
         assert (scene.store.disk.counters.promotions, scene.store.disk.counters.hit_blocks) == (1, 4)
 
-    play_on_disk(tmp_path / "blocks", before)
-    play_on_disk(tmp_path / "blocks", after)
+    play_on_disk(tmp_path / "blocks", before, slots=4)
+    play_on_disk(tmp_path / "blocks", after, slots=4)
+
+
+def test_what_was_used_once_goes_to_the_disk_before_host_memory_evicts_it(tmp_path: Path) -> None:
+    """Host memory has four blocks. Of six prompts of a block each, three stay there alone; once it is full, they go
+    down, and later ones at once, while the disk has room. What was brought from elsewhere stays away before it is used
+    twice."""
+    prompts = [[first, first + 1, 0] for first in range(0, 60, 10)]
+
+    async def story(scene: Scene) -> None:
+        assert scene.store.disk is not None
+        books, cache = scene.store.disk.books, scene.blocks.prefix_cache
+
+        def there() -> list[bool]:
+            return [books.known(digest) for prompt in prompts for digest in cache.chain(prompt, b"")]
+
+        cache.on_idle = None
+        scene.compute(prompts[0])
+        cache.on_idle = scene.store._on_idle
+        cache.released(cache.match(prompts[0], b"", 1), used=False)
+        for prompt in prompts[:3]:
+            scene.compute(prompt)
+            await scene.idle()
+        await turns()
+        assert not any(there())
+        for count, prompt in enumerate(prompts[3:], 3):
+            scene.compute(prompt)
+            await scene.idle()
+            await on_disk(scene, count)
+        assert there() == [False, True, True, True, True, True]
+        scene.compute(prompts[0])
+        await scene.idle()
+        await on_disk(scene, 6)
+        for first in range(100, 150, 10):
+            scene.compute([first, first + 1, 0])
+            await scene.idle()
+        assert (books.blocks, books.evicted) == (6, 0)
+
+    play_on_disk(tmp_path / "blocks", story, slots=6, host=4)
 
 
 def test_a_block_that_the_disk_has_lost_is_forgotten(tmp_path: Path) -> None:
@@ -458,8 +495,8 @@ def test_a_block_that_the_disk_cannot_read_is_not_asked_for_again(tmp_path: Path
         assert slot is not None
         bad, real = file.identity.slot_at(slot) + file.identity.header_nbytes, file._io
 
-        def read(fd: int, data_at_B: Any, *others: Any) -> Any:
-            return np.where(data_at_B == bad, np.int32(errno.EIO), real.read(fd, data_at_B, *others))
+        def read(fd: int, blocks: Any, data_at_B: Any, sums_B: Any) -> Any:
+            return np.where(data_at_B == bad, np.int32(errno.EIO), real.read(fd, blocks, data_at_B, sums_B))
 
         with patch.object(file, "_io", SimpleNamespace(read=read, write=real.write)):
             assert await scene.bring(ONE) == 2
@@ -519,6 +556,60 @@ def test_each_tier_is_emptied_by_itself(tmp_path: Path) -> None:
     play_on_disk(tmp_path / "blocks", before)
     play_on_disk(tmp_path / "blocks", after)
     play_on_disk(tmp_path / "blocks", last)
+
+
+def test_what_is_on_its_way_down_is_emptied_too(tmp_path: Path) -> None:
+    """Blocks are being copied to host memory while that is emptied, and later written to the disk while that is: no
+    tier has them when the copies have ended, nor does the next process."""
+
+    async def story(scene: Scene) -> None:
+        scene.copier.prompt = False
+        scene.compute(ONE)
+        await turns()
+        assert scene.store.empty(Tier.HOST) == 0
+        scene.copier.finish()
+        await turns()
+        assert scene.store.host.books.blocks == 0
+        scene.copier.prompt = True
+        assert scene.store.disk is not None
+        file = scene.store.disk.file
+        late = held_calls(file, "write")
+        with patch.object(file, "_io", late):
+            await used_twice(scene, ONE)
+            await asyncio.to_thread(late.begun.wait)
+            assert scene.store.empty(Tier.DISK) == 0
+            late.may_go.set()
+            await wait_until(lambda: file.room == BLOCKS_IN_FLIGHT_MAX)
+        assert scene.store.disk.books.blocks == 0
+
+    async def after(scene: Scene) -> None:
+        assert scene.store.disk is not None
+        assert scene.store.disk.books.blocks == 0
+
+    play_on_disk(tmp_path / "blocks", story)
+    play_on_disk(tmp_path / "blocks", after)
+
+
+def test_under_pressure_blocks_go_down_without_a_pause() -> None:
+    """All blocks of the region wait to be copied, one at a time. There is no pause until fewer than half of them wait;
+    then there is a long one."""
+
+    async def story(scene: Scene) -> None:
+        for first in (0, 100):
+            scene.compute([first + token for token in ONE[:8]])
+        counters = scene.store.host.counters
+        await wait_until(lambda: counters.stored_blocks == 5)
+        await turns()
+        assert (counters.stored_blocks, len(scene.store._idle)) == (5, 3)
+
+    async def scenario() -> None:
+        scene = Scene(8, 20, prompt=True)
+        scene.store.start()
+        await story(scene)
+        await scene.store.stop()
+
+    with patch.multiple(store_module, TOGETHER_S=0, PIECE_BLOCKS_MAX=1, REST_SHARE=1e9):
+        asyncio.run(scenario())
 
 
 def test_a_disk_that_is_full_keeps_what_it_can(tmp_path: Path) -> None:
@@ -655,6 +746,30 @@ def test_a_disk_that_hangs_keeps_nothing_of_the_region(tmp_path: Path) -> None:
 
     play_on_disk(tmp_path / "blocks", before)
     play_on_disk(tmp_path / "blocks", after)
+
+
+def test_another_node_does_not_wait_for_a_disk_that_hangs(tmp_path: Path) -> None:
+    """What it asks for is in the region and on disk. It gets what is in the region."""
+
+    async def before(scene: Scene) -> None:
+        await used_twice(scene, ONE)
+        await on_disk(scene, 4)
+
+    async def after(scene: Scene) -> None:
+        assert scene.store.disk is not None
+        scene.compute(ONE[:5])
+        file = scene.store.disk.file
+        late = held_calls(file, "read")
+        with patch.object(file, "_io", late):
+            await scene.store.bring_all(ONE[:8], b"")
+            await asyncio.to_thread(late.begun.wait)
+            assert scene.have(ONE) == 2
+            late.may_go.set()
+            await wait_until(lambda: scene.have(ONE) == 4)
+
+    play_on_disk(tmp_path / "blocks", before)
+    with patch.multiple(store_module, LATE_S=0, LATE_SHARE=0):
+        play_on_disk(tmp_path / "blocks", after)
 
 
 def test_what_is_to_be_written_waits_for_what_comes_up(tmp_path: Path) -> None:
