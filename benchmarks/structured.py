@@ -264,7 +264,7 @@ def compare_libraries() -> None:
     print(f"\n{' / '.join(LIBRARIES)}")
 
 
-def compare_steps(threads: int, layers: int, steps: int, rounds: int) -> None:
+def compare_steps(threads: int, layers: int, batches: Sequence[int], steps: int, rounds: int) -> None:
     import torch
 
     from benchmarks.engine_cases import MODELS, full_steps
@@ -285,7 +285,7 @@ def compare_steps(threads: int, layers: int, steps: int, rounds: int) -> None:
         engine = OwnEngine(folder)
     matcher = compiler.compile(grammar)
     print("| batch | free text, ms | with grammars, ms | longer by |\n|" + " --- |" * 4)
-    for batch in (1, ROWS):
+    for batch in batches:
         rng = random.Random(0)
         prompts = [[rng.randrange(2, size) for _ in range(64)] for _ in range(batch)]
         least = {False: float("inf"), True: float("inf")}
@@ -307,6 +307,7 @@ def main() -> None:
     parser.add_argument("rest", nargs="*", help="of library: its name and the size of the vocabulary")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, ROWS])
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
@@ -315,7 +316,7 @@ def main() -> None:
     elif args.what == "library":
         print(json.dumps(measure_library(args.rest[0], int(args.rest[1]))))
     else:
-        compare_steps(args.threads, args.layers, args.steps, args.rounds)
+        compare_steps(args.threads, args.layers, args.batch, args.steps, args.rounds)
 
 
 if __name__ == "__main__":
