@@ -1,12 +1,14 @@
 """What following a grammar costs: llguidance beside xgrammar, and a decode step with grammars beside one of free text.
 
     python -m benchmarks.structured libraries               # two minutes; xgrammar and apache-tvm-ffi have to be there
+    python -m benchmarks.structured hostile                 # seconds
     python -m benchmarks.structured steps --threads 2       # an idle machine of 16 GiB
 
 libraries: for each vocabulary, made up of bytes and random byte strings, and each grammar: the time to read the
 vocabulary and to compile, the time of a mask (mean and longest over a text of the grammar, one row; mean of 16 rows in
 one call, each at another place of its text), and what the process's memory has grown by. Each library in a process of
-its own. steps: milliseconds of a decode step, the median, of the fastest of the rounds, free text and grammars in turn;
+its own. hostile: what schemas that are made to be slow cost before they are refused, over random answers of 150 tokens.
+steps: milliseconds of a decode step, the median, of the fastest of the rounds, free text and grammars in turn;
 the model is "473m" of `benchmarks.engine` with a vocabulary of 150,000.
 """
 
@@ -147,6 +149,11 @@ class Ours:
             )
         self.read_s = time.perf_counter() - self._began_s
 
+    @property
+    def mask_U8(self) -> np.ndarray:
+        """Of the one matcher of the last `fill`."""
+        return self._masks[0].view(np.uint8)
+
     def compile(self, kind: str, grammar: Any) -> Any:
         from engine.types import Grammar, GrammarKind
 
@@ -264,7 +271,51 @@ def compare_libraries() -> None:
     print(f"\n{' / '.join(LIBRARIES)}")
 
 
-def compare_steps(threads: int, layers: int, steps: int, rounds: int) -> None:
+HOSTILE: Final[Mapping[str, tuple[str, Any]]] = {
+    "2,000 optional fields": ("json", {"properties": {f"p{i}": {"type": "integer"} for i in range(2_000)}}),
+    "1,000 patterns at once": (
+        "json", {"anyOf": [{"type": "string", "pattern": f"^.*{i}.*{i + 7}.*$"} for i in range(1_000)]}
+    ),
+    "20 choices of 2, all of them": (
+        "json", {"allOf": [{"anyOf": [{"required": [f"a{i}"]}, {"required": [f"b{i}"]}]} for i in range(20)]}
+    ),
+    "multiple of 99,991": ("json", {"type": "integer", "multipleOf": 99_991}),
+    "repetitions in repetitions": ("regex", "((a{1,1000}){1,1000}){1,1000}"),
+    "(a|b)*a(a|b){300}": ("regex", "(a|b)*a(a|b){300}"),
+    "(.*a.{40})+(.*b.{50})+(.*c.{60})+": ("regex", "(.*a.{40})+(.*b.{50})+(.*c.{60})+"),
+}  # fmt: skip
+
+
+def measure_hostile() -> None:
+    from engine.grammar import GrammarError
+
+    library, rng = Ours(vocabulary(VOCABULARIES[-1])), random.Random(1)
+    end = VOCABULARIES[-1] - 1
+    print("| grammar | compile, ms | masks | mean, ms | longest, ms | all, ms | |\n|" + " --- |" * 7)
+    for title, (kind, grammar) in HOSTILE.items():
+        began_s, masks, said = time.perf_counter(), [], ""
+        try:
+            compiled = library.compile(kind, grammar)
+        except GrammarError as error:
+            said = f"refused: {error}"
+        compile_s = time.perf_counter() - began_s
+        matcher = None if said else library.start(compiled)
+        while matcher is not None and len(masks) < 150:
+            masks.append(elapsed_s(partial(library.fill, [matcher])))
+            if matcher.is_error():
+                said = f"ended: {matcher.get_error().splitlines()[0]}"
+                break
+            allowed = np.flatnonzero(np.unpackbits(library.mask_U8, bitorder="little"))
+            token = rng.choice(allowed[allowed != end].tolist() or [end])
+            if token == end:
+                break
+            library.accept(matcher, token)
+        times = masks or [0.0]
+        numbers = f"{len(masks)} | {mean(times) * 1e3:.2f} | {max(times) * 1e3:.1f} | {sum(times) * 1e3:.0f}"
+        print(f"| {title} | {compile_s * 1e3:.0f} | {numbers} | {said} |", flush=True)
+
+
+def compare_steps(threads: int, layers: int, batches: Sequence[int], steps: int, rounds: int) -> None:
     import torch
 
     from benchmarks.engine_cases import MODELS, full_steps
@@ -285,7 +336,7 @@ def compare_steps(threads: int, layers: int, steps: int, rounds: int) -> None:
         engine = OwnEngine(folder)
     matcher = compiler.compile(grammar)
     print("| batch | free text, ms | with grammars, ms | longer by |\n|" + " --- |" * 4)
-    for batch in (1, ROWS):
+    for batch in batches:
         rng = random.Random(0)
         prompts = [[rng.randrange(2, size) for _ in range(64)] for _ in range(batch)]
         least = {False: float("inf"), True: float("inf")}
@@ -303,19 +354,22 @@ def compare_steps(threads: int, layers: int, steps: int, rounds: int) -> None:
 def main() -> None:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["libraries", "library", "steps"])
+    parser.add_argument("what", choices=["libraries", "library", "hostile", "steps"])
     parser.add_argument("rest", nargs="*", help="of library: its name and the size of the vocabulary")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, ROWS])
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     if args.what == "libraries":
         compare_libraries()
+    elif args.what == "hostile":
+        measure_hostile()
     elif args.what == "library":
         print(json.dumps(measure_library(args.rest[0], int(args.rest[1]))))
     else:
-        compare_steps(args.threads, args.layers, args.steps, args.rounds)
+        compare_steps(args.threads, args.layers, args.batch, args.steps, args.rounds)
 
 
 if __name__ == "__main__":

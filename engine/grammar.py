@@ -35,13 +35,13 @@ class GrammarError(Exception):
 
 @cache
 def limits() -> LLParserLimits:
-    """Of one grammar: what it takes to compile (below 1 s), to compute one mask (below 50 ms), and its memory (some
-    tens of MB)."""
+    """Of one grammar: what it takes to compile (some 2 s), to compute one mask (some 50 ms), and its memory (some tens
+    of MB)."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
         max_items_in_row=2_000,
-        initial_lexer_fuel=1_000_000,
+        initial_lexer_fuel=300_000,
         step_lexer_fuel=100_000,
         step_max_items=20_000,
         max_lexer_states=250_000,
