@@ -21,9 +21,10 @@ from engine.gpu.linears import admit_weights
 from engine.kv_pool import KvPool, SlotMapping, to_device
 from engine.model_config import ModelConfig, Quantisation
 from engine.models.decoder import Decoder, fused_rms_norm
+from engine.prompt_scores import PromptRows
 from engine.runner import LaunchedStep, ModelRunner, TorchForward, token_ids
 from engine.sampler import draws_blind
-from engine.types import Batch, KvSink, NullSink, SamplingParams, SequenceSlice, StepResult
+from engine.types import Batch, KvSink, NullSink, SamplingParams, SequenceSlice, StepResult, TokenLogprobs
 
 OVERLAP_ROWS_MAX = 4096
 """Tokens of a step that the next step may read on the device."""
@@ -256,10 +257,14 @@ class GpuRunner(ModelRunner):
         """See `OverlapRunner.launch`; `sink` as for `run`. Waits for the device only if sampling needs values."""
         drawn = [s for s in batch.slices if s.sample]
         try:
-            logits_BV = self._logits(batch, sink)
+            prompts = PromptRows.of(batch)
+            if prompts is None:
+                logits_BV, logprobs = self._logits(batch, sink), {}
+            else:
+                logits_BV, logprobs = self._scored(batch, prompts, sink)
             tokens_B, scored = (None, None) if logits_BV is None else self.draw(drawn, logits_BV, blind=True)
             self._future.keep(drawn, tokens_B)
-            return LaunchedStep.of(drawn, tokens_B, scored, device=self.device)
+            return LaunchedStep.of(drawn, tokens_B, scored, device=self.device, prompt_logprobs=logprobs)
         except BaseException:
             self._settle()  # the work queued before the error still writes
             raise
@@ -283,6 +288,15 @@ class GpuRunner(ModelRunner):
             return logits_BV if drawing else None
         x_WE = forward.forward(batch, sink)
         return forward.logits(x_WE) if drawing else None
+
+    def _scored(
+        self, batch: Batch, prompts: PromptRows, sink: KvSink
+    ) -> tuple[torch.Tensor | None, dict[RequestKey, list[TokenLogprobs]]]:
+        """As `_logits`, and the log-probabilities of prompts, for which it waits; never by a graph."""
+        forward, sink = self._begin(batch, sink)
+        x_WE = forward.forward(prompts.batch, sink)
+        logprobs = prompts.logprobs(x_WE, forward.logits)
+        return (forward.logits(x_WE[prompts.draws]) if prompts.draws else None), logprobs
 
     def _settle(self) -> None:
         """Wait for the calling thread's stream."""
