@@ -20,6 +20,8 @@ LOCAL_TRANSPORT: Final = "local"
 """Stands in place of a transport's name when a mixed node keeps the request and writes nothing."""
 RESUME_STATE_BYTES_MAX: Final = 1 << 20
 """What a router may ask a node to keep for each resumable request."""
+GRAMMAR_BYTES_MAX: Final = 64 * 1024
+"""Of a grammar as it is written."""
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 """Of nodes, pins and API keys."""
 _E = TypeVar("_E", bound=IntEnum)
@@ -300,3 +302,17 @@ def owner_from_proto(message: common_pb2.Owner) -> Owner:
         incarnation=Incarnation(message.incarnation),
         blocks=message.blocks,
     )
+
+
+def grammar_problem(spec: common_pb2.SamplingSpec) -> str | None:
+    """Why a grammar does not go with these parameters; None if it does, or there is none."""
+    if not spec.HasField("grammar"):
+        return None
+    kind = spec.grammar.WhichOneof("kind")
+    if kind is None:
+        return "a grammar must have a json_schema, a regex or rules"
+    if (size := len(getattr(spec.grammar, kind).encode())) > GRAMMAR_BYTES_MAX:
+        return f"the grammar has {size} bytes; at most {GRAMMAR_BYTES_MAX} are taken"
+    if spec.min_tokens or spec.ignore_eos:
+        return "a grammar says where the answer ends: leave min_tokens and ignore_eos out"
+    return None

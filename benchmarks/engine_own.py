@@ -17,11 +17,12 @@ from benchmarks.engine_cases import Steps, serve, write_config
 from cachestore.block_manager import BlockManager, growth_blocks
 from cachestore.ledger import Ledger
 from engine.core import Engine
+from engine.grammar import Matcher
 from engine.model_config import Quantisation, load_model_config, weight_shapes
 from engine.native.kernels import huge_pages
 from engine.runner import TorchRunner
 from engine.scheduler import SchedulerConfig, Sequence, SequenceMode
-from engine.types import NullSink, SamplingParams
+from engine.types import Grammar, NullSink, SamplingParams
 
 BLOCK_SIZE, NUM_BLOCKS, TOKENS_PER_STEP = 16, 1_024, 2_048
 READ_BYTES, READ_PASSES = 1 << 30, 8
@@ -56,6 +57,7 @@ class OwnEngine:
         tokens: int,
         *,
         temperature: float = 0.0,
+        grammar: tuple[Grammar, Matcher] | None = None,
         step_ended: Callable[[int], None] | None = None,
     ) -> Steps:
         """`step_ended` hears of each, with its number of tokens; what it takes is no part of any step."""
@@ -66,7 +68,7 @@ class OwnEngine:
         steps: Steps = []
         started = time.perf_counter()
         for number, prompt in enumerate(prompts):
-            engine.submit(self._sequence(blocks, f"{self._calls}-{number}", prompt, tokens, temperature))
+            engine.submit(self._sequence(blocks, f"{self._calls}-{number}", prompt, tokens, temperature, grammar))
         self._calls += 1
         schedule, run, postprocess = (
             self.around(name, call)
@@ -94,7 +96,13 @@ class OwnEngine:
                 started += time.perf_counter() - reported
 
     def _sequence(
-        self, blocks: BlockManager, name: str, prompt: list[int], tokens: int, temperature: float
+        self,
+        blocks: BlockManager,
+        name: str,
+        prompt: list[int],
+        tokens: int,
+        temperature: float,
+        grammar: tuple[Grammar, Matcher] | None,
     ) -> Sequence:
         held = blocks.blocks_for(len(prompt))
         growth = growth_blocks(
@@ -108,8 +116,15 @@ class OwnEngine:
         return Sequence(
             key=RequestKey(request=RequestId(name), attempt=Attempt(0)),
             params=SamplingParams(
-                temperature=temperature, top_k=0, top_p=1.0, seed=0, max_tokens=tokens, ignore_eos=True
+                temperature=temperature,
+                top_k=0,
+                top_p=1.0,
+                seed=0,
+                max_tokens=tokens,
+                ignore_eos=True,
+                grammar=grammar and grammar[0],
             ),
+            grammar=grammar and grammar[1].copy(),
             tokens=list(prompt),
             prompt_len=len(prompt),
             computed=0,

@@ -7,7 +7,7 @@ Two prefill nodes, the one that fetches in this process, the owner in one of its
 made up at the owner, in records of 32 KiB, 16 layers: 128 MiB; from the Fetch call to the blocks indexed, all of them
 compared; beside `benchmarks.transfer`'s two sides with as many bytes and records. `choice`: a small model with random
 weights; time to first token of a prompt that the owner has computed, forced to compute, forced to fetch, and as the
-node chooses.
+node chooses. `stopped`: the same where the owner's process is stopped, over computing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import asyncio
 import json
 import math
 import random
+import signal
 import statistics
 import tempfile
 import time
@@ -44,6 +45,8 @@ from prefill_node.main import PrefillHalf
 
 RATE_BAR = 0.85
 CHOICE_BAR = 1.10
+STOPPED_BAR = 1.25
+STOPPED_TOKENS = (256, 512, 1024, 2048)
 TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 BLOCK = 16
 RATE_TOKENS = 4096
@@ -61,7 +64,7 @@ ROUTER = 7
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--part", choices=("rate", "choice"), action="append", dest="parts")
+    parser.add_argument("--part", choices=("rate", "choice", "stopped"), action="append", dest="parts")
     parser.add_argument("--transport", choices=("shm", "tcp"), action="append", dest="transports")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="of the choice's prompts")
@@ -282,6 +285,49 @@ async def measure_choice(transport: str, lengths: list[int], rounds: int, folder
     return samples
 
 
+async def measure_stopped(transport: str, rounds: int, folder: Path) -> list[dict[str, Any]]:
+    params = DemoModelParams(context_len_max=CONTEXT, vocab_size=VOCAB)
+    samples, rng = [], random.Random(transport)
+    async with two_nodes(folder, params, 1024, transport) as two, AsyncExitStack() as opened:
+        mine = await opened.enter_async_context(grpc.aio.insecure_channel(two.endpoint))
+        of_owner = await opened.enter_async_context(grpc.aio.insecure_channel(two.owner.endpoint))
+        plan = [(number, length) for number in range(-1, rounds) for length in STOPPED_TOKENS]
+        for number, length in plan:
+            tokens = prompt(rng.randrange(1 << 30), length)
+            await ask_prefill(of_owner, two.owner.incarnation, tokens, [])
+            found = {"compute": await first_token(two, mine, "compute", tokens)}
+            await first_token(two, mine, "fetch", tokens)  # so that it is believed to be fast
+            failed = two.fetches.total.failed
+            two.side.signal(signal.SIGSTOP)
+            try:
+                found["stopped"] = await first_token(two, mine, "choose", tokens)
+            finally:
+                two.side.signal(signal.SIGCONT)
+            assert found["stopped"]["fetched"] == 0, found
+            await two.emptied()
+            found["stopped"]["failed"] = two.fetches.total.failed - failed
+            two.fetches._pauses.clear()
+            two.fetches._figures.clear()
+            if number >= 0:
+                samples.append({"part": "stopped", "transport": transport, "length": length, **found})
+    return samples
+
+
+def report_stopped(samples: list[dict[str, Any]]) -> str:
+    lines = ["transport  tokens  compute ms  stopped ms  stopped/compute (min..max)  fetches that failed"]
+    for transport, length in sorted({(s["transport"], s["length"]) for s in samples}):
+        mine = [s for s in samples if (s["transport"], s["length"]) == (transport, length)]
+        ratios = sorted(s["stopped"]["seconds"] / s["compute"]["seconds"] for s in mine)
+        middle = {mode: statistics.median(s[mode]["seconds"] for s in mine) for mode in ("compute", "stopped")}
+        ratio, failed = middle["stopped"] / middle["compute"], sum(s["stopped"]["failed"] for s in mine)
+        lines.append(
+            f"{transport:9}  {length:6}  {1e3 * middle['compute']:10.1f}  {1e3 * middle['stopped']:10.1f}  "
+            f"{ratio:.2f} ({ratios[0]:.2f}..{ratios[-1]:.2f})  {failed} of {len(mine)}"
+            + ("" if ratio <= STOPPED_BAR else "  MISSED")
+        )
+    return "\n".join(lines)
+
+
 def crossover(ratios: dict[int, float]) -> str:
     """Where fetching over computing, by length, first comes to less than 1 for good."""
     lengths = sorted(ratios)
@@ -322,9 +368,12 @@ def run(options: argparse.Namespace) -> None:
                 folder = Path(name) / part
                 if part == "rate":
                     samples += asyncio.run(measure_rate(transport, options.rounds, folder))
+                elif part == "stopped":
+                    samples += asyncio.run(measure_stopped(transport, options.rounds, folder))
                 else:
                     samples += asyncio.run(measure_choice(transport, options.tokens, options.rounds, folder))
             mine = [sample for sample in samples if sample["part"] == part]
-            print(report_rate(mine) if part == "rate" else report_choice(mine), flush=True)
+            report = {"rate": report_rate, "choice": report_choice, "stopped": report_stopped}[part]
+            print(report(mine), flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps(samples))

@@ -92,6 +92,33 @@ def memory(nodes: int, holders: int) -> dict[str, Any]:
     }
 
 
+def pauses(pairs: int) -> dict[str, Any]:
+    """How long the index keeps its thread at most, while 1,250 nodes say what they have, and when one of them ends."""
+    rng = np.random.default_rng(4)
+    index = HolderIndex()
+    known = numbers(index, NODES)
+    puts_s, slices_s = [], []
+    for i in range(pairs // NEWS_BLOCKS):
+        digests = rng.bytes(16 * NEWS_BLOCKS)
+        began_s = time.thread_time()
+        index.put(known[i % NODES], digests, b"\1" * NEWS_BLOCKS)
+        puts_s.append(time.thread_time() - began_s)
+    index.forget(Incarnation(1))
+    more = True
+    while more:
+        began_s = time.thread_time()
+        more = index.sweep()
+        slices_s.append(time.thread_time() - began_s)
+    return {
+        "pairs": index.entries,
+        "us a message of 256": round(1e6 * sum(puts_s) / len(puts_s)),
+        "the longest, ms": round(1e3 * max(puts_s), 1),
+        "99.9%, ms": round(1e3 * sorted(puts_s)[int(len(puts_s) * 0.999)], 1),
+        "a slice of a sweep at most, ms": round(1e3 * max(slices_s), 1),
+        "a sweep, ms": round(1e3 * sum(slices_s)),
+    }
+
+
 def record(number: int, rng: np.random.Generator) -> NodeRecord:
     return NodeRecord(
         name=NodeName(f"prefill-{number:04}"), role=Role.PREFILL, incarnation=Incarnation(number + 1),
@@ -163,6 +190,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
     print(json.dumps({"times": times(args.rounds)}, indent=2))
+    print(json.dumps({"pauses": [pauses(1_000_000), pauses(16_000_000)]}, indent=2))
     print(json.dumps({"memory": [memory(100, 1), memory(NODES, 1), memory(NODES, 10), memory(1_000, 1_000)]}, indent=2))
 
 

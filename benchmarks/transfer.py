@@ -129,6 +129,9 @@ class Process:
             raise RuntimeError(f"{self._process.args!r} has ended with {self._process.wait()}")
         return json.loads(line)["reply"]
 
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
     def __enter__(self) -> Process:
         return self
 

@@ -3,7 +3,7 @@
 Pure; owned by one thread. An entry is one number: 48 bits of the block's digest, 14 of its holder, 2 of the tier.
 Sorted, the holders of a block are neighbours. A change goes into a small sorted array, which is merged into the next
 larger one when it is full; a later entry of the same block and holder hides an earlier one (a log-structured merge
-tree).
+tree). A large merge is done a slice with each change, so that no change takes long; meanwhile both arrays are read.
 
 Two blocks may share 48 bits of their digests: where ten million are known, less than one in ten million look-ups of a
 block that nobody has finds somebody. What is found here is a hint: holders compare tokens.
@@ -11,8 +11,9 @@ block that nobody has finds somebody. What is found here is a hint: holders comp
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Final
 
@@ -33,6 +34,10 @@ _LOW_MASK: Final = np.uint64((1 << _LOW_BITS) - 1)
 _LEVEL_MIN: Final = 4_096
 _LEVEL_RATIO: Final = 16
 """The first array has up to `_LEVEL_MIN` entries, each other one so many times as many."""
+_SLICE: Final = 32_768
+"""Entries of either array that are merged at a time; half a millisecond."""
+_MERGED_OF_PUT: Final = 2 * (_LEVEL_RATIO + 2)
+"""Entries that are merged into each level for one that is put: a merge is over before the next one begins."""
 SAVED: Final = np.array([0, 8, 7, 6], dtype=np.uint8)
 """By tier, what a block there saves of what its computing takes, in eighths: loading it takes the rest, about."""
 SAVED_WHOLE: Final = 8
@@ -52,19 +57,69 @@ class Found:
     """What these save, in `SAVED_WHOLE` parts of a block. A block counts no more than one before it."""
 
 
+class _Merge:
+    """Of a newer array into the one of a level, in slices; with no newer one, of what is retired out of it."""
+
+    def __init__(self, old: _Entries, new: _Entries, *, last: bool, retired: npt.NDArray[np.bool_] | None) -> None:
+        """`retired`: of holders by number, whose entries are left out."""
+        self.old, self.new = old, new
+        self._last, self._retired = last, retired
+        self._old_at = self._new_at = self._size = 0
+        self._out = np.empty(old.size + new.size, dtype=np.uint64)
+
+    @property
+    def nbytes(self) -> int:
+        return self.old.nbytes + self.new.nbytes + self._out.nbytes
+
+    def step(self, count: int) -> _Entries | None:
+        """Merge up to so many entries of either; the result, once it is whole."""
+        old = self.old[self._old_at : self._old_at + count]
+        new = self.new[self._new_at : self._new_at + count]
+        # Up to where the shorter of them ends, with all that there is of a block and holder.
+        old_goes_on, new_goes_on = self._old_at + old.size < self.old.size, self._new_at + new.size < self.new.size
+        if old_goes_on and not (new_goes_on and new[-1] < old[-1]):
+            new = new[: new.searchsorted(old[-1] | _TIER_MASK, side="right")]
+        elif new_goes_on:
+            old = old[: old.searchsorted(new[-1] | _TIER_MASK, side="right")]
+        self._old_at, self._new_at = self._old_at + old.size, self._new_at + new.size
+        if self._retired is not None:
+            old, new = (part[~self._retired[(part & _LOW_MASK) >> np.uint64(_TIER_BITS)]] for part in (old, new))
+        merged = _merged(old, new, last=self._last)
+        self._out[self._size : self._size + merged.size] = merged
+        self._size += merged.size
+        if self._old_at < self.old.size or self._new_at < self.new.size:
+            return None
+        self._out.resize(self._size, refcheck=False)
+        return self._out
+
+
+@dataclass(slots=True, eq=False)
+class _Level:
+    entries: _Entries = field(default_factory=lambda: np.empty(0, dtype=np.uint64))
+    """While there is a merge, what it has as `old`."""
+    merge: _Merge | None = None
+    clean: int = 0
+    """Whose entries are not in here: those of holders that were retired up to this count."""
+    merging_clean: int = 0
+    """What `clean` will be after the merge."""
+
+
 class HolderIndex:
     """Holders have numbers. A new holder is filled under a number of its own and then published, in place of what was
     known of it before; one that is forgotten is forgotten at once, and its entries are swept later."""
 
     def __init__(self) -> None:
-        self._levels: list[_Entries] = []
-        """The newest and smallest first. Entries of one block and holder are in one level once."""
+        self._levels: list[_Level] = []
+        """The newest and smallest first. Entries of one block and holder are in one array once."""
         self.holders: dict[Incarnation, int] = {}
         """Those published."""
         self._by_number: dict[int, Incarnation] = {}
         self._live = np.zeros(HOLDERS_MAX + 1, dtype=np.uint8)
         """By number, all bits of one that is published."""
-        self._retired: list[int] = []
+        self._retired: deque[int] = deque()
+        """Numbers that are not free yet, as of some there may be entries; the oldest first."""
+        self._retirements = 0
+        """Ever."""
         self._free: list[int] = []
         self._numbers = 0
         """Ever given out at a time: what `Found` is as long as."""
@@ -74,11 +129,18 @@ class HolderIndex:
     @property
     def entries(self) -> int:
         """With those that are hidden or retired."""
-        return sum(level.size for level in self._levels)
+        return sum(part.size for part in self._parts())
 
     @property
     def nbytes(self) -> int:
-        return sum(level.nbytes for level in self._levels)
+        return sum(level.merge.nbytes if level.merge is not None else level.entries.nbytes for level in self._levels)
+
+    def _parts(self) -> Iterator[_Entries]:
+        """The newest first."""
+        for level in self._levels:
+            if level.merge is not None:
+                yield level.merge.new
+            yield level.entries
 
     def incarnation(self, number: int) -> Incarnation | None:
         """The holder published under this number."""
@@ -87,7 +149,8 @@ class HolderIndex:
     def begin(self) -> int | None:
         """A number for a holder that is to be filled and published, or discarded. None: there are too many."""
         if not self._free and self._numbers == HOLDERS_MAX:
-            self.sweep()
+            while self.sweep():  # as many as that are not retired within a second
+                pass
             if not self._free:
                 return None
         if self._free:
@@ -106,7 +169,7 @@ class HolderIndex:
     def discard(self, number: int) -> None:
         """A number that was not published."""
         assert number not in self._by_number, number
-        self._retired.append(number)
+        self._retire(number)
 
     def forget(self, incarnation: Incarnation) -> None:
         """Idempotent."""
@@ -114,8 +177,12 @@ class HolderIndex:
         if number is not None:
             del self._by_number[number]
             self._live[number] = 0
-            self._retired.append(number)
+            self._retire(number)
             self.version += 1
+
+    def _retire(self, number: int) -> None:
+        self._retired.append(number)
+        self._retirements += 1
 
     def put(self, number: int, digests: bytes, tiers: bytes) -> None:
         """What has changed at a holder: 16 bytes for each block, and a byte with its tier; 0: gone. Of blocks
@@ -129,23 +196,28 @@ class HolderIndex:
         twice = (new[1:] ^ new[:-1]) <= _TIER_MASK
         if twice.any():
             new = new[np.append(~twice, True)]
-        self._push(new)
+        for i in range(len(self._levels)):
+            self._go_on(i, _MERGED_OF_PUT * new.size)
+        self._push(0, new, clean=self._retirements)
 
     def count(self, number: int) -> int:
         """Entries under this number, with those that are hidden. It reads all there are."""
         of = np.uint64(number)
-        return sum(int(((level & _LOW_MASK) >> np.uint64(_TIER_BITS) == of).sum()) for level in self._levels)
+        return sum(int(((part & _LOW_MASK) >> np.uint64(_TIER_BITS) == of).sum()) for part in self._parts())
 
-    def sweep(self) -> None:
-        """Drop the entries of those forgotten. Call it every second."""
+    def sweep(self) -> bool:
+        """Drop entries of those forgotten, a slice of them -> whether there is more to do. Call it every second."""
         if not self._retired:
-            return
-        retired = np.zeros(HOLDERS_MAX + 1, dtype=np.bool_)
-        retired[self._retired] = True
-        for i, level in enumerate(self._levels):
-            self._levels[i] = level[~retired[(level & _LOW_MASK) >> np.uint64(_TIER_BITS)]]
-        self._free += self._retired
-        self._retired = []
+            return False
+        dirty = [i for i, level in enumerate(self._levels) if level.clean < self._retirements]
+        if dirty:
+            if self._levels[dirty[0]].merge is None:
+                self._merge(dirty[0], np.empty(0, dtype=np.uint64))
+            self._go_on(dirty[0], _SLICE)
+        clean = min((level.clean for level in self._levels), default=self._retirements)
+        while len(self._retired) > self._retirements - clean:
+            self._free.append(self._retired.popleft())
+        return bool(self._retired)
 
     def nothing(self) -> Found:
         """What nobody has any of."""
@@ -175,16 +247,16 @@ class HolderIndex:
             return
         keys = _keys(b"".join(digests))
         first_bounds = np.array([keys[0], keys[0] | _LOW_MASK])
-        if all(start == end for start, end in (level.searchsorted(first_bounds) for level in self._levels)):
+        if all(start == end for start, end in (part.searchsorted(first_bounds) for part in self._parts())):
             return  # as of most prompts
         bounds = np.concatenate((keys, keys | _LOW_MASK))
         count = len(keys)
         parts: list[_Part] = []
-        for level in reversed(self._levels):
-            places = level.searchsorted(bounds).tolist()
+        for part in reversed(list(self._parts())):
+            places = part.searchsorted(bounds).tolist()
             starts, ends = places[:count], places[count:]
             if starts != ends:
-                parts.append((level, starts, ends))
+                parts.append((part, starts, ends))
         # How many entries each block has, by level.
         sizes = list(zip(*(map(int.__sub__, ends, starts) for _, starts, ends in parts), strict=True))
         first = 0
@@ -211,18 +283,38 @@ class HolderIndex:
             row[part >> _TIER_BITS] = SAVED.take(part & 3)
         return row
 
-    def _push(self, new: _Entries) -> None:
-        """Merge into the first level, and each level that is too large then into the next."""
-        limit = _LEVEL_MIN
-        for i in range(1 << 30):
-            if i == len(self._levels):
-                self._levels.append(np.empty(0, dtype=np.uint64))
-            merged = _merged(self._levels[i], new, last=i == len(self._levels) - 1)
-            if merged.size <= limit:
-                self._levels[i] = merged
-                return
-            self._levels[i] = np.empty(0, dtype=np.uint64)
-            new, limit = merged, limit * _LEVEL_RATIO
+    def _push(self, i: int, new: _Entries, clean: int) -> None:
+        """Have these merged into a level, at once if they are few."""
+        if i == len(self._levels):
+            self._levels.append(_Level(clean=self._retirements))
+        level = self._levels[i]
+        while level.merge is not None and level.merge.new.size:  # not with such changes as nodes send
+            self._go_on(i, _SLICE)
+        level.clean = min(level.clean, clean)
+        self._merge(i, new)  # in place of a sweep, which it does, too
+        if level.entries.size + new.size <= 2 * _SLICE:
+            self._go_on(i, 2 * _SLICE)
+
+    def _merge(self, i: int, new: _Entries) -> None:
+        level, retired = self._levels[i], None
+        if self._retired:
+            retired = np.zeros(HOLDERS_MAX + 1, dtype=np.bool_)
+            retired[list(self._retired)] = True
+        level.merge = _Merge(level.entries, new, last=i == len(self._levels) - 1, retired=retired)
+        level.merging_clean = self._retirements
+
+    def _go_on(self, i: int, count: int) -> None:
+        """With a level's merge, by so many entries of either array. If it is too large then, into the next."""
+        level = self._levels[i]
+        if level.merge is None:
+            return
+        merged = level.merge.step(count)
+        if merged is None:
+            return
+        level.entries, level.merge, level.clean = merged, None, level.merging_clean
+        if merged.size > _LEVEL_MIN * _LEVEL_RATIO**i:
+            level.entries, level.clean = np.empty(0, dtype=np.uint64), self._retirements
+            self._push(i + 1, merged, level.merging_clean)
 
 
 def _holders(parts: Sequence[_Part], depth: int) -> list[npt.NDArray[np.uint16]]:

@@ -231,7 +231,8 @@ class PrefixCache:
                 entry = self._insert(digest, blocks, packed, salt, cursor.entry)
             elif not _is_same(entry, cursor.entry, salt, packed):
                 return
-            self._pin_if_wanted(entry)
+            if self._wanted:
+                self._pin_if_wanted(entry)
             cursor.positions, cursor.entry = index + 1, entry
 
     def released(self, blocks: Iterable[BlockId]) -> None:

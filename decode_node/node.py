@@ -29,6 +29,7 @@ from engine.core import TokenEvent
 from engine.scheduler import Sequence
 from engine.types import (
     FINISH_TO_PROTO,
+    GRAMMAR_MESSAGE,
     NOT_FINITE_MESSAGE,
     Batch,
     FinishReason,
@@ -93,6 +94,8 @@ class DecodeNode:
         try:
             async with asyncio.timeout_at(job.deadline_s) as job.timer:
                 if not job.kept:
+                    if (grammar := job.seq.params.grammar) is not None:  # while the KV comes
+                        job.seq.grammar = await self.pool.grammars.matcher(grammar, output.tokens)
                     if not await asyncio.shield(job.committed):
                         return  # revoked, or cancelled before the commit: the receiver has let go
                     await asyncio.sleep(0)  # the Commit is answered first: what follows grows with the prompt
@@ -362,6 +365,9 @@ class DecodeNode:
                 job.output.end(error="the engine gave the request up")
             elif event.finish is FinishReason.NOT_FINITE:
                 job.output.end(error=NOT_FINITE_MESSAGE, reason=Reason.SCORES_NOT_FINITE)
+            elif event.finish is FinishReason.GRAMMAR and event.seq.grammar is not None:
+                problem = event.seq.grammar.problem
+                job.output.end(error=GRAMMAR_MESSAGE.format(problem), reason=Reason.GRAMMAR_TOO_COMPLEX)
             elif event.finish is not None:
                 job.output.end(finish=FINISH_TO_PROTO[event.finish])
 

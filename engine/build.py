@@ -179,6 +179,8 @@ class BuiltEngine:
     """To be called with each block that becomes free, if the runner needs it."""
     on_device: GpuRunner | None = None
     """The same runner, if its region has to be in its device's memory."""
+    tokenizer: Path | None = None
+    """Of the model: grammars are followed by its tokens."""
     arithmetic: str = ""
     """For people: what computes, if the runner does not describe itself. Empty: the mock engine."""
 
@@ -242,6 +244,7 @@ def _build_model(config: EngineConfig, progress: Callable[[int, int], None] | No
     identity: dict[str, Any] = {
         "model_name": Path(config.model).name if Path(config.model).is_dir() else config.model,
         "fingerprint": checkpoint_fingerprint(folder),
+        "tokenizer": folder / "tokenizer.json",
     }
     if config.device.has_region:
         rows_max = min(config.gpu.graphs.graph_rows_max, config.sequences_max)

@@ -239,6 +239,7 @@ class Engine:
     def _check(self, seq: Sequence) -> None:
         size = self._blocks.block_size
         assert len(seq.tokens) < self._runner.context_len_max, (seq.key, len(seq.tokens))
+        assert (seq.grammar is None) == (seq.params.grammar is None), (seq.key, "its grammar was left behind")
         written = seq.block_table[self._blocks.full_blocks(seq.computed) :]
         assert not any(block in self._blocks.prefix_cache for block in written), (seq.key, "would write a shared block")
         if seq.mode is SequenceMode.PREFILL_ONLY:
@@ -285,6 +286,8 @@ class Engine:
         if not piece.sample:
             return None
         token = result.sampled[piece.key]
+        if token == NO_TOKEN and seq.grammar is not None and seq.grammar.problem:
+            return self._leave(seq, None, FinishReason.GRAMMAR)
         if token == NO_TOKEN:
             self.counters.not_finite += 1
             self._blocks.prefix_cache.forget(seq.block_table)  # their KV may be broken

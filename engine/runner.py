@@ -17,6 +17,7 @@ import torch
 from baton.ids import RequestKey
 from engine.attention import PagedAttention, TorchAttention, ends_of
 from engine.checkpoint import Progress, load_tensors
+from engine.grammar import compute_masks
 from engine.kv_pool import DeviceMirror, KvPool, SlotMapping
 from engine.model_config import (
     ComputeDtype,
@@ -31,7 +32,7 @@ from engine.models.matmul import NativePacking, OneDnnPacking, Packing
 from engine.models.native_decoder import HEAD_DIM_MAX, NativeDecoder
 from engine.native.kernels import PACKED_ROWS_MIN, TASK_ROWS_MAX, AttentionPlan, Kernels, Workspace, native_kernels
 from engine.prompt_scores import PromptRows
-from engine.sampler import ScoredRows, draw_kernel, sample
+from engine.sampler import ScoredRows, allow_only, draw_kernel, sample
 from engine.types import Batch, KvSink, KvSpec, NullSink, SequenceSlice, StepResult, TokenLogprobs
 
 
@@ -325,10 +326,15 @@ class ModelRunner:
     def draw(
         self, drawn: Sequence[SequenceSlice], logits_BV: torch.Tensor, *, blind: bool = False
     ) -> tuple[torch.Tensor, ScoredRows | None]:
-        """A token for each slice, int64 [B], and the requested log-probabilities. `blind`: see `sample`."""
+        """A token for each slice, int64 [B], and the requested log-probabilities. `blind`: see `sample`. Computes the
+        masks of grammars, and may overwrite the scores."""
         params = [s.params for s in drawn]
+        masks, scores_BV = compute_masks(drawn), logits_BV
+        if masks is not None:
+            wanted = any(p.logprobs is not None for p in params)  # by the model's own scores
+            scores_BV = allow_only(logits_BV, *masks, in_place=not wanted)
         tokens_B = sample(
-            logits_BV,
+            scores_BV,
             params,
             [s.output_index for s in drawn],
             tokens=[s.tokens for s in drawn],

@@ -123,6 +123,21 @@ def _distinct(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return pairs[first], np.diff(first, append=len(pairs))
 
 
+def allow_only(logits_BV: torch.Tensor, rows: Sequence[int], allowed_RI: np.ndarray, *, in_place: bool) -> torch.Tensor:
+    """Minus infinity in these rows for the tokens whose bits are not set (`engine.grammar.compute_masks`)."""
+    device, vocab_size = logits_BV.device, logits_BV.shape[1]
+    bytes_RI = to_device(allowed_RI.view(np.uint8), device)
+    bits = to_device(np.left_shift(1, np.arange(8)).astype(np.uint8), device)
+    forbidden_RV = ((bytes_RI[:, :, None] & bits) == 0).view(len(rows), -1)[:, :vocab_size]
+    if not in_place:
+        logits_BV = logits_BV.clone()
+    if len(rows) == len(logits_BV):
+        return logits_BV.masked_fill_(forbidden_RV, float("-inf"))
+    rows_R = _rows(rows, device)
+    logits_BV[rows_R] = logits_BV[rows_R].masked_fill_(forbidden_RV, float("-inf"))
+    return logits_BV
+
+
 CANDIDATES_FIRST = 256
 CANDIDATES_GROWTH = 8
 TOP_K_BLIND_MAX = 1024

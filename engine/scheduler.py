@@ -21,7 +21,7 @@ from baton.errors import InvalidField
 from baton.ids import BlockId, RequestKey
 from cachestore.block_manager import BlockManager
 from cachestore.prefix_cache import IndexCursor
-from engine.types import Batch, SamplingParams, SequenceSlice, TokenLogprobs
+from engine.types import Batch, GrammarMatcher, SamplingParams, SequenceSlice, TokenLogprobs
 
 
 class SequenceMode(Enum):
@@ -74,6 +74,8 @@ class Sequence:
     """Of its tokens from the second on, as far as they are computed, where the request asks."""
     after: After | None = None
     """Set only while the step behind the one in flight is scheduled."""
+    grammar: GrammarMatcher | None = None
+    """Of a request with a grammar; set before the engine has it."""
 
     def __post_init__(self) -> None:
         assert 0 < self.prompt_len <= len(self.tokens), (self.prompt_len, len(self.tokens))
@@ -341,4 +343,5 @@ def _slice(seq: Sequence, start: int, stop: int, *, token_pending: bool = False)
         output_index=max(stop, len(seq.tokens)) - seq.prompt_len,
         params=seq.params,
         token_pending=token_pending,
+        grammar=seq.grammar,
     )

@@ -19,6 +19,7 @@ import numpy as np
 from batonpb import common_pb2
 
 from baton.ids import BlockId, RequestKey
+from baton.wire import grammar_problem
 from cachestore.layout import Layout, kv_layout
 
 
@@ -29,10 +30,36 @@ class FinishReason(Enum):
     LENGTH = "length"  # max_tokens, or the model's context, is used up
     ABORTED = "aborted"
     NOT_FINITE = "not_finite"  # its scores were not numbers, so there is no token to draw
+    GRAMMAR = "grammar"  # its grammar cannot be followed any further
 
 
 NO_TOKEN = -1
 """In the place of a drawn token: the row's scores are not finite numbers, and nothing can be drawn from them."""
+
+
+class GrammarKind(Enum):
+    """How a grammar is written. Values are the fields of the message."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    RULES = "rules"  # Lark or GBNF
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """What the text of an answer may be."""
+
+    kind: GrammarKind
+    text: str
+
+
+class GrammarMatcher(Protocol):
+    """Follows one answer by its grammar. `engine.grammar` has the only one."""
+
+    @property
+    def problem(self) -> str:
+        """Why it cannot go on: a limit, or a token that the grammar does not allow. Empty: it can."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +96,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """The same of the prompt's tokens, each besides itself; but for the first one, which nothing is before. Such a
     sequence is computed from its first token on."""
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +158,7 @@ class SequenceSlice:
     token_pending: bool = False
     """Its one new token is drawn by the step before, which is not collected: `tokens` ends at `start`, and the token is
     on the runner's device. For an `OverlapRunner` only."""
+    grammar: GrammarMatcher | None = None
 
     @property
     def is_scored(self) -> bool:
@@ -228,7 +257,8 @@ class OverlapRunner(Runner, Protocol):
     def launch(self, batch: Batch, sink: KvSink) -> Any:
         """Queue the batch on the device, behind the step before -> the argument of `collect`. Does not wait.
 
-        Reads the batch before it returns. If it raises, nothing of the batch is written afterwards. `sink` is called
+        Reads the batch before it returns; the tokens of slices with a grammar again when the step before is collected,
+        at the next `launch` or in `collect`. If it raises, nothing of the batch is written afterwards. `sink` is called
         when a layer is queued.
         """
         ...
@@ -251,6 +281,10 @@ NOT_FINITE_MESSAGE = (
 """Of an answer that ends by FinishReason.NOT_FINITE."""
 
 
+GRAMMAR_MESSAGE = "The grammar cannot be followed any further: {}. Make it smaller, or ask for another answer."
+"""Of an answer that ends by FinishReason.GRAMMAR."""
+
+
 def sampling_problem(spec: common_pb2.SamplingSpec, *, vocab_size: int) -> str | None:
     """Why an engine with this vocabulary cannot draw by these parameters; None if it can.
 
@@ -268,7 +302,7 @@ def sampling_problem(spec: common_pb2.SamplingSpec, *, vocab_size: int) -> str |
     outside = [token for token in (*spec.logit_bias, *spec.stop_token_ids) if token >= vocab_size]
     if outside:
         return f"a sampling parameter names token id {outside[0]}, outside the vocabulary of {vocab_size}"
-    return None
+    return grammar_problem(spec)
 
 
 _SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
@@ -282,6 +316,8 @@ def params_from_proto(spec: common_pb2.SamplingSpec) -> SamplingParams:
     values["repetition_penalty"] = spec.repetition_penalty if spec.HasField("repetition_penalty") else 1.0
     for name in ("logprobs", "prompt_logprobs"):
         values[name] = getattr(spec, name) if spec.HasField(name) else None
+    kind = spec.grammar.WhichOneof("kind") if spec.HasField("grammar") else None
+    values["grammar"] = Grammar(kind=GrammarKind(kind), text=getattr(spec.grammar, kind)) if kind else None
     return SamplingParams(**values)
 
 

@@ -37,8 +37,9 @@ log = get_log("writer")
 
 COMMIT_FAILED: Final = "commit call failed"
 RELEASE_FAILED: Final = "release call failed"
-POST_BYTES_MAX: Final = 32 << 20
-"""Of several layers in one post: what stands still is noticed between posts."""
+POST_BYTES_MAX: Final = 128 << 20
+"""Of several layers in one post. Copying threads wait for the one that posts, and tcp ends each post with small frames;
+but what stands still is noticed between posts only."""
 
 Metadata = tuple[tuple[str, str], ...]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from batonpb import common_pb2, node_pb2
@@ -35,6 +35,7 @@ from kvtransfer.transports.rdma_verbs import RdmaUnavailable, posts_by
 from kvtransfer.transports.tcp import moved_by
 from kvtransfer.transports.ucx import UcxUnavailable, destruction_fences, try_ucx
 from node.config import NodeConfig
+from node.grammars import Grammars
 from node.regions import (
     PoolRegion,
     clear_frames_of,
@@ -84,6 +85,7 @@ class DevicePool:
     """Those that the configuration names, whether they serve the region and work here or not."""
     arithmetic: str = ""
     """See `BuiltEngine`."""
+    grammars: Grammars = field(default_factory=Grammars)
 
     @property
     def host_region(self) -> Region:
@@ -250,6 +252,9 @@ async def open_device_pool(
         staged=staged,
         transports=tuple(transports),
         arithmetic=built.arithmetic,
+        grammars=Grammars(
+            built.tokenizer, vocab_size=built.runner.vocab_size, eos_token_ids=built.runner.eos_token_ids
+        ),
     )
 
 

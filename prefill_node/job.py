@@ -17,7 +17,7 @@ from cachestore.block_manager import BlockManager
 from cachestore.layout import Layout
 from engine.core import TokenEvent
 from engine.scheduler import Sequence, SequenceMode
-from engine.types import FINISH_TO_PROTO, SamplingParams, logprobs_to_proto
+from engine.types import FINISH_TO_PROTO, GrammarMatcher, SamplingParams, logprobs_to_proto
 from kvtransfer.protocol.writer import HandoffEnd
 from kvtransfer.writer import Handoff, Metadata
 from node.pool import DevicePool, check_request
@@ -83,6 +83,7 @@ class Job:
     """Digests of the blocks that may come from the prefix cache. Computed when first needed."""
     gathered: Gathered | None = None
     """What tiers and other nodes brought; None: nobody was asked."""
+    grammar: GrammarMatcher | None = None
     handoff: Handoff | None = None
     kept: bool = False
     """It is to run here: its promise includes the answer's growth."""
@@ -153,6 +154,7 @@ class Job:
             mode=mode,
             cache_salt=self.request.cache_salt,
             cached_tokens=cached_tokens,
+            grammar=self.grammar,
         )
 
 

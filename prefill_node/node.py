@@ -28,6 +28,7 @@ from cachestore.block_manager import prefix_blocks_max
 from engine.core import TokenEvent
 from engine.scheduler import SequenceMode
 from engine.types import (
+    GRAMMAR_MESSAGE,
     NOT_FINITE_MESSAGE,
     Batch,
     FinishReason,
@@ -161,12 +162,17 @@ class PrefillNode:
         return job
 
     async def _gather(self, job: Job) -> None:
-        """Bring leading blocks from tiers and other nodes, as far as they come sooner than they are computed."""
-        if job.is_scored or not self.gatherer.has_sources(owners=bool(job.request.owners)):
+        """Compile its grammar, before anything is reserved for it. Bring leading blocks from tiers and other nodes, as
+        far as they come sooner than they are computed. Raises BatonError BAD_FIELD: the grammar cannot be used."""
+        has_sources = not job.is_scored and self.gatherer.has_sources(owners=bool(job.request.owners))
+        if not has_sources and job.params.grammar is None:
             return
         self._gathering[job.key] = job
         try:
-            job.gathered = await self.gatherer.gather(self._prefix(job))
+            if job.params.grammar is not None:
+                job.grammar = await self.pool.grammars.matcher(job.params.grammar, job.request.output)
+            if has_sources:
+                job.gathered = await self.gatherer.gather(self._prefix(job))
         finally:
             del self._gathering[job.key]
 
@@ -376,6 +382,8 @@ class PrefillNode:
         event = job.drawn.result()
         if event.finish is FinishReason.NOT_FINITE:
             raise BatonError(Reason.SCORES_NOT_FINITE, NOT_FINITE_MESSAGE)
+        if event.finish is FinishReason.GRAMMAR and event.seq.grammar is not None:
+            raise BatonError(Reason.GRAMMAR_TOO_COMPLEX, GRAMMAR_MESSAGE.format(event.seq.grammar.problem))
         if event.token is None and job.local:
             raise BatonError(
                 Reason.HANDOFF_FAILED, "This node gave up the request; its log says why. Send the request again."

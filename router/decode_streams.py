@@ -388,8 +388,9 @@ class DecodeSubscription:
 def _given_up(name: str, message: decode_pb2.RequestTokens) -> BatonError:
     if message.error_reason == Reason.TAKEN_OVER.value:
         return taken_over_error()
-    if message.error_reason == Reason.SCORES_NOT_FINITE.value:
-        return BatonError(Reason.SCORES_NOT_FINITE, message.error)
+    for reason in (Reason.SCORES_NOT_FINITE, Reason.GRAMMAR_TOO_COMPLEX):
+        if message.error_reason == reason.value:
+            return BatonError(reason, message.error)
     return BatonError(Reason.HANDOFF_FAILED, f"{name} gave the request up: {message.error}.")
 
 

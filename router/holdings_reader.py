@@ -122,6 +122,7 @@ class HoldingsReader:
         self._tasks = Tasks(asyncio.get_running_loop(), log, broken="what nodes have cached is no longer followed")
         self._repeats = repeats
         self._followers: dict[Incarnation, _Follower] = {}
+        self._sweeps = False
         self.snapshots = 0
         """Taken since the start."""
 
@@ -144,7 +145,15 @@ class HoldingsReader:
 
     def upkeep(self) -> None:
         """Every second."""
-        self.index.sweep()
+        if not self._sweeps:
+            self._sweeps = True
+            self._tasks.spawn(self._sweep())
+
+    async def _sweep(self) -> None:
+        """Others have the loop in between: of millions of entries it takes a while."""
+        for _ in iter(self.index.sweep, False):
+            await asyncio.sleep(0)
+        self._sweeps = False
 
     async def close(self) -> None:
         await self._tasks.cancel()

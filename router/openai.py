@@ -19,19 +19,17 @@ from baton.wire import ModelInfo
 from router.line import Priority
 from router.request import LOGPROBS_MAX, MESSAGES_MAX, ROLES, UINT32_MAX, check_role
 from router.resume import RESUMABLE_ANSWERS_MAX, request_digest
+from router.structured import grammar_of
 
 CHOICES_MAX: Final = 128
 """Answers to one call: prompts times n."""
-_FREE: Final = "answers are free text"
 _TEXT_ONLY: Final = "answers are text only"
 _DRAWN: Final = "answers are drawn, not searched"
 _Refused = Mapping[tuple[str, ...], tuple[tuple[object, ...], str]]
 """Names of fields that would change the answer, values that change nothing, and why others are refused."""
 _REFUSED: Final[_Refused] = {
     ("prompt_logprobs",): ((), "a completion with echo and logprobs has them"),
-    ("response_format",): (({"type": "text"},), _FREE),
-    ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema", "regex",
-     "ebnf"): ((), _FREE),
+    ("guided_whitespace_pattern", "structural_tag"): ((), "schemas, regular expressions, choices and grammars are"),
     ("allowed_token_ids", "bad_words"): (([],), "logit_bias keeps tokens out of an answer"),
     ("skip_special_tokens",): ((True,), "special tokens are no part of an answer's text"),
     ("use_beam_search", "early_stopping"): ((False,), _DRAWN),
@@ -328,6 +326,9 @@ def _sampling(body: Mapping[str, Any]) -> inference_pb2.Sampling:
         raise bad_field("stop", "stop must be a string or a list of strings.")
     sampling.stop.extend(stops)
     _set_logit_bias(sampling, body.get("logit_bias", {}))
+    grammar = grammar_of(body)
+    if grammar is not None:
+        sampling.grammar.CopyFrom(grammar)
     return sampling
 
 

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from baton.errors import BatonError, Reason, bad_field
 from baton.ids import RequestId
 from baton.tracing import Traceparent
-from baton.wire import ModelInfo
+from baton.wire import ModelInfo, grammar_problem
 from engine.model_config import REPETITION_PENALTY_MAX, TEMPERATURE_MAX, SamplingDefaults
 from router.line import Priority as Priority
 from router.resume import Resume
@@ -227,9 +227,10 @@ def check_request(
         most = min(LOGPROBS_MAX, PROMPT_SCORES_MAX // len(prompt) - 1)
         text = f"at most {LOGPROBS_MAX}, and with each of the prompt's {len(prompt)} tokens {PROMPT_SCORES_MAX} in all"
         prompt_logprobs = _in_range("prompt_logprobs", sampling.prompt_logprobs, 0, most, text)
+    grammar = sampling.grammar if sampling.HasField("grammar") else None
     at_most = f"at most max_tokens, which is {max_tokens} here"
     repetition_penalty = _number(sampling, "repetition_penalty", defaults)
-    return CheckedRequest(
+    checked = CheckedRequest(
         prompt=tuple(prompt),
         sampling=common_pb2.SamplingSpec(
             temperature=_number(sampling, "temperature", defaults),
@@ -248,6 +249,7 @@ def check_request(
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             choice=choice,
+            grammar=grammar,
         ),
         stop=_stop(sampling, has_tokenizer=has_tokenizer),
         include_stop=sampling.include_stop,
@@ -255,6 +257,10 @@ def check_request(
         eos_token_ids=model.eos_token_ids,
         said=_said(said, model),
     )
+    problem = grammar_problem(checked.sampling)
+    if problem is not None:
+        raise bad_field("sampling.grammar", f"The request cannot be answered: {problem}.")
+    return checked
 
 
 def check_model_name(name: str, names: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple, TypedDict
 
 from batonpb import common_pb2, inference_pb2
 
+Grammar = common_pb2.Grammar
 TokenLogprobs = common_pb2.TokenLogprobs
 """`logprob` of the drawn token; `top_ids` and `top_logprobs` of the best ones, best first. Natural logarithms."""
 Stats = inference_pb2.RequestStats
@@ -55,6 +56,8 @@ class Sampling:
     ignore_eos: bool | None = None
     logprobs: int | None = None
     """Log-probabilities of each token and of this many of the best ones."""
+    grammar: Grammar | None = None
+    """What the text has to be: `Grammar(json_schema=...)`, `Grammar(regex=...)` or `Grammar(rules=...)`."""
 
     def message(self) -> inference_pb2.Sampling:
         return inference_pb2.Sampling(**{name: getattr(self, name) for name in self.__slots__})

@@ -6,7 +6,7 @@ A launched step keeps its tokens on the device for the next step, and queues one
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,18 @@ class FutureTokens:
 def pick(ids_B: torch.Tensor, rows_B: torch.Tensor, future_ids: torch.Tensor) -> torch.Tensor:
     """The tokens of a step's rows: those of `future_ids` at `rows_B`, or of `ids_B` where that is HOST_KNOWS."""
     return torch.where(rows_B == HOST_KNOWS, ids_B.to(torch.int64), future_ids[rows_B.clamp(min=0)])
+
+
+@dataclass(slots=True, eq=False)
+class UndrawnStep:
+    """A launched step that has grammars, and so needs the tokens of the step before on the host. While the device
+    computes its scores, that step is collected; then it is drawn, before anything is queued behind it."""
+
+    drawn: Sequence[SequenceSlice]
+    logits_BV: torch.Tensor
+    prompt_logprobs: Mapping[RequestKey, list[TokenLogprobs]]
+    step: LaunchedStep | None = None
+    """Once it is drawn."""
 
 
 class GpuForward(TorchForward):
@@ -144,6 +156,7 @@ class GpuRunner(ModelRunner):
         self._graphs: DecodeGraphs | None = None
         self.overlap_rows_max = OVERLAP_ROWS_MAX if self.gpu.overlap_steps else 0
         self._future = FutureTokens(self.device)
+        self._undrawn: UndrawnStep | None = None
 
     def bind(self, region_U8: Any, num_blocks: int) -> None:
         """See `Runner.bind`. A tensor on this runner's device, or an array. Chooses the attention: runs kernels.
@@ -253,25 +266,51 @@ class GpuRunner(ModelRunner):
         return draws_blind(params)
 
     @torch.inference_mode()
-    def launch(self, batch: Batch, sink: KvSink) -> LaunchedStep:
+    def launch(self, batch: Batch, sink: KvSink) -> LaunchedStep | UndrawnStep:
         """See `OverlapRunner.launch`; `sink` as for `run`. Waits for the device only if sampling needs values."""
         drawn = [s for s in batch.slices if s.sample]
         try:
+            if self._undrawn is not None:
+                self._draw_late(self._undrawn)
             prompts = PromptRows.of(batch)
             if prompts is None:
                 logits_BV, logprobs = self._logits(batch, sink), {}
             else:
                 logits_BV, logprobs = self._scored(batch, prompts, sink)
-            tokens_B, scored = (None, None) if logits_BV is None else self.draw(drawn, logits_BV, blind=True)
-            self._future.keep(drawn, tokens_B)
-            return LaunchedStep.of(drawn, tokens_B, scored, device=self.device, prompt_logprobs=logprobs)
+            if logits_BV is not None and any(s.grammar is not None and s.token_pending for s in drawn):
+                self._undrawn = UndrawnStep(drawn, logits_BV, logprobs)
+                return self._undrawn
+            return self._draw(drawn, logits_BV, logprobs)
         except BaseException:
             self._settle()  # the work queued before the error still writes
             raise
 
-    def collect(self, in_flight: LaunchedStep) -> StepResult:
+    @torch.inference_mode()
+    def collect(self, in_flight: LaunchedStep | UndrawnStep) -> StepResult:
         """See `OverlapRunner.collect`."""
+        if isinstance(in_flight, UndrawnStep):
+            try:
+                in_flight = self._draw_late(in_flight)
+            except BaseException:
+                self._settle()
+                raise
         return in_flight.result()
+
+    def _draw(
+        self,
+        drawn: Sequence[SequenceSlice],
+        logits_BV: torch.Tensor | None,
+        prompt_logprobs: Mapping[RequestKey, list[TokenLogprobs]],
+    ) -> LaunchedStep:
+        tokens_B, scored = (None, None) if logits_BV is None else self.draw(drawn, logits_BV, blind=True)
+        self._future.keep(drawn, tokens_B)
+        return LaunchedStep.of(drawn, tokens_B, scored, device=self.device, prompt_logprobs=prompt_logprobs)
+
+    def _draw_late(self, undrawn: UndrawnStep) -> LaunchedStep:
+        if undrawn.step is None:
+            assert undrawn is self._undrawn, "another step was launched behind it"
+            undrawn.step, self._undrawn = self._draw(undrawn.drawn, undrawn.logits_BV, undrawn.prompt_logprobs), None
+        return undrawn.step
 
     def _logits(self, batch: Batch, sink: KvSink) -> torch.Tensor | None:
         """Scores of the rows that draw; None without any. The next step overwrites them."""

@@ -3,9 +3,12 @@ and a launch that looks at nothing."""
 
 from __future__ import annotations
 
+import json
 import random
+import re
 from collections import deque
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from tests.support.gpu_models import (
     BLOCK_SIZE,
@@ -34,11 +38,23 @@ from engine.core import Engine
 from engine.gpu.config import GpuConfig, GraphConfig
 from engine.gpu.graphs import HOST_KNOWS
 from engine.gpu.runner import FutureTokens, GpuRunner, pick
+from engine.grammar import GrammarCompiler
+from engine.model_config import ModelConfig
 from engine.runner import TorchRunner
 from engine.sampler import TOP_K_BLIND_MAX, best_blind, best_ranked, draws_blind, sample
 from engine.scheduler import SchedulerConfig, SequenceMode
 from engine.scheduler import Sequence as EngineSequence
-from engine.types import Batch, NullSink, OverlapRunner, Runner, SamplingParams, TokenLogprobs
+from engine.types import (
+    Batch,
+    Grammar,
+    GrammarKind,
+    NullSink,
+    OverlapRunner,
+    Runner,
+    SamplingParams,
+    TokenLogprobs,
+)
+from tests.support.schemas import write_byte_tokenizer
 
 CONFIG = tiny_config()
 TENSORS = random_tensors(CONFIG, 1)
@@ -58,12 +74,18 @@ def region(runner: Runner) -> np.ndarray:
     return np.full(runner.layout.region_bytes(NUM_BLOCKS), 0xFF, dtype=np.uint8)
 
 
-def gpu_runner(*, graph_rows_max: int = 4, overlap_steps: bool = True) -> GpuRunner:
+def gpu_runner(
+    *,
+    graph_rows_max: int = 4,
+    overlap_steps: bool = True,
+    config: ModelConfig = CONFIG,
+    tensors: dict[str, torch.Tensor] = TENSORS,
+) -> GpuRunner:
     """Binds, and captures with the last block for padding."""
     graphs = GraphConfig(graph_rows_max=graph_rows_max, graph_context_max=64)
     gpu = GpuConfig(graphs=graphs, overlap_steps=overlap_steps)
     runner = GpuRunner(
-        config=CONFIG, tensors=TENSORS, block_size=BLOCK_SIZE, device="cpu", gpu=gpu, capture=FakeCapture()
+        config=config, tensors=tensors, block_size=BLOCK_SIZE, device="cpu", gpu=gpu, capture=FakeCapture()
     )
     runner.bind(region(runner), NUM_BLOCKS)
     runner.warm_up(BlockId(NUM_BLOCKS - 1))
@@ -79,7 +101,8 @@ class Answer:
 class Server:
     """An engine over either runner. Requests come at given steps."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, grammars: GrammarCompiler | None = None) -> None:
+        self.grammars = grammars
         ledger = Ledger(NUM_BLOCKS - 1)
         self.blocks = BlockManager(ledger, BLOCK_SIZE, b"tiny")
         limits = SchedulerConfig(tokens_per_step_max=12, sequences_max=6, waiting_max=16)
@@ -108,6 +131,7 @@ class Server:
                 block_table=self.blocks.admit([], held, promise_key=name, promise=growth),
                 promise_key=name,
                 mode=SequenceMode.COMPLETE,
+                grammar=params.grammar and self.grammars and self.grammars.compile(params.grammar),
             )
         )
 
@@ -186,6 +210,38 @@ def test_a_request_with_an_open_top_p_or_a_penalty_does_not_overlap() -> None:
         assert (server.engine.counters.steps_overlapped, server.engine.counters.steps_held_back) == (0, 3)
     assert not on.can_overlap(replace(DRAWN, top_k=TOP_K_BLIND_MAX + 1))
     assert on.can_overlap(replace(DRAWN, top_k=TOP_K_BLIND_MAX, top_p=0.9))
+
+
+@pytest.mark.parametrize("graph_rows_max", [0, 4], ids=["kernel by kernel", "graphs"])
+def test_answers_with_grammars_overlap(graph_rows_max: int, tmp_path: Path) -> None:
+    """Each step is launched before the host knows the token that its masks need: it is drawn once the one before is
+    collected. Two with grammars, of which one ends early, beside one without: the plain engine's answers, none held
+    back."""
+    eos = write_byte_tokenizer(tmp_path / "tokenizer.json")
+    config = replace(CONFIG, vocab_size=eos + 1, eos_token_ids=frozenset({eos}))
+    tensors = random_tensors(config, 1)
+    grammars = GrammarCompiler(
+        tmp_path / "tokenizer.json", vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids
+    )
+    digits = Grammar(kind=GrammarKind.REGEX, text="[0-9]{2,4}")
+    words = Grammar(kind=GrammarKind.JSON_SCHEMA, text='{"enum": ["one", "two", "three"]}')
+    jobs = {
+        "digits": (0, [1, 2, 3], replace(DRAWN, grammar=digits)),
+        "free": (0, [4], replace(GREEDY, max_tokens=12)),
+        "words": (2, [5, 6], replace(GREEDY, grammar=words)),
+    }
+    plain = TorchRunner(config=config, tensors=tensors, block_size=BLOCK_SIZE)
+    plain.bind(region(plain), NUM_BLOCKS)
+    wanted = {name: answer.tokens for name, answer in Server(plain, grammars).serve(jobs).items()}
+    runner = gpu_runner(graph_rows_max=graph_rows_max, config=config, tensors=tensors)
+    server = Server(runner, grammars)
+    assert {name: answer.tokens for name, answer in server.serve(jobs).items()} == wanted
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert re.fullmatch("[0-9]{2,4}", tokenizer.decode(wanted["digits"]))
+    assert json.loads(tokenizer.decode(wanted["words"])) in ("one", "two", "three")
+    counters = server.engine.counters
+    assert (counters.steps_held_back, counters.steps_overlapped) == (0, counters.steps - 1)
+    assert counters.tokens_surplus == 2
 
 
 @pytest.mark.parametrize("graph_rows_max", [0, 4], ids=["kernel by kernel", "graphs"])

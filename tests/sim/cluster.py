@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from enum import Enum
 from random import Random
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 from unittest.mock import patch
 
 import baton.liveness
@@ -335,6 +335,14 @@ class _NoLag:
         pass
 
 
+_SECRETS: Final = SimpleNamespace(
+    randbits=lambda bits: current().loop.rng.getrandbits(bits),
+    token_bytes=lambda count: current().loop.rng.randbytes(count),
+    token_hex=lambda count: current().loop.rng.randbytes(count).hex(),
+)
+"""For the module of that name: the running process draws."""
+
+
 def _no_device(*_: Any, **__: Any) -> None:
     """Whatever the machine has that the simulation runs on."""
     raise RdmaUnavailable("simulated")
@@ -369,9 +377,6 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
     async def nobody_listens(endpoint: str, *, timeout_s: float) -> bool:
         return await cluster.nobody_listens(current(), endpoint, timeout_s)
 
-    async def can_bind(_listen: str) -> None:
-        pass
-
     def one_server(*args: Any, admin_listen: str | None = None, **kwargs: Any) -> NodeRuntime:
         """A router's second port is for operators: there are none."""
         return NodeRuntime(*args, **kwargs)
@@ -380,11 +385,6 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         cluster.fetches.append(made := Fetches(**parts))
         return made
 
-    secrets = SimpleNamespace(
-        randbits=lambda bits: current().loop.rng.getrandbits(bits),
-        token_bytes=lambda count: current().loop.rng.randbytes(count),
-        token_hex=lambda count: current().loop.rng.randbytes(count).hex(),
-    )
     capture = _capture
     mains = (router.main, node.main)
     return [
@@ -392,14 +392,14 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         (baton.runtime, "RpcServer", server),
         (baton.runtime, "LoopLag", _NoLag),
         (baton.runtime, "OperatorToken", _NoToken),
-        (baton.runtime, "check_can_bind", can_bind),
+        (baton.runtime, "check_can_bind", _can_bind),
         (router.main, "native_front", lambda: None),
         (baton.liveness, "nobody_listens", nobody_listens),
         (cli.directory, "RpcServer", server),
         (cli.directory, "Clock", SimClock),
         (cli.directory, "random", SimpleNamespace(Random=lambda: Random(current().loop.rng.getrandbits(64)))),
         *((main, "Clock", SimClock) for main in mains),
-        *((module, "secrets", secrets) for module in (*mains, router.serving, decode_node.reserving, node.fetching)),
+        *((module, "secrets", _SECRETS) for module in (*mains, router.serving, decode_node.reserving, node.fetching)),
         *((main, "NodeRuntime", capture("runtime", one_server)) for main in mains),
         (router.serving, "RouterNode", capture("router", RouterNode)),
         *watched_routers(current),
@@ -419,6 +419,10 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         (node.engine_loop, "ThreadPoolExecutor", _NoThread),
         (asyncio.tasks._all_tasks, "add", id),  # type: ignore[attr-defined]  # a list that nobody asks for
     ]
+
+
+async def _can_bind(_listen: str) -> None:
+    """Whatever it is."""
 
 
 class _NoToken:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -34,17 +35,17 @@ CHANGES = st.lists(
 
 
 @settings(max_examples=300, deadline=None)
-@given(CHANGES, st.integers(0, 6).map(lambda end: DIGESTS[:end]))
-def test_the_index_agrees_with_a_dict(changes: list[object], chain: list[bytes]) -> None:
+@given(CHANGES, st.integers(0, 6).map(lambda end: DIGESTS[:end]), st.integers(1, 3))
+def test_the_index_agrees_with_a_dict(changes: list[object], chain: list[bytes], merged: int) -> None:
     """Blocks come to holders, change their tier and go, the last of a chain first; holders are forgotten and come
-    again. With levels of two entries there are many of them. The leading blocks of each holder, and what they save, are
-    right."""
+    again. With levels of two entries there are many of them, and merges take their time. The leading blocks of each
+    holder, and what they save, are right."""
     index = HolderIndex()
     model: dict[Incarnation, dict[bytes, int]] = {}
-    with patch.multiple(holder_index, _LEVEL_MIN=2, _LEVEL_RATIO=2):
+    with patch.multiple(holder_index, _LEVEL_MIN=2, _LEVEL_RATIO=2, _SLICE=1, _MERGED_OF_PUT=merged):
         for change in changes:
             if change == "sweep":
-                index.sweep()
+                sweep(index)
                 continue
             holder, tiers = Incarnation(change[0] + 1), change[1]  # type: ignore[index]
             if tiers is None:
@@ -62,8 +63,13 @@ def test_the_index_agrees_with_a_dict(changes: list[object], chain: list[bytes])
             model[holder] = has
             check(index, model, chain)
         check(index, model, chain)
-        index.sweep()
+        sweep(index)
         check(index, model, chain)
+
+
+def sweep(index: HolderIndex) -> None:
+    while index.sweep():
+        pass
 
 
 def blocks(index: HolderIndex, chain: list[bytes]) -> npt.NDArray[np.uint32]:
@@ -102,7 +108,7 @@ def test_a_holder_is_known_by_its_new_number_only_once_that_is_complete() -> Non
     assert blocks(index, DIGESTS[:2])[index.holders[node]] == 2
     index.publish(node, second)
     assert blocks(index, DIGESTS[:2])[index.holders[node]] == 1
-    index.sweep()
+    sweep(index)
     assert index.entries == 1
     dropped = index.begin()
     assert dropped == first, "its number is free again"
@@ -143,6 +149,44 @@ def test_a_million_blocks_take_little_memory() -> None:
     kept = blocks(index, [had[7][16 * i : 16 * (i + 1)] for i in range(3_300, 3_324)])
     assert kept[7] == 24 and kept.sum() == 24
     assert index.lookup([had[7][:16]]) is None
+
+
+def test_no_change_merges_much() -> None:
+    """Messages of 256 blocks from a hundred nodes, some of which are forgotten and come again: the largest array is
+    never rewritten at once. Each message, and each slice of a sweep, merges a few thousand entries at most."""
+    index, rng, merged = HolderIndex(), np.random.default_rng(3), [0]
+    real = holder_index._merged
+
+    def counted(old: Any, new: Any, *, last: bool) -> Any:
+        merged[0] += old.size + new.size
+        return real(old, new, last=last)
+
+    most, has = 0, {}
+    for node in range(100):
+        number = index.begin()
+        assert number is not None
+        index.publish(Incarnation(node + 1), number)
+    with patch.multiple(holder_index, _merged=counted, _LEVEL_MIN=256, _SLICE=2_048):
+        for turn in range(3_000):
+            node = Incarnation(1 + turn % 100)
+            has[node] = rng.bytes(16 * 256)
+            for change in (
+                lambda at=index.holders[node], what=has[node]: index.put(at, what, b"\1" * 256),
+                lambda: index.sweep(),
+            ):
+                merged[0] = 0
+                change()
+                most = max(most, merged[0])
+            if turn % 50 == 49:
+                index.forget(node)
+                number = index.begin()
+                assert number is not None
+                index.publish(node, number)
+                del has[node]
+    assert index.entries > 600_000
+    assert most <= 5 * 2 * 36 * 256, "a tenth of them, in five arrays"
+    for node, digests in has.items():
+        assert blocks(index, [digests[:16], digests[16 * 255 :]])[index.holders[node]] == 2
 
 
 def test_a_prompt_of_very_many_blocks() -> None:

@@ -109,8 +109,9 @@ def test_every_parameter_reaches_our_request() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "neutral"),
     [
-        ("guided_json", {"type": "object"}, None), ("structured_outputs", {"regex": "a"}, None), ("regex", "a+", None),
-        ("response_format", {"type": "json_object"}, {"type": "text"}), ("allowed_token_ids", [5], []),
+        ("structural_tag", {}, None), ("response_format", {"type": "grammar"}, {"type": "text"}),
+        ("guided_regex", ["a"], None), ("structured_outputs", {"regex": "a", "choice": ["b"]}, None),
+        ("guided_choice", [], None), ("allowed_token_ids", [5], []),
         ("bad_words", ["a"], []), ("logits_processors", ["x"], []), ("skip_special_tokens", False, True),
         ("typical_p", 0.9, 1.0), ("no_repeat_ngram_size", 3, 0), ("use_beam_search", True, False),
         ("length_penalty", 1.2, 1.0), ("early_stopping", True, False),
