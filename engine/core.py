@@ -276,6 +276,8 @@ class Engine:
         # Otherwise the step before has failed, and the sequence is being aborted.
         if piece.start == before and stop <= len(seq.tokens):
             seq.computed = stop
+            if result.prompt_logprobs:
+                seq.prompt_logprobs += result.prompt_logprobs.get(piece.key, ())
             if stop // size > before // size:
                 self._index(seq)
         if self._aborting and piece.key in self._aborting:

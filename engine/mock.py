@@ -138,7 +138,15 @@ class MockRunner:
             for p in batch.slices
             if p.sample and p.params.logprobs is not None
         }
-        return StepResult(sampled=sampled, logprobs=logprobs)
+        prompts = {
+            p.key: [
+                TokenLogprobs(logprob=0.0, top=((token, 0.0),)[: p.params.prompt_logprobs])
+                for token in p.tokens[p.start + 1 : p.stop + 1]
+            ]
+            for p in batch.slices
+            if p.is_scored
+        }
+        return StepResult(sampled=sampled, logprobs=logprobs, prompt_logprobs=prompts)
 
     def _check(self, piece: SequenceSlice) -> None:
         assert 0 <= piece.start < piece.stop <= len(piece.tokens), (piece.key, piece.start, piece.stop)

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
 
+from baton.ids import RequestKey
 from engine.attention import PagedAttention, TorchAttention, ends_of
 from engine.checkpoint import Progress, load_tensors
 from engine.grammar import compute_masks
@@ -29,8 +31,9 @@ from engine.models.decoder import Decoder, rotate
 from engine.models.matmul import NativePacking, OneDnnPacking, Packing
 from engine.models.native_decoder import HEAD_DIM_MAX, NativeDecoder
 from engine.native.kernels import PACKED_ROWS_MIN, TASK_ROWS_MAX, AttentionPlan, Kernels, Workspace, native_kernels
+from engine.prompt_scores import PromptRows
 from engine.sampler import ScoredRows, allow_only, draw_kernel, sample
-from engine.types import Batch, KvSink, KvSpec, NullSink, SequenceSlice, StepResult
+from engine.types import Batch, KvSink, KvSpec, NullSink, SequenceSlice, StepResult, TokenLogprobs
 
 
 class Forward(Protocol):
@@ -229,6 +232,7 @@ class LaunchedStep:
     """In pinned memory where the device is a GPU. None: nothing is drawn."""
     done: torch.cuda.Event | None
     """Recorded after the copy, and so after the whole step."""
+    prompt_logprobs: Mapping[RequestKey, list[TokenLogprobs]]
 
     @classmethod
     def of(
@@ -238,6 +242,7 @@ class LaunchedStep:
         scored: ScoredRows | None,
         *,
         device: torch.device,
+        prompt_logprobs: Mapping[RequestKey, list[TokenLogprobs]] = MappingProxyType({}),
     ) -> LaunchedStep:
         """Queue the copy on the current stream, after all other work of the step."""
         on_gpu, packed_P, done = device.type == "cuda", None, None
@@ -248,21 +253,23 @@ class LaunchedStep:
         if on_gpu:
             done = torch.cuda.Event()
             done.record(torch.cuda.current_stream(device))
-        return cls(slices=slices, scored=scored, packed_P=packed_P, done=done)
+        return cls(slices=slices, scored=scored, packed_P=packed_P, done=done, prompt_logprobs=prompt_logprobs)
 
     def result(self) -> StepResult:
         """Wait for the step."""
         if self.done is not None:
             self.done.synchronize()
+        prompts = dict(self.prompt_logprobs)
         if self.packed_P is None:
-            return StepResult()
+            return StepResult(prompt_logprobs=prompts)
         numbers: np.ndarray = self.packed_P.numpy()
         count = len(self.slices)
         sampled = {s.key: token for s, token in zip(self.slices, numbers[:count].tolist(), strict=True)}
         if self.scored is None:
-            return StepResult(sampled=sampled)
+            return StepResult(sampled=sampled, prompt_logprobs=prompts)
         found = self.scored.by_row(numbers[count:])
-        return StepResult(sampled=sampled, logprobs={self.slices[row].key: each for row, each in found.items()})
+        logprobs = {self.slices[row].key: each for row, each in found.items()}
+        return StepResult(sampled=sampled, logprobs=logprobs, prompt_logprobs=prompts)
 
 
 class ModelRunner:
@@ -414,12 +421,15 @@ class TorchRunner(ModelRunner):
     def run(self, batch: Batch, sink: KvSink) -> StepResult:
         """See `Runner.run`, and `Forward.forward` for the sink."""
         forward, sink = self._begin(batch, sink)
-        x_WE = forward.forward(batch, sink)
+        prompts = PromptRows.of(batch)
+        x_WE = forward.forward(batch if prompts is None else prompts.batch, sink)
+        logprobs = {} if prompts is None else prompts.logprobs(x_WE, forward.logits)
         drawn = [s for s in batch.slices if s.sample]
         if not drawn:
-            return StepResult()
-        tokens_B, scored = self.draw(drawn, forward.logits(x_WE))
-        return LaunchedStep.of(drawn, tokens_B, scored, device=self.device).result()
+            return StepResult(prompt_logprobs=logprobs)
+        tokens_B, scored = self.draw(drawn, forward.logits(x_WE if prompts is None else x_WE[prompts.draws]))
+        step = LaunchedStep.of(drawn, tokens_B, scored, device=self.device, prompt_logprobs=logprobs)
+        return step.result()
 
     def _native_decoder(
         self, tensors: Mapping[str, torch.Tensor], kernels: Kernels, quantisation: Quantisation

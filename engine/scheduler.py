@@ -21,7 +21,7 @@ from baton.errors import InvalidField
 from baton.ids import BlockId, RequestKey
 from cachestore.block_manager import BlockManager
 from cachestore.prefix_cache import IndexCursor
-from engine.types import Batch, GrammarMatcher, SamplingParams, SequenceSlice
+from engine.types import Batch, GrammarMatcher, SamplingParams, SequenceSlice, TokenLogprobs
 
 
 class SequenceMode(Enum):
@@ -70,6 +70,8 @@ class Sequence:
     """Steps in flight that contain it. Its blocks are not released before they are over."""
     has_left: bool = False
     """It has ended, while a step that was launched before may still be in flight."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of its tokens from the second on, as far as they are computed, where the request asks."""
     after: After | None = None
     """Set only while the step behind the one in flight is scheduled."""
     grammar: GrammarMatcher | None = None

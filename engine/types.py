@@ -93,6 +93,9 @@ class SamplingParams:
     """No token that ends the answer is drawn before so many others."""
     logprobs: int | None = None
     """How many of the best tokens to report log-probabilities of, besides the drawn one. None: no report."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens, each besides itself; but for the first one, which nothing is before. Such a
+    sequence is computed from its first token on."""
     grammar: Grammar | None = None
 
 
@@ -157,6 +160,11 @@ class SequenceSlice:
     on the runner's device. For an `OverlapRunner` only."""
     grammar: GrammarMatcher | None = None
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether tokens that are known behind its first one are to have log-probabilities."""
+        return self.params.prompt_logprobs is not None and len(self.tokens) > self.start + 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
@@ -183,6 +191,9 @@ class StepResult:
     """NO_TOKEN where nothing could be drawn."""
     logprobs: dict[RequestKey, TokenLogprobs] = field(default_factory=dict)
     """Of the sampled tokens, for the requests that ask."""
+    prompt_logprobs: dict[RequestKey, list[TokenLogprobs]] = field(default_factory=dict)
+    """Of the tokens that are known behind each one of a slice, for the requests that ask; of slices without `sample`
+    too."""
 
 
 class KvSink(Protocol):
@@ -286,7 +297,7 @@ def sampling_problem(spec: common_pb2.SamplingSpec, *, vocab_size: int) -> str |
         return "a sampling parameter is not a finite number"
     if spec.temperature < 0 or penalty <= 0 or not 0 < spec.top_p <= 1 or not 0 <= spec.min_p <= 1:
         return "a sampling parameter is out of range"
-    if spec.logprobs > vocab_size or spec.min_tokens > spec.max_tokens:
+    if max(spec.logprobs, spec.prompt_logprobs) > vocab_size or spec.min_tokens > spec.max_tokens:
         return "a sampling parameter is out of range"
     outside = [token for token in (*spec.logit_bias, *spec.stop_token_ids) if token >= vocab_size]
     if outside:
@@ -303,7 +314,8 @@ def params_from_proto(spec: common_pb2.SamplingSpec) -> SamplingParams:
     values["stop_token_ids"] = frozenset(spec.stop_token_ids)
     values["logit_bias"] = tuple(sorted(spec.logit_bias.items()))
     values["repetition_penalty"] = spec.repetition_penalty if spec.HasField("repetition_penalty") else 1.0
-    values["logprobs"] = spec.logprobs if spec.HasField("logprobs") else None
+    for name in ("logprobs", "prompt_logprobs"):
+        values[name] = getattr(spec, name) if spec.HasField(name) else None
     kind = spec.grammar.WhichOneof("kind") if spec.HasField("grammar") else None
     values["grammar"] = Grammar(kind=GrammarKind(kind), text=getattr(spec.grammar, kind)) if kind else None
     return SamplingParams(**values)

@@ -70,7 +70,7 @@ class MixedNode:
         if job.request.HasField("resumable"):
             check_resumable(job.request.resumable)
         self._check_new(job.key)
-        prefix = self._blocks.match_prompt(job.tokens, job.request.cache_salt)
+        prefix = [] if job.is_scored else self._blocks.match_prompt(job.tokens, job.request.cache_salt)
         known = self._blocks.blocks_for(len(job.tokens))
         new, growth = known - len(prefix), job.footprint(self._pool) - known
         if not (self.has_place and self._blocks.can_admit(prefix, new, growth)):

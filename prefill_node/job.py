@@ -130,6 +130,11 @@ class Job:
         return len(self.tokens) > self.prompt_len
 
     @property
+    def is_scored(self) -> bool:
+        """Whether its prompt's tokens are to have log-probabilities: then it is computed from its first one on."""
+        return self.params.prompt_logprobs is not None
+
+    @property
     def rank(self) -> int:
         """The smaller goes first in the queue: those that are resumed, then by class."""
         return 0 if self.resumed else self.request.priority or common_pb2.PRIORITY_NORMAL
@@ -207,11 +212,14 @@ def prompt_sources(job: Job, *, block_size: int) -> common_pb2.PromptSources:
 
 def first_token(job: Job, first: TokenEvent, *, block_size: int) -> prefill_pb2.FirstToken:
     assert job.seq is not None and first.token is not None
+    # Of a request that goes on behind a part of its answer, that part has log-probabilities here too.
+    prompt = first.seq.prompt_logprobs[: job.prompt_len - 1]
     message = prefill_pb2.FirstToken(
         token=first.token,
         prompt_tokens_cached=job.seq.cached_tokens,
         logprobs=logprobs_to_proto(first.logprobs),
         sources=prompt_sources(job, block_size=block_size),
+        prompt_logprobs=map(logprobs_to_proto, prompt),
     )
     if first.finish is not None:
         message.finish = FINISH_TO_PROTO[first.finish]

@@ -164,7 +164,7 @@ class PrefillNode:
     async def _gather(self, job: Job) -> None:
         """Compile its grammar, before anything is reserved for it. Bring leading blocks from tiers and other nodes, as
         far as they come sooner than they are computed. Raises BatonError BAD_FIELD: the grammar cannot be used."""
-        has_sources = self.gatherer.has_sources(owners=bool(job.request.owners))
+        has_sources = not job.is_scored and self.gatherer.has_sources(owners=bool(job.request.owners))
         if not has_sources and job.params.grammar is None:
             return
         self._gathering[job.key] = job
@@ -246,7 +246,7 @@ class PrefillNode:
         """Whether it is to run here, and can."""
         if not job.needs_decode or local.never(job) is not None or self._only_others_reached(job):
             return False
-        cached = self._blocks.match_prompt(job.tokens, job.request.cache_salt)
+        cached = [] if job.is_scored else self._blocks.match_prompt(job.tokens, job.request.cache_salt)
         return is_kept(
             local.policy,
             prompt_tokens=len(job.tokens),
@@ -336,7 +336,7 @@ class PrefillNode:
     def _start(self, job: Job) -> None:
         """Hold the prompt's blocks, send the cached ones that decode lacks, and submit it to the engine."""
         self.ledger.unpromise(job.key)
-        prefix = self._blocks.match_prompt(job.tokens, job.request.cache_salt)
+        prefix = [] if job.is_scored else self._blocks.match_prompt(job.tokens, job.request.cache_salt)
         table = self._blocks.admit(prefix, self._blocks.blocks_for(len(job.tokens)) - len(prefix))
         cached_tokens = self._blocks.tokens_in(len(prefix))
         job.seq = job.sequence(table, cached_tokens=cached_tokens, promise_key=job.key, mode=SequenceMode.PREFILL_ONLY)

@@ -227,6 +227,8 @@ class Job:
     observed: ObservedRequest = field(default_factory=ObservedRequest)
     logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)
     """Of a resumable request: those of `output`, if it asks for them."""
+    prompt_logprobs: Sequence[common_pb2.TokenLogprobs] = ()
+    """Of the prompt, if the request asks for them."""
     inbox: Inbox | None = None
     """The last attempt's."""
     taken_over: bool = False
@@ -374,7 +376,7 @@ class Job:
             self.sink.finished(self._finished(), self._place())
 
     def _finished(self) -> inference_pb2.Finished:
-        finished = inference_pb2.Finished(reason=self.finish, stats=self.stats)
+        finished = inference_pb2.Finished(reason=self.finish, stats=self.stats, prompt_logprobs=self.prompt_logprobs)
         if self.text.found is not None:
             finished.stop_text = self.text.found
         elif self.finish == common_pb2.FINISH_REASON_STOP and self.output[-1] in self.checked.sampling.stop_token_ids:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 from batonpb import inference_pb2
@@ -28,7 +28,7 @@ _DRAWN: Final = "answers are drawn, not searched"
 _Refused = Mapping[tuple[str, ...], tuple[tuple[object, ...], str]]
 """Names of fields that would change the answer, values that change nothing, and why others are refused."""
 _REFUSED: Final[_Refused] = {
-    ("prompt_logprobs",): ((), "log-probabilities of the prompt are not computed"),
+    ("prompt_logprobs",): ((), "a completion with echo and logprobs has them"),
     ("guided_whitespace_pattern", "structural_tag"): ((), "schemas, regular expressions, choices and grammars are"),
     ("allowed_token_ids", "bad_words"): (([],), "logit_bias keeps tokens out of an answer"),
     ("skip_special_tokens",): ((True,), "special tokens are no part of an answer's text"),
@@ -43,7 +43,6 @@ _REFUSED: Final[_Refused] = {
     ("no_repeat_ngram_size",): ((0,), "repetition_penalty and frequency_penalty keep repetitions down"),
 }  # fmt: skip
 _REFUSED_IN_COMPLETIONS: Final[_Refused] = {
-    ("echo",): ((False,), "the prompt's own text and log-probabilities are not returned"),
     ("suffix",): (("",), "text can only be continued at its end"),
 }
 _REFUSED_IN_CHATS: Final[_Refused] = {
@@ -68,6 +67,8 @@ _T = TypeVar("_T", bool, str, dict[str, Any])
 _Prompt = str | Sequence[int]
 EncodeChat = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], Sequence[int]]
 """Messages and further variables of the chat template to token ids. Raises BatonError."""
+DecodeText = Callable[[Sequence[int]], str]
+"""Token ids to their text."""
 EncodeText = Callable[[str, bool], Sequence[int]]
 """A text to token ids, with those that the tokenizer adds or without. Raises BatonError."""
 
@@ -90,6 +91,10 @@ class OpenAiCall:
     continuous_usage: bool = False
     """Each chunk has the usage so far."""
     priority: Priority | None = None
+    echoes: tuple[str, ...] = ()
+    """The prompts' texts, which answers begin with. Empty: they do not."""
+    no_answer: bool = False
+    """The prompts alone are wanted: the one token that is drawn for each is dropped."""
     resumable: bool = False
     """A stream that the client may go on with at another router."""
     digest: int = 0
@@ -137,27 +142,53 @@ def parse_body(raw: bytes | bytearray) -> dict[str, Any]:
     return {name: value for name, value in body.items() if value is not None}
 
 
+def _no_echo(_ids: Sequence[int]) -> str:
+    return ""
+
+
 def _no_text(_text: str, _special: bool) -> Sequence[int]:
     raise BatonError(Reason.NO_TOKENIZER, "This router was started without a tokenizer.", field="text")
 
 
 def parse_completion(
-    body: Mapping[str, Any], encode: EncodeText = _no_text, context_len_max: int = UINT32_MAX
+    body: Mapping[str, Any],
+    encode: EncodeText = _no_text,
+    context_len_max: int = UINT32_MAX,
+    *,
+    decode: DecodeText = _no_echo,
 ) -> OpenAiCall:
     """/v1/completions. `body` as `parse_body` gives it. Raises BatonError naming the field."""
     n = _integer("n", body.get("n", 1), 1, CHOICES_MAX)
     _refuse(body, _REFUSED_IN_COMPLETIONS)
     _refuse(body, {("best_of",): ((n,), "every answer that is drawn is returned: ask for n of them")})
     sampling = _sampling(body)
-    _set_integer(sampling, body, "max_tokens")
+    echo = typed(body, "echo", False)
+    no_answer = echo and not isinstance(body.get("max_tokens"), bool) and body.get("max_tokens") == 0
+    if no_answer:
+        sampling.max_tokens = 1  # the least that is computed
+    else:
+        _set_integer(sampling, body, "max_tokens")
     if body.get("logprobs") is not False:  # some clients say so when they want none
         _set_integer(sampling, body, "logprobs")
     prompts, special = _prompts(body.get("prompt")), typed(body, "add_special_tokens", True)
-    if not special or "truncate_prompt_tokens" in body or typed(body, "return_token_ids", False):
+    if echo and sampling.HasField("logprobs"):
+        sampling.prompt_logprobs = sampling.logprobs
+    if echo and typed(body, "stream", False) and (no_answer or sampling.HasField("logprobs")):
+        raise bad_field(
+            "echo", "A stream echoes text only: leave stream out for max_tokens 0, or for log-probabilities."
+        )
+    texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts] if echo else []
+    if (
+        not special
+        or sampling.HasField("prompt_logprobs")
+        or "truncate_prompt_tokens" in body
+        or typed(body, "return_token_ids", False)
+    ):
         # Else a text becomes tokens where its request is checked.
         prompts = [encode(prompt, special) if isinstance(prompt, str) else prompt for prompt in prompts]
         prompts = [_cut(prompt, body, context_len_max, sampling.max_tokens) for prompt in prompts]
-    return _call(body, prompts, sampling, chat=False)
+    call = _call(body, prompts, sampling, chat=False)
+    return replace(call, echoes=tuple(texts), no_answer=no_answer) if echo else call
 
 
 def _cut(prompt: Sequence[int], body: Mapping[str, Any], context_len_max: int, max_tokens: int) -> Sequence[int]:

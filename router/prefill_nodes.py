@@ -329,6 +329,7 @@ def _take_first(job: Job, inbox: Inbox, first: prefill_pb2.FirstToken) -> bool:
     """Whether the answer ends with it."""
     job.stats.prompt_tokens_cached = min(first.prompt_tokens_cached, job.stats.prompt_tokens)
     job.stats.sources.CopyFrom(first.sources)
+    job.prompt_logprobs = first.prompt_logprobs
     inbox.put(inbox.first_index, [first.token], [first.logprobs] if first.HasField("logprobs") else [])
     if not first.HasField("finish"):
         return False

@@ -85,6 +85,13 @@ class PromptEncoder:
         self._check_chars(len(text), "The prompt has", "text")
         return self.codec.encode(text, add_special_tokens=add_special_tokens)
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of a prompt's tokens; "" without a tokenizer, or for ids that no token has."""
+        try:
+            return "" if self.codec is None else self.codec.decode(ids)
+        except OverflowError:
+            return ""
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -80,7 +80,7 @@ class Replies:
 
     def finished(self, index: int, finished: inference_pb2.Finished) -> None:
         """Counts in the usage."""
-        self.completion_tokens += finished.stats.output_tokens
+        self.completion_tokens += 0 if self.call.no_answer else finished.stats.output_tokens
         self.cached_tokens += finished.stats.prompt_tokens_cached if index % self.call.n == 0 else 0
 
     def usage(self) -> Json:
@@ -143,9 +143,11 @@ class Replies:
             self.started(index, answer.start)
             self.finished(index, answer.end)
             parts, finish = answer.parts, _FINISH[answer.end.reason]
-            text = "".join(part.text for part in parts)
+            if self.call.no_answer:
+                parts, finish = [], "length"
+            text = self._echo(index) + "".join(part.text for part in parts)
             content: Json = {"message": {"role": "assistant", "content": text}} if self.call.chat else {"text": text}
-            logprobs = self._logprobs(index, parts)
+            logprobs = self._logprobs(index, parts, answer.end.prompt_logprobs)
             choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
             choice |= self._token_ids(parts) | _stop_reason(answer.end)
             if self.call.token_ids and not self.call.chat:
@@ -163,8 +165,12 @@ class Replies:
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         return {**head, "system_fingerprint": self.fingerprint}
 
+    def _echo(self, index: int) -> str:
+        """What the answer begins with, beside its own text."""
+        return self.call.echoes[index // self.call.n] if self.call.echoes else ""
+
     def _piece(self, index: int, text: str, parts: list[AnswerPart], *, first: bool, finish: str | None) -> Json:
-        content: Json = {"text": text}
+        content: Json = {"text": self._echo(index) + text if first else text}
         if self.call.chat:
             role = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
             content = {"delta": role}
@@ -175,19 +181,25 @@ class Replies:
     def _token_ids(self, parts: Iterable[AnswerPart]) -> Json:
         return {"token_ids": [token for part in parts for token in part.ids]} if self.call.token_ids else {}
 
-    def _logprobs(self, index: int, parts: Iterable[AnswerPart]) -> Json | None:
+    def _logprobs(
+        self, index: int, parts: Iterable[AnswerPart], prompt: Sequence[common_pb2.TokenLogprobs] = ()
+    ) -> Json | None:
+        """`prompt` are those of the prompt from its second token on, where they go before the answer's."""
         offset = self._offsets.setdefault(index, 0)
         pairs = [pair for part in parts for pair in zip(part.ids, part.logprobs, strict=False)]
-        if not self.call.logprobs or not pairs:
+        echoed = self._prompt_ids(index) or [] if self.call.logprobs and self.call.echoes else []
+        if not self.call.logprobs or not (pairs or echoed):
             return None
+        first, pairs = echoed[:1], [*zip(echoed[1:], prompt, strict=False), *pairs]
         if self.call.chat:
             return {"content": [self._chat_logprob(token, found) for token, found in pairs], "refusal": None}
-        texts = [self.token_text(token) for token, _ in pairs]
+        texts = [self.token_text(token) for token in (*first, *(token for token, _ in pairs))]
+        unknown = [None] * len(first)  # nothing is before the prompt's first token
         *offsets, self._offsets[index] = accumulate(map(len, texts), initial=offset)
         return {
-            "tokens": [self._name(token) for token, _ in pairs],
-            "token_logprobs": [_finite(found.logprob) for _, found in pairs],
-            "top_logprobs": [self._top(token, found) for token, found in pairs],
+            "tokens": [self._name(token) for token in (*first, *(token for token, _ in pairs))],
+            "token_logprobs": [*unknown, *(_finite(found.logprob) for _, found in pairs)],
+            "top_logprobs": [*unknown, *(self._top(token, found) for token, found in pairs)],
             "text_offset": offsets,
         }
 

@@ -25,6 +25,8 @@ PENALTY_MAX = 2.0
 LOGIT_BIAS_MAX = 100.0
 LOGIT_BIAS_TOKENS_MAX = 1024
 LOGPROBS_MAX = 20
+PROMPT_SCORES_MAX = 1 << 16
+"""Log-probabilities of one prompt. More take tenths of a second to pass on, in which a node answers nobody else."""
 STOP_STRINGS_MAX = 16
 STOP_CHARS_MAX = 256
 CACHE_SALT_BYTES_MAX = 256
@@ -222,7 +224,11 @@ def check_request(
     logprobs = None
     if "logprobs" in named:
         logprobs = _in_range("logprobs", sampling.logprobs, 0, LOGPROBS_MAX, f"at most {LOGPROBS_MAX} alternatives")
-    grammar = named.get("grammar")
+    prompt_logprobs = None
+    if "prompt_logprobs" in named:
+        most = min(LOGPROBS_MAX, PROMPT_SCORES_MAX // len(prompt) - 1)
+        text = f"at most {LOGPROBS_MAX}, and with each of the prompt's {len(prompt)} tokens {PROMPT_SCORES_MAX} in all"
+        prompt_logprobs = _in_range("prompt_logprobs", sampling.prompt_logprobs, 0, most, text)
     at_most = f"at most max_tokens, which is {max_tokens} here"
     repetition_penalty = _number(named, "repetition_penalty", defaults.repetition_penalty)
     checked = CheckedRequest(
@@ -242,8 +248,9 @@ def check_request(
             logit_bias=_logit_bias(sampling, model) if "logit_bias" in named else None,
             min_tokens=_in_range("min_tokens", sampling.min_tokens, 0, max_tokens, at_most),
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             choice=choice,
-            grammar=grammar,
+            grammar=named.get("grammar"),
         ),
         stop=_stop(sampling, has_tokenizer=has_tokenizer) if "stop" in named else (),
         include_stop=sampling.include_stop,

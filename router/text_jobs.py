@@ -21,7 +21,7 @@ def parse_call(
     if chat:
         call = openai.parse_chat(body, partial(prompts.encode_chat, special_tokens=special_tokens), context_len_max)
     else:
-        call = openai.parse_completion(body, prompts.encode_text, context_len_max)
+        call = openai.parse_completion(body, prompts.encode_text, context_len_max, decode=prompts.decode)
     for request in call.requests:
         check_prompt_length(len(request.token_ids.ids), context_len_max, field="token_ids")
     return call

@@ -21,9 +21,10 @@ from engine.gpu.linears import admit_weights
 from engine.kv_pool import KvPool, SlotMapping, to_device
 from engine.model_config import ModelConfig, Quantisation
 from engine.models.decoder import Decoder, fused_rms_norm
+from engine.prompt_scores import PromptRows
 from engine.runner import LaunchedStep, ModelRunner, TorchForward, token_ids
 from engine.sampler import draws_blind
-from engine.types import Batch, KvSink, NullSink, SamplingParams, SequenceSlice, StepResult
+from engine.types import Batch, KvSink, NullSink, SamplingParams, SequenceSlice, StepResult, TokenLogprobs
 
 OVERLAP_ROWS_MAX = 4096
 """Tokens of a step that the next step may read on the device."""
@@ -65,6 +66,7 @@ class UndrawnStep:
 
     drawn: Sequence[SequenceSlice]
     logits_BV: torch.Tensor
+    prompt_logprobs: Mapping[RequestKey, list[TokenLogprobs]]
     step: LaunchedStep | None = None
     """Once it is drawn."""
 
@@ -270,11 +272,15 @@ class GpuRunner(ModelRunner):
         try:
             if self._undrawn is not None:
                 self._draw_late(self._undrawn)
-            logits_BV = self._logits(batch, sink)
+            prompts = PromptRows.of(batch)
+            if prompts is None:
+                logits_BV, logprobs = self._logits(batch, sink), {}
+            else:
+                logits_BV, logprobs = self._scored(batch, prompts, sink)
             if logits_BV is not None and any(s.grammar is not None and s.token_pending for s in drawn):
-                self._undrawn = UndrawnStep(drawn, logits_BV)
+                self._undrawn = UndrawnStep(drawn, logits_BV, logprobs)
                 return self._undrawn
-            return self._draw(drawn, logits_BV)
+            return self._draw(drawn, logits_BV, logprobs)
         except BaseException:
             self._settle()  # the work queued before the error still writes
             raise
@@ -290,15 +296,20 @@ class GpuRunner(ModelRunner):
                 raise
         return in_flight.result()
 
-    def _draw(self, drawn: Sequence[SequenceSlice], logits_BV: torch.Tensor | None) -> LaunchedStep:
+    def _draw(
+        self,
+        drawn: Sequence[SequenceSlice],
+        logits_BV: torch.Tensor | None,
+        prompt_logprobs: Mapping[RequestKey, list[TokenLogprobs]],
+    ) -> LaunchedStep:
         tokens_B, scored = (None, None) if logits_BV is None else self.draw(drawn, logits_BV, blind=True)
         self._future.keep(drawn, tokens_B)
-        return LaunchedStep.of(drawn, tokens_B, scored, device=self.device)
+        return LaunchedStep.of(drawn, tokens_B, scored, device=self.device, prompt_logprobs=prompt_logprobs)
 
     def _draw_late(self, undrawn: UndrawnStep) -> LaunchedStep:
         if undrawn.step is None:
             assert undrawn is self._undrawn, "another step was launched behind it"
-            undrawn.step, self._undrawn = self._draw(undrawn.drawn, undrawn.logits_BV), None
+            undrawn.step, self._undrawn = self._draw(undrawn.drawn, undrawn.logits_BV, undrawn.prompt_logprobs), None
         return undrawn.step
 
     def _logits(self, batch: Batch, sink: KvSink) -> torch.Tensor | None:
@@ -316,6 +327,15 @@ class GpuRunner(ModelRunner):
             return logits_BV if drawing else None
         x_WE = forward.forward(batch, sink)
         return forward.logits(x_WE) if drawing else None
+
+    def _scored(
+        self, batch: Batch, prompts: PromptRows, sink: KvSink
+    ) -> tuple[torch.Tensor | None, dict[RequestKey, list[TokenLogprobs]]]:
+        """As `_logits`, and the log-probabilities of prompts, for which it waits; never by a graph."""
+        forward, sink = self._begin(batch, sink)
+        x_WE = forward.forward(prompts.batch, sink)
+        logprobs = prompts.logprobs(x_WE, forward.logits)
+        return (forward.logits(x_WE[prompts.draws]) if prompts.draws else None), logprobs
 
     def _settle(self) -> None:
         """Wait for the calling thread's stream."""

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from batonpb import common_pb2 as batonpb_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61tonpb/inference.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61tonpb/common.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xd7\x05\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x06H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x17\n\nignore_eos\x18\x07 \x01(\x08H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x01H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\n \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x01H\t\x88\x01\x01\x12\x35\n\nlogit_bias\x18\x0c \x03(\x0b\x32!.baton.v1.Sampling.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\r \x01(\rH\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x0b\x88\x01\x01\x12\x0c\n\x04stop\x18\x0f \x03(\t\x12\x19\n\x0cinclude_stop\x18\x10 \x01(\x08H\x0c\x88\x01\x01\x12\x0e\n\x06\x63hoice\x18\x11 \x01(\r\x12\"\n\x07grammar\x18\x12 \x01(\x0b\x32\x11.baton.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x0f\n\r_include_stop\"/\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x99\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12\x1e\n\x04\x63hat\x18\x08 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12$\n\x08sampling\x18\x03 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x12\n\x05model\x18\x04 \x01(\tH\x01\x88\x01\x01\x12\x17\n\ncache_salt\x18\x05 \x01(\tH\x02\x88\x01\x01\x12\x11\n\tresumable\x18\x06 \x01(\x08\x12$\n\x08priority\x18\n \x01(\x0e\x32\x12.baton.v1.PriorityB\x08\n\x06promptB\x08\n\x06_modelB\r\n\x0b_cache_salt\"u\n\rAttachRequest\x12\x14\n\x0cresume_token\x18\x01 \x01(\t\x12*\n\x07request\x18\x02 \x01(\x0b\x32\x19.baton.v1.GenerateRequest\x12\"\n\x06output\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIds\"%\n\rForgetRequest\x12\x14\n\x0cresume_token\x18\x01 \x01(\t\"\r\n\x0b\x46orgetReply\"\xa0\x01\n\rGenerateEvent\x12$\n\x07started\x18\x01 \x01(\x0b\x32\x11.baton.v1.StartedH\x00\x12\"\n\x06tokens\x18\x02 \x01(\x0b\x32\x10.baton.v1.TokensH\x00\x12&\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x12.baton.v1.FinishedH\x00\x12\x14\n\x0cresume_token\x18\x04 \x01(\tB\x07\n\x05\x65vent\"4\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\"c\n\x06Tokens\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\"\x8c\x01\n\x08\x46inished\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12%\n\x05stats\x18\x02 \x01(\x0b\x32\x16.baton.v1.RequestStats\x12\x13\n\tstop_text\x18\x03 \x01(\tH\x00\x12\x14\n\nstop_token\x18\x04 \x01(\rH\x00\x42\x06\n\x04stop\"\xb6\x03\n\x0cRequestStats\x12\x14\n\x0cprefill_node\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65\x63ode_node\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x16\n\x0e\x62locks_written\x18\x04 \x01(\r\x12\x16\n\x0e\x62locks_skipped\x18\x05 \x01(\r\x12\x15\n\rbytes_written\x18\x06 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x07 \x01(\r\x12\x1c\n\x14prompt_tokens_cached\x18\x08 \x01(\r\x12\x15\n\routput_tokens\x18\t \x01(\r\x12\x0f\n\x07ttft_ms\x18\n \x01(\x01\x12\x13\n\x0bitl_mean_ms\x18\x0b \x01(\x01\x12\x1a\n\x12handoff_exposed_ms\x18\x0c \x01(\x01\x12\x1d\n\x15prompt_tokens_skipped\x18\r \x01(\r\x12\x13\n\x0bresumptions\x18\x0e \x01(\r\x12\x0f\n\x07line_ms\x18\x0f \x01(\x01\x12(\n\x07sources\x18\x10 \x01(\x0b\x32\x17.baton.v1.PromptSources\x12$\n\x08priority\x18\x11 \x01(\x0e\x32\x12.baton.v1.Priority\"\xbb\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12&\n\x06reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12%\n\x05stats\x18\x05 \x01(\x0b\x32\x16.baton.v1.RequestStats\x12)\n\x08logprobs\x18\x06 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs2\x8d\x02\n\tInference\x12@\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x17.baton.v1.GenerateEvent0\x01\x12\x46\n\rGenerateUnary\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse\x12<\n\x06\x41ttach\x12\x17.baton.v1.AttachRequest\x1a\x17.baton.v1.GenerateEvent0\x01\x12\x38\n\x06\x46orget\x12\x17.baton.v1.ForgetRequest\x1a\x15.baton.v1.ForgetReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61tonpb/inference.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61tonpb/common.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x89\x06\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x06H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x17\n\nignore_eos\x18\x07 \x01(\x08H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x01H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\n \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x01H\t\x88\x01\x01\x12\x35\n\nlogit_bias\x18\x0c \x03(\x0b\x32!.baton.v1.Sampling.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\r \x01(\rH\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x0b\x88\x01\x01\x12\x0c\n\x04stop\x18\x0f \x03(\t\x12\x19\n\x0cinclude_stop\x18\x10 \x01(\x08H\x0c\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x14 \x01(\rH\r\x88\x01\x01\x12\x0e\n\x06\x63hoice\x18\x11 \x01(\r\x12\"\n\x07grammar\x18\x12 \x01(\x0b\x32\x11.baton.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x0f\n\r_include_stopB\x12\n\x10_prompt_logprobs\"/\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x99\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12\x1e\n\x04\x63hat\x18\x08 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12$\n\x08sampling\x18\x03 \x01(\x0b\x32\x12.baton.v1.Sampling\x12\x12\n\x05model\x18\x04 \x01(\tH\x01\x88\x01\x01\x12\x17\n\ncache_salt\x18\x05 \x01(\tH\x02\x88\x01\x01\x12\x11\n\tresumable\x18\x06 \x01(\x08\x12$\n\x08priority\x18\n \x01(\x0e\x32\x12.baton.v1.PriorityB\x08\n\x06promptB\x08\n\x06_modelB\r\n\x0b_cache_salt\"u\n\rAttachRequest\x12\x14\n\x0cresume_token\x18\x01 \x01(\t\x12*\n\x07request\x18\x02 \x01(\x0b\x32\x19.baton.v1.GenerateRequest\x12\"\n\x06output\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIds\"%\n\rForgetRequest\x12\x14\n\x0cresume_token\x18\x01 \x01(\t\"\r\n\x0b\x46orgetReply\"\xa0\x01\n\rGenerateEvent\x12$\n\x07started\x18\x01 \x01(\x0b\x32\x11.baton.v1.StartedH\x00\x12\"\n\x06tokens\x18\x02 \x01(\x0b\x32\x10.baton.v1.TokensH\x00\x12&\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x12.baton.v1.FinishedH\x00\x12\x14\n\x0cresume_token\x18\x04 \x01(\tB\x07\n\x05\x65vent\"4\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\"c\n\x06Tokens\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\r\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\"\xbe\x01\n\x08\x46inished\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12%\n\x05stats\x18\x02 \x01(\x0b\x32\x16.baton.v1.RequestStats\x12\x13\n\tstop_text\x18\x03 \x01(\tH\x00\x12\x14\n\nstop_token\x18\x04 \x01(\rH\x00\x12\x30\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x17.baton.v1.TokenLogprobsB\x06\n\x04stop\"\xb6\x03\n\x0cRequestStats\x12\x14\n\x0cprefill_node\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65\x63ode_node\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x16\n\x0e\x62locks_written\x18\x04 \x01(\r\x12\x16\n\x0e\x62locks_skipped\x18\x05 \x01(\r\x12\x15\n\rbytes_written\x18\x06 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x07 \x01(\r\x12\x1c\n\x14prompt_tokens_cached\x18\x08 \x01(\r\x12\x15\n\routput_tokens\x18\t \x01(\r\x12\x0f\n\x07ttft_ms\x18\n \x01(\x01\x12\x13\n\x0bitl_mean_ms\x18\x0b \x01(\x01\x12\x1a\n\x12handoff_exposed_ms\x18\x0c \x01(\x01\x12\x1d\n\x15prompt_tokens_skipped\x18\r \x01(\r\x12\x13\n\x0bresumptions\x18\x0e \x01(\r\x12\x0f\n\x07line_ms\x18\x0f \x01(\x01\x12(\n\x07sources\x18\x10 \x01(\x0b\x32\x17.baton.v1.PromptSources\x12$\n\x08priority\x18\x11 \x01(\x0e\x32\x12.baton.v1.Priority\"\xbb\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12&\n\x06reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12%\n\x05stats\x18\x05 \x01(\x0b\x32\x16.baton.v1.RequestStats\x12)\n\x08logprobs\x18\x06 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs2\x8d\x02\n\tInference\x12@\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x17.baton.v1.GenerateEvent0\x01\x12\x46\n\rGenerateUnary\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse\x12<\n\x06\x41ttach\x12\x17.baton.v1.AttachRequest\x1a\x17.baton.v1.GenerateEvent0\x01\x12\x38\n\x06\x46orget\x12\x17.baton.v1.ForgetRequest\x1a\x15.baton.v1.ForgetReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,33 +37,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=59
   _globals['_TOKENIDS']._serialized_end=82
   _globals['_SAMPLING']._serialized_start=85
-  _globals['_SAMPLING']._serialized_end=812
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=568
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=616
-  _globals['_CHAT']._serialized_start=814
-  _globals['_CHAT']._serialized_end=861
-  _globals['_CHATMESSAGE']._serialized_start=863
-  _globals['_CHATMESSAGE']._serialized_end=907
-  _globals['_GENERATEREQUEST']._serialized_start=910
-  _globals['_GENERATEREQUEST']._serialized_end=1191
-  _globals['_ATTACHREQUEST']._serialized_start=1193
-  _globals['_ATTACHREQUEST']._serialized_end=1310
-  _globals['_FORGETREQUEST']._serialized_start=1312
-  _globals['_FORGETREQUEST']._serialized_end=1349
-  _globals['_FORGETREPLY']._serialized_start=1351
-  _globals['_FORGETREPLY']._serialized_end=1364
-  _globals['_GENERATEEVENT']._serialized_start=1367
-  _globals['_GENERATEEVENT']._serialized_end=1527
-  _globals['_STARTED']._serialized_start=1529
-  _globals['_STARTED']._serialized_end=1581
-  _globals['_TOKENS']._serialized_start=1583
-  _globals['_TOKENS']._serialized_end=1682
-  _globals['_FINISHED']._serialized_start=1685
-  _globals['_FINISHED']._serialized_end=1825
-  _globals['_REQUESTSTATS']._serialized_start=1828
-  _globals['_REQUESTSTATS']._serialized_end=2266
-  _globals['_GENERATERESPONSE']._serialized_start=2269
-  _globals['_GENERATERESPONSE']._serialized_end=2456
-  _globals['_INFERENCE']._serialized_start=2459
-  _globals['_INFERENCE']._serialized_end=2728
+  _globals['_SAMPLING']._serialized_end=862
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=598
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=646
+  _globals['_CHAT']._serialized_start=864
+  _globals['_CHAT']._serialized_end=911
+  _globals['_CHATMESSAGE']._serialized_start=913
+  _globals['_CHATMESSAGE']._serialized_end=957
+  _globals['_GENERATEREQUEST']._serialized_start=960
+  _globals['_GENERATEREQUEST']._serialized_end=1241
+  _globals['_ATTACHREQUEST']._serialized_start=1243
+  _globals['_ATTACHREQUEST']._serialized_end=1360
+  _globals['_FORGETREQUEST']._serialized_start=1362
+  _globals['_FORGETREQUEST']._serialized_end=1399
+  _globals['_FORGETREPLY']._serialized_start=1401
+  _globals['_FORGETREPLY']._serialized_end=1414
+  _globals['_GENERATEEVENT']._serialized_start=1417
+  _globals['_GENERATEEVENT']._serialized_end=1577
+  _globals['_STARTED']._serialized_start=1579
+  _globals['_STARTED']._serialized_end=1631
+  _globals['_TOKENS']._serialized_start=1633
+  _globals['_TOKENS']._serialized_end=1732
+  _globals['_FINISHED']._serialized_start=1735
+  _globals['_FINISHED']._serialized_end=1925
+  _globals['_REQUESTSTATS']._serialized_start=1928
+  _globals['_REQUESTSTATS']._serialized_end=2366
+  _globals['_GENERATERESPONSE']._serialized_start=2369
+  _globals['_GENERATERESPONSE']._serialized_end=2556
+  _globals['_INFERENCE']._serialized_start=2559
+  _globals['_INFERENCE']._serialized_end=2828
 # @@protoc_insertion_point(module_scope)

@@ -56,18 +56,20 @@ class Granted(_message.Message):
     def __init__(self, decode_node: _Optional[str] = ..., decode_incarnation: _Optional[int] = ..., decode_endpoint: _Optional[str] = ...) -> None: ...
 
 class FirstToken(_message.Message):
-    __slots__ = ("token", "finish", "prompt_tokens_cached", "logprobs", "sources")
+    __slots__ = ("token", "finish", "prompt_tokens_cached", "logprobs", "sources", "prompt_logprobs")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_CACHED_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     token: int
     finish: _common_pb2.FinishReason
     prompt_tokens_cached: int
     logprobs: _common_pb2.TokenLogprobs
     sources: _common_pb2.PromptSources
-    def __init__(self, token: _Optional[int] = ..., finish: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., prompt_tokens_cached: _Optional[int] = ..., logprobs: _Optional[_Union[_common_pb2.TokenLogprobs, _Mapping]] = ..., sources: _Optional[_Union[_common_pb2.PromptSources, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
+    def __init__(self, token: _Optional[int] = ..., finish: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., prompt_tokens_cached: _Optional[int] = ..., logprobs: _Optional[_Union[_common_pb2.TokenLogprobs, _Mapping]] = ..., sources: _Optional[_Union[_common_pb2.PromptSources, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class HandedOff(_message.Message):
     __slots__ = ("transport", "blocks_written", "blocks_skipped", "bytes_written", "handoff_exposed_ms", "first_token")

@@ -9,14 +9,16 @@ from typing import Any, Final
 
 import openai
 import pytest
+import torch
 from openai.types.chat import ChatCompletionMessageParam
+from transformers import AutoModelForCausalLM
 
 from cli.services import Service
 from cli.supervisor import ClusterSpec
 from engine.build import EngineKind
 from engine.demo_model import DemoModelParams, write_demo_model
 from router.text import TextCodec
-from tests.support.cluster_harness import RunningCluster, http_call, http_endpoint, running
+from tests.support.cluster_harness import RunningCluster, http_call, http_endpoint, metrics_text, running
 
 PROMPT: Final = "the sea in the evening"
 MESSAGES: Final[list[ChatCompletionMessageParam]] = [
@@ -281,11 +283,11 @@ def test_the_tokenizers_own_tokens_may_be_left_out(client: openai.OpenAI, model:
 
 
 def test_the_last_message_may_be_continued(client: openai.OpenAI, model: Path) -> None:
-    """The prompt ends with its text: no end of the message, and no beginning of another one."""
+    """The prompt ends with its text, as the template writes it: no end of the message, and no other one begins."""
     begun = [*MESSAGES, {"role": "assistant", "content": "The waves "}]
     found = talk(client, begun, continue_final_message=True, return_token_ids=True).model_dump()
     text = TextCodec.load(model).decode(found["prompt_token_ids"])
-    assert text.endswith("The waves ")
+    assert text.endswith("\nassistant: The waves")
     with pytest.raises(openai.BadRequestError) as caught:
         talk(client, begun, continue_final_message=True, add_generation_prompt=True)
     assert caught.value.param == "continue_final_message"
@@ -312,3 +314,64 @@ def test_what_cannot_be_honoured_is_refused_by_name(client: openai.OpenAI, field
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, **{field: value})
     assert caught.value.param == field
+
+
+def reference(model: Path, ids: list[int], top: int) -> list[tuple[float, dict[int, float]]]:
+    """By transformers: of each token behind the first, its log-probability and those of the best ones."""
+    with torch.inference_mode():
+        logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(torch.tensor([ids])).logits[0]
+    scores = logits.double().log_softmax(-1)
+    best = scores.topk(top, dim=-1)
+    return [
+        (float(scores[i, ids[i + 1]]), dict(zip(best.indices[i].tolist(), best.values[i].tolist(), strict=True)))
+        for i in range(len(ids) - 1)
+    ]
+
+
+@pytest.mark.parametrize("length", [2, 30, 700])
+def test_a_prompt_is_scored(client: openai.OpenAI, cluster: RunningCluster, model: Path, length: int) -> None:
+    """`echo`, `logprobs` and `max_tokens` 0: the prompt's own log-probabilities are those of transformers, also the
+    second time, when all of the prompt is cached; 700 tokens take two steps. No decode node is asked."""
+    ids = [5 + (7 * i * i + i) % 500 for i in range(length)]
+    wanted = reference(model, ids, 2)
+    sent = 'baton_transfer_bytes_total{transport="shm"}'
+    before = metrics_of(cluster).get(sent)
+    for _ in range(2):
+        answer = ask(client, ids, echo=True, logprobs=2, max_tokens=0, return_tokens_as_token_ids=True)
+        (choice,) = answer.choices
+        found = choice.logprobs
+        assert found.tokens == [f"token_id:{token}" for token in ids]
+        assert (found.token_logprobs[0], found.top_logprobs[0]) == (None, None)
+        assert found.token_logprobs[1:] == pytest.approx([logprob for logprob, _ in wanted], abs=1e-4)
+        for token, top, (logprob, best) in zip(ids[1:], found.top_logprobs[1:], wanted, strict=True):
+            expected = {f"token_id:{other}": value for other, value in {**best, token: logprob}.items()}
+            assert top == pytest.approx(expected, abs=1e-4)
+        assert (choice.text, choice.finish_reason) == (TextCodec.load(model).decode(ids), "length")
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (length, 0)
+        assert answer.usage.prompt_tokens_details.cached_tokens == 0
+    assert metrics_of(cluster).get(sent) == before
+
+
+def test_a_prompt_is_echoed_before_its_answer(client: openai.OpenAI) -> None:
+    """With its log-probabilities, or as text alone, streamed too; the answer is that without."""
+    plain, echoed = ask(client, logprobs=1), ask(client, echo=True, logprobs=1)
+    assert echoed.choices[0].text == PROMPT + plain.choices[0].text
+    tokens = plain.choices[0].logprobs.tokens
+    assert echoed.choices[0].logprobs.tokens[-12:] == tokens
+    assert len(echoed.choices[0].logprobs.tokens) == echoed.usage.prompt_tokens + 12
+    assert echoed.choices[0].logprobs.text_offset[0] == 0
+    assert "".join(chunk.choices[0].text for chunk in ask(client, echo=True, stream=True)) == echoed.choices[0].text
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, echo=True, stream=True, logprobs=1)
+    assert caught.value.param == "echo"
+
+
+def test_a_prompt_has_a_limit_of_scores(client: openai.OpenAI) -> None:
+    """Of tokens and alternatives together; named with both numbers."""
+    with pytest.raises(openai.BadRequestError, match=r"4000 tokens 65536 in all"):
+        ask(client, [5] * 4000, echo=True, logprobs=20, max_tokens=0)
+
+
+def metrics_of(cluster: RunningCluster) -> dict[str, float]:
+    lines = metrics_text(cluster).splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition("\x20") for line in lines if line[0] != "#")}
