@@ -58,6 +58,7 @@ def call_of(token: ResumeToken, path_id: str) -> OpenAiCall | None:
         logprobs=http.logprobs,
         token_ids=http.token_ids,
         resumable=True,
+        reading=http.reading if http.HasField("reading") else None,
     )
 
 
@@ -96,4 +97,5 @@ def _http_call(call: OpenAiCall, request_id: RequestId, created_unix_s: int) -> 
         logprobs=call.logprobs,
         token_ids=call.token_ids,
         n=call.n,
+        reading=call.reading,
     )

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from itertools import accumulate
 from json.encoder import encode_basestring_ascii
 from typing import Final
 
 from batonpb import common_pb2, inference_pb2
 
+from router.answer_forms import AnswerForm, AnswerParser, ToolForm
+from router.answer_reader import Piece, PieceKind
 from router.answers import AnswerPart, Collected
 from router.openai import Json, OpenAiCall
 from router.resume import Place
@@ -18,6 +21,10 @@ from router.resume import Place
 LOGPROB_MIN: Final = -9999.0
 """Stands for minus infinity, which JSON has not."""
 _FINISH: Final = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
+_NAMES: Final = {PieceKind.CONTENT: "content", PieceKind.REASONING: "reasoning_content"}
+
+_MARK: Final = "\0"
+"""Stands for the text where a frame is cut."""
 
 
 def chunks_id(request_id: str, *, chat: bool) -> str:
@@ -34,6 +41,10 @@ class Replies:
     model: str
     created: int
     token_text: Callable[[int], str]
+    form: AnswerForm = AnswerForm()
+    """The model's."""
+    secret: bytes = b""
+    """The ids of calls are made of it: whoever goes on with a stream makes the same."""
     cached_tokens: int = 0
     completion_tokens: int = 0
     """Over all answers."""
@@ -42,6 +53,10 @@ class Replies:
     _offsets: dict[int, int] = field(default_factory=dict)
     _frames: dict[int, tuple[str, str]] = field(default_factory=dict)
     """What stands before and behind the text in an answer's chunks that have nothing else to say."""
+    _parsers: dict[int, AnswerParser] = field(default_factory=dict)
+    """Of answers that are split into content, reasoning and calls."""
+    _piece_frames: dict[tuple[int, PieceKind, int], tuple[str, str]] = field(default_factory=dict)
+    """The same as `_frames`, for each kind of piece."""
 
     @property
     def id(self) -> str:
@@ -90,22 +105,89 @@ class Replies:
         frame = self._frames.get(index)
         if frame is None:
             first, call = index not in self._offsets, self.call
+            if call.reading is not None:
+                return self._split_chunk(index, part, first=first)
             if first or call.logprobs or call.token_ids:
                 if not first and not part.ids and not part.text:
                     return None
-                return json.dumps(self._chunk([self._piece(index, part.text, [part], first=first, finish=None)]))
-            frame = self._frames[index] = self._frame(index)
+                content = self._content(part.text, first=first)
+                return json.dumps(self._chunk([self._piece(index, content, [part], finish=None)]))
+            frame = self._frames[index] = self._frame(index, self._content(_MARK, first=False))
         return f"{frame[0]}{encode_basestring_ascii(part.text)}{frame[1]}" if part.text else None
 
-    def _frame(self, index: int) -> tuple[str, str]:
-        text = "\0"
-        whole = json.dumps(self._chunk([self._piece(index, text, [], first=False, finish=None)]))
-        before, _, behind = whole.rpartition(json.dumps(text))
+    def _split_chunk(self, index: int, part: AnswerPart, *, first: bool) -> str | None:
+        """The chunk for one part of an answer that is split: one, as it has one place to go on behind."""
+        pieces, call = self._parser(index).feed(part.text), self.call
+        if first or ((call.logprobs or call.token_ids) and part.ids) or len(pieces) > 1:
+            content = {"delta": self._delta(index, pieces, first=first)}
+            return json.dumps(self._chunk([self._piece(index, content, [part], finish=None)]))
+        if not pieces:
+            return None
+        (piece,) = pieces
+        if piece.kind is PieceKind.CALL:
+            content = {"delta": self._delta(index, pieces, first=False)}
+            return json.dumps(self._chunk([self._piece(index, content, [], finish=None)]))
+        key = (index, piece.kind, piece.call)
+        frame = self._piece_frames.get(key)
+        if frame is None:
+            marked = Piece(kind=piece.kind, text=_MARK, call=piece.call)
+            frame = self._frame(index, {"delta": self._delta(index, [marked], first=False)})
+            self._piece_frames[key] = frame
+        return f"{frame[0]}{encode_basestring_ascii(piece.text)}{frame[1]}"
+
+    def _frame(self, index: int, marked: Json) -> tuple[str, str]:
+        whole = json.dumps(self._chunk([self._piece(index, marked, [], finish=None)]))
+        before, _, behind = whole.rpartition(json.dumps(_MARK))
         return before, behind
+
+    def had(self, index: int, text: str) -> None:
+        """The client, which goes on with the answer, has this text of it already."""
+        self._parser(index).feed(text)
+
+    def _parser(self, index: int) -> AnswerParser:
+        parser = self._parsers.get(index)
+        if parser is None:
+            reading = self.call.reading
+            assert reading is not None
+            parser = self._parsers[index] = AnswerParser(
+                self.form, tools=reading.tools, parallel=reading.parallel, begun=reading.reasons
+            )
+        return parser
+
+    def _delta(self, index: int, pieces: Sequence[Piece], *, first: bool) -> Json:
+        """What the pieces add to a message, as streams and whole messages have it but for the calls' numbers."""
+        delta: Json = {"role": "assistant", "content": ""} if first else {}
+        calls: list[Json] = []
+        for piece in pieces:
+            if piece.kind in _NAMES:
+                name = _NAMES[piece.kind]
+                delta[name] = delta.get(name, "") + piece.text
+            elif piece.kind is PieceKind.CALL:
+                function = {"name": piece.text, "arguments": ""}
+                call_id = self._call_id(index, piece.call)
+                calls.append({"index": piece.call, "id": call_id, "type": "function", "function": function})
+            elif calls:
+                calls[-1]["function"]["arguments"] += piece.text
+            else:
+                calls.append({"index": piece.call, "function": {"arguments": piece.text}})
+        return {**delta, "tool_calls": calls} if calls else delta
+
+    def _call_id(self, index: int, call: int) -> str:
+        digest = sha256(b"tool call" + self.secret + f"/{index}/{call}".encode()).hexdigest()
+        # Templates of Mistral take nine letters and digits, and nothing else.
+        return digest[:9] if self.form.tools is ToolForm.MISTRAL else f"call_{digest[:24]}"
+
+    def _finish(self, index: int, reason: common_pb2.FinishReason) -> str:
+        finish = _FINISH[reason]
+        calls = index in self._parsers and self._parsers[index].calls > 0
+        return "tool_calls" if calls and finish == "stop" else finish
 
     def last_chunk(self, index: int, reason: common_pb2.FinishReason) -> Json:
         first = index not in self._offsets
-        return self._chunk([self._piece(index, "", [], first=first, finish=_FINISH[reason])])
+        content = self._content("", first=first)
+        if self.call.reading is not None:
+            content = {"delta": self._delta(index, self._parser(index).end(), first=first)}
+        return self._chunk([self._piece(index, content, [], finish=self._finish(index, reason))])
 
     def usage_chunk(self) -> Json:
         """The last one of a stream that asked for it."""
@@ -117,13 +199,24 @@ class Replies:
         for index, answer in enumerate(answers):
             self.started(index, answer.start)
             self.finished(index, answer.end)
-            parts, finish = answer.parts, _FINISH[answer.end.reason]
+            parts = answer.parts
             text = "".join(part.text for part in parts)
-            content: Json = {"message": {"role": "assistant", "content": text}} if self.call.chat else {"text": text}
-            logprobs = self._logprobs(index, parts)
+            content: Json = {"message": self._message(index, text)} if self.call.chat else {"text": text}
+            logprobs, finish = self._logprobs(index, parts), self._finish(index, answer.end.reason)
             choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
             choices.append(choice | self._token_ids(parts))
         return {**self._head("chat.completion"), "choices": choices, "usage": self.usage()}
+
+    def _message(self, index: int, text: str) -> Json:
+        if self.call.reading is None:
+            return {"role": "assistant", "content": text}
+        parser = self._parser(index)
+        message = self._delta(index, [*parser.feed(text), *parser.end()], first=True)
+        if "tool_calls" in message:
+            message["content"] = message["content"] or None
+            for call in message["tool_calls"]:
+                del call["index"]
+        return message
 
     def _chunk(self, choices: list[Json]) -> Json:
         chunk = {**self._head("chat.completion.chunk"), "choices": choices}
@@ -133,11 +226,13 @@ class Replies:
         kind = chat_object if self.call.chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def _piece(self, index: int, text: str, parts: list[AnswerPart], *, first: bool, finish: str | None) -> Json:
-        content: Json = {"text": text}
-        if self.call.chat:
-            role = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
-            content = {"delta": role}
+    def _content(self, text: str, *, first: bool) -> Json:
+        if not self.call.chat:
+            return {"text": text}
+        role = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
+        return {"delta": role}
+
+    def _piece(self, index: int, content: Json, parts: list[AnswerPart], *, finish: str | None) -> Json:
         logprobs = self._logprobs(index, parts)
         piece = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
         return piece | self._token_ids(parts)
