@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-LIVENESS: Final = ""
+LIVENESS: Final = ("", "live")
 """Serving from start to end: only a process that should be killed may stop answering it."""
 READINESS: Final = "ready"
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # th
 
     def _status(self, service: str) -> int:
         responses = health_pb2.HealthCheckResponse
-        if service == LIVENESS:
+        if service in LIVENESS:
             return int(responses.SERVING)
         if service not in self._services:
             return int(responses.SERVICE_UNKNOWN)

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     _Context = grpc.aio.ServicerContext[Any, Any]
 
 HEALTH_SERVICE: Final = "grpc.health.v1.Health"
-REFLECTION_SERVICE: Final = "grpc.reflection.v1alpha.ServerReflection"
+REFLECTION_SERVICES: Final = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
 RPCS_UNTIMED_MAX: Final = 1024
 """Calls of one connection beyond `rpcs_max`, for health checks and long-lived streams."""
 CONNECTION_STREAMS_MAX: Final = 2_048
@@ -92,7 +92,7 @@ UNTIMED_STREAMS: Final[Mapping[str, StreamLimit]] = {
     "/baton.v1.Holdings/Watch": StreamLimit(of_address=256, in_all=512),
     "/baton.v1.Transfer/Liveness": StreamLimit(of_address=512, in_all=1024),
     f"/{HEALTH_SERVICE}/Watch": StreamLimit(of_address=256, in_all=512),
-    f"/{REFLECTION_SERVICE}/ServerReflectionInfo": StreamLimit(of_address=16, in_all=64),
+    **{f"/{name}/ServerReflectionInfo": StreamLimit(of_address=16, in_all=64) for name in REFLECTION_SERVICES},
 }
 """Live as long as their caller; keepalive ends them when it is gone."""
 UNTIMED_METHODS: Final = frozenset({*UNTIMED_STREAMS, f"/{HEALTH_SERVICE}/Check"})
@@ -365,9 +365,9 @@ class RpcServer:
         """Health and reflection. Other nodes do not use them, so a machine without the packages serves too."""
         try:
             from grpc_health.v1 import health_pb2_grpc
-            from grpc_reflection.v1alpha import reflection
 
             from baton.health import HealthService
+            from baton.reflection import add_reflection
         except ImportError as error:
             log.warning(
                 "no health checks and no reflection here: install grpcio-health-checking and grpcio-reflection",
@@ -376,7 +376,7 @@ class RpcServer:
             return
         self._health = self._health or HealthService(names)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection([*names, HEALTH_SERVICE, REFLECTION_SERVICE], server)
+        add_reflection([*names, HEALTH_SERVICE, *REFLECTION_SERVICES], server)
 
 
 class _Edge(grpc.aio.ServerInterceptor):

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from baton.errors import BatonError, Reason
 from baton.ids import RequestId
 
 REQUEST_ID_KEY: Final = "x-request-id"
@@ -74,18 +73,13 @@ def call_metadata(*, request_id: RequestId, traceparent: Traceparent) -> tuple[t
 
 
 def read_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> CallMetadata:
-    """Read an incoming call's metadata. Raises BatonError BAD_REQUEST_ID for an id that is not safe to log."""
+    """Read an incoming call's metadata. An id that is not safe to log is as good as none: the call gets another."""
     request_id: RequestId | None = None
     traceparent: Traceparent | None = None
     for key, value in metadata or ():
         if key == REQUEST_ID_KEY:
-            if not isinstance(value, str) or not REQUEST_ID.fullmatch(value):
-                raise BatonError(
-                    Reason.BAD_REQUEST_ID,
-                    f"Metadata {REQUEST_ID_KEY} must be 1 to 64 letters, digits or '._:-'; leave it out to get one.",
-                    field=REQUEST_ID_KEY,
-                )
-            request_id = RequestId(value)
+            if isinstance(value, str) and REQUEST_ID.fullmatch(value):
+                request_id = RequestId(value)
         elif key == TRACEPARENT_KEY and isinstance(value, str):
             traceparent = Traceparent.parse(value)
     return CallMetadata(request_id=request_id, traceparent=traceparent)

@@ -119,6 +119,8 @@ _OTHERS: Final[Mapping[str, float]] = {
     "http_body_ms_max": 60_000,
     "placement_retry_ms": 50,
     "HANDED_OFF_MS_MAX": 1_000,
+    "retries.resumptions_per_s": 100,
+    "retries.resumptions_burst": 256,
     "retries.resume_jitter_ms_max": 50,
     "retries.resumptions_waiting_max": 1_024,
     "retries.resolve_ms_max": 500,
@@ -174,6 +176,7 @@ FORMER: Final[Mapping[str, str]] = {
         for key, (constant, value) in FIXED.items()
     },
     **{key: f"is now called {name}." for key, name in RENAMED.items()},
+    "pins.warm_configured": "is no longer a setting: pins of the configuration are computed at the start. Remove it.",
     "prefix_blocks_max": "is no longer a setting: nodes say what they have cached. Remove it.",
 }
 """What to say of each, behind the place where it is set."""

@@ -38,6 +38,8 @@ class ChatTemplate:
     def __init__(self, source: str, tokens: Mapping[str, str], *, mark: Callable[[str], str] = str) -> None:
         """`tokens` are the names of special tokens, and their texts. Raises TemplateError."""
         self._source = source
+        self.knows_developer = "developer" in source
+        """Whether the role is one of its own. What merely writes a message's role into the prompt does not know it."""
         self._tokens = dict(tokens)
         environment = _environment()
         parsed = environment.parse(source)

@@ -13,6 +13,7 @@ from baton.rpc import RpcLimits
 from baton.runtime import ProcessConfig
 from baton.tls import check_listens
 from baton.wire import NAME
+from router.answer_forms import ToolForm
 from router.request import CACHE_SALT_BYTES_MAX
 from router.retries import RetryConfig
 
@@ -69,11 +70,6 @@ class PinKeeperConfig:
     )
     call_ms_max: int = fixed(2_000)
     """How long one node may take to answer about one pin."""
-    warm_configured: bool = setting(
-        True,
-        "compute the configured prefixes once nodes are there, before the first request",
-        "Start-up must not spend compute on prefixes that nobody may use.",
-    )
 
     def __post_init__(self) -> None:
         check_positive(self, "count_max", "lease_ms", "call_ms_max")
@@ -95,6 +91,11 @@ class RouterConfig(ProcessConfig):
     model: str | None = setting(
         None, "model whose tokenizer to use; none: requests must have token ids", "Clients send text or chats."
     )
+    tool_parser: ToolForm | None = setting(
+        None,
+        "form in which the model writes calls of tools; none: as its chat template shows",
+        "Chats with tools are refused as the form is not known, or calls come as text.",
+    )
     http_listen: str | None = setting(
         None,
         "host:port of the OpenAI endpoints over HTTP; none: off",
@@ -112,6 +113,16 @@ class RouterConfig(ProcessConfig):
         1,
         "processes that serve this router's clients; with more than one, a parent beside them owns the ports",
         "One core is not enough for the router's streams. Each needs a core and its own memory.",
+    )
+    served_model_name: tuple[str, ...] = setting(
+        (),
+        "names that clients may call the model by, the first of them the usual one; none: the model's own",
+        "Clients ask for a model by a name that is not its folder's.",
+    )
+    cors_origins: tuple[str, ...] = setting(
+        (),
+        "origins whose pages may call the HTTP endpoints, such as https://chat.example.org, or * for all; none: off",
+        "Pages in browsers call the router, and no proxy in front answers for it.",
     )
     http_connections_max: int = setting(
         2_048, "HTTP connections at the same time", "More clients keep connections open."

@@ -4,7 +4,6 @@ limits."""
 from __future__ import annotations
 
 import random
-from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -20,7 +19,7 @@ from router.key_desk import KeyDesk, KeyedCall
 from router.keys import ApiKey, authorization_of
 from router.request_log import RequestLog
 
-WITHOUT_KEY: Final = frozenset({"/health", "/live", "/version"})
+WITHOUT_KEY: Final = frozenset({"/health", "/live", "/ping", "/version", "/openapi.json", "/docs"})
 
 
 class KeyedApp:
@@ -55,9 +54,7 @@ class KeyedApp:
                 call.end()
 
     async def _refuse(self, error: BatonError, key: ApiKey | None, headers: Headers) -> ASGIApp:
-        request_id = new_request_id(self._rng)
-        with suppress(BatonError):
-            request_id = read_metadata(headers.items()).request_id or request_id
+        request_id = read_metadata(headers.items()).request_id or new_request_id(self._rng)
         self._log.refused(error, door="http", request_id=request_id)
         left = {} if key is None else await self._desk.headers(key)
         return error_response(error, headers={"x-request-id": request_id, **left})

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from random import Random
-from typing import Any, Final
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -26,7 +26,7 @@ from baton.ids import RequestId
 from baton.log import get_log
 from baton.retry_time import whole_seconds_ms
 from baton.tracing import Traceparent, new_request_id, read_metadata
-from router import openai
+from router import http_tokens, openai, openapi
 from router.answers import AnswerSink
 from router.byte_shares import TextOwner
 from router.choices import run_choices
@@ -36,19 +36,23 @@ from router.http_attach import LAST_EVENT_ID, call_of, new_token, read_token, re
 from router.http_connection import SOURCE, STREAM, SURPLUS, HttpConnection, Served
 from router.http_reply import CallReply, client_left, error_response, left
 from router.http_slots import Slot, Slots
+from router.http_tokens import detokenize, tokenize
 from router.key_desk import KeyDesk, KeyedCall
 from router.keys import ApiKey
 from router.line import Turns
 from router.local_taker import LocalTaker
 from router.node import RouterNode
 from router.openai import Json, OpenAiCall
+from router.prompts import PromptEncoder
 from router.replies import Replies
-from router.request import ClientCall
+from router.request import ClientCall, check_model_name
 from router.resume import SECRET_BYTES, Places, ResumeToken
 from router.text_jobs import parse_call
 from router.text_workers import INLINE_BYTES_MAX, SHORT_BYTES_MAX
 
 log = get_log("http")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 KEYED_CALL: Final = "keyed call"
 """In the state of a call that came with an API key, where it counts for it."""
@@ -59,6 +63,8 @@ REQUESTS_PATH: Final = "/v1/requests/"
 
 BODY_BYTES_PER_S = 1_024
 """What a body must bring once `http_body_ms_free` is over."""
+FINGERPRINT_CHARS: Final = 12
+"""Of the model's, that answers have as `system_fingerprint`."""
 UPKEEP_MS = 500
 """Between two looks at how slow the connections are."""
 
@@ -95,11 +101,19 @@ class OpenAiApp:
                 Route(REQUESTS_PATH + "{call}", self._forget, methods=["DELETE"]),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._model),
+                *(Route(path, self._tokens, methods=["POST"]) for path in sorted(http_tokens.PATHS)),
                 Route("/health", self._health),
+                Route("/ping", self._health, methods=["GET", "POST"]),
                 Route("/live", self._live),
                 Route("/version", self._version),
+                Route("/openapi.json", openapi.description),
+                Route("/docs", openapi.page),
             ],
-            exception_handlers={BatonError: _on_baton_error, HTTPException: _on_http_error, Exception: _on_bug},
+            exception_handlers={
+                BatonError: self._on_baton_error,
+                HTTPException: self._on_http_error,
+                Exception: _on_bug,
+            },
         )
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -116,21 +130,12 @@ class OpenAiApp:
         """Both endpoints. What is refused here is logged with the id that the client is given: there is no request
         yet."""
         chat = _is_chat(request)
-        keyed: KeyedCall | None = getattr(request.state, KEYED_CALL, None)
         request_id = request.state.request_id = new_request_id(self._node.rng)
         try:
             called = read_metadata([(name.lower(), value) for name, value in request.headers.items()])
             request_id = request.state.request_id = called.request_id or request_id
             self._node.check_open()
-            source = request.scope["state"][SOURCE]
-            owner = TextOwner(address=source, key=keyed.key.name if keyed is not None else None)
-            with self._node.texts.holding(owner) as hold:
-                raw = await self._read_body(request, hold)
-                special_tokens = keyed is not None and keyed.key.special_tokens
-                context_len_max = self._node.context_len_max()
-                parsed = self._node.texts.run_held(owner, parse_call, raw, chat, special_tokens, context_len_max)
-                at_once = len(raw) <= INLINE_BYTES_MAX
-                call = await parsed if at_once else await first_of(parsed, left(request.receive))
+            call = await self._read(request, parse_call, chat, _may_spell(request), self._node.context_len_max())
             token = None
             sent = [value for value in request.headers.getlist(LAST_EVENT_ID) if value]
             if call.resumable and sent:
@@ -140,6 +145,30 @@ class OpenAiApp:
             return await self._reply(request, call, called.traceparent, token)
         except BatonError as error:
             return self._refused(request, error, chat=chat)
+
+    async def _read(
+        self,
+        request: Request,
+        work: Callable[Concatenate[PromptEncoder, bytes | bytearray, _P], _T],
+        *args: _P.args,
+        **kwargs: _P.kwargs,
+    ) -> _T:
+        """What text workers make of the call's body. Raises BatonError, also where the client leaves."""
+        keyed: KeyedCall | None = getattr(request.state, KEYED_CALL, None)
+        owner = TextOwner(address=request.scope["state"][SOURCE], key=keyed.key.name if keyed is not None else None)
+        with self._node.texts.holding(owner) as hold:
+            raw = await self._read_body(request, hold)
+            parsed = self._node.texts.run_held(owner, work, raw, *args, **kwargs)
+            return await parsed if len(raw) <= INLINE_BYTES_MAX else await first_of(parsed, left(request.receive))
+
+    async def _tokens(self, request: Request) -> Response:
+        """/tokenize and /detokenize."""
+        node, names = self._node, self._node.model_names()
+        if request.scope["path"] == "/tokenize":
+            found = await self._read(request, tokenize, _may_spell(request), names, node.tokens_max())
+        else:
+            found = await self._read(request, detokenize, names, node.model().vocab_size)
+        return JSONResponse(found)
 
     async def _attach(self, request: Request) -> Response:
         """The rest of a stream, without the body that asked for it."""
@@ -175,17 +204,14 @@ class OpenAiApp:
         return error_response(error, chat=chat, headers={"x-request-id": request_id})
 
     async def _models(self, _request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model_json()]})
+        return JSONResponse({"object": "list", "data": [self._model_json(name) for name in self._node.model_names()]})
 
     async def _model(self, request: Request) -> Response:
-        model, name = self._node.model(), request.path_params["name"]
-        if name != model.name:
-            text = f"This cluster serves '{model.name}', not '{name}'."
-            raise BatonError(Reason.UNKNOWN_MODEL, text, field="model")
-        return JSONResponse(self._model_json())
+        check_model_name(request.path_params["name"], self._node.model_names())
+        return JSONResponse(self._model_json(request.path_params["name"]))
 
-    def _model_json(self) -> Json:
-        return openai.model_json(self._node.model(), created=self._began, tokens_max=self._node.tokens_max())
+    def _model_json(self, name: str) -> Json:
+        return openai.model_json(self._node.model(), name, created=self._began, tokens_max=self._node.tokens_max())
 
     async def _health(self, _request: Request) -> Response:
         """Ready for requests: this router takes them, and there are nodes to serve them."""
@@ -203,6 +229,23 @@ class OpenAiApp:
 
     async def _version(self, _request: Request) -> Response:
         return JSONResponse({"version": baton_version()})
+
+    def _id_of(self, request: Request) -> dict[str, str]:
+        """The header of an answer to what is no request: the caller's id, or a new one."""
+        called = read_metadata([(name.lower(), value) for name, value in request.headers.items()])
+        return {"x-request-id": called.request_id or new_request_id(self._node.rng)}
+
+    async def _on_baton_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, BatonError)
+        return error_response(error, chat=_is_chat(request), headers=self._id_of(request))
+
+    async def _on_http_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        text = f"{request.method} {request.scope['path']}: {error.detail}."
+        code = _HTTP_CODES.get(error.status_code)
+        body = {"message": text, "type": "invalid_request_error", "param": None, "code": code}
+        headers = {**(error.headers or {}), **self._id_of(request)}
+        return JSONResponse({"error": body}, error.status_code, headers)
 
     async def _reply(
         self, request: Request, call: OpenAiCall, parent: Traceparent | None, token: ResumeToken | None
@@ -243,12 +286,13 @@ class OpenAiApp:
             if resume is None or resume.place is None or not resume.place.finished:
                 await node.run(call.requests[prompt] if call.requests else None, client, sink)
 
-        codec = node.prompts.codec
+        codec, model = node.prompts.codec, node.model_of(attaches=attaches)
         replies = Replies(
             request_id=request_id,
             call=call,
-            model=(call.requests[0].model if call.requests else "") or node.model_name(attaches=attaches),
+            model=(call.requests[0].model if call.requests else "") or (*node.config.served_model_name, model.name)[0],
             created=created,
+            fingerprint=f"fp_{model.fingerprint[:FINGERPRINT_CHARS]}",
             token_text=codec.token_text if codec is not None else str,
             form=node.prompts.form,
             secret=token.secret if token is not None else node.rng.randbytes(SECRET_BYTES),
@@ -404,8 +448,9 @@ class HttpServer:
         await error_response(error)(scope, receive, send)
 
 
+_HTTP_CODES: Final = {404: "not_found", 405: "method_not_allowed"}
 _ANSWERED: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
-_FOR_PROBES: Final = frozenset({"/live", "/health"})
+_FOR_PROBES: Final = frozenset({"/live", "/health", "/ping"})
 """Answered on every connection: a full router is not to be restarted."""
 
 
@@ -423,16 +468,10 @@ def _is_chat(request: Request) -> bool:
     return "/chat/" in request.scope["path"]
 
 
-async def _on_baton_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, BatonError)
-    return error_response(error, chat=_is_chat(request))
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    text = f"{request.method} {request.scope['path']}: {error.detail}."
-    body = {"message": text, "type": "invalid_request_error", "param": None, "code": None}
-    return JSONResponse({"error": body}, error.status_code, error.headers)
+def _may_spell(request: Request) -> bool:
+    """Whether messages may spell special tokens."""
+    keyed: KeyedCall | None = getattr(request.state, KEYED_CALL, None)
+    return keyed is not None and keyed.key.special_tokens
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:

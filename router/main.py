@@ -235,7 +235,7 @@ class _Workers:
             from router.metrics import Figures
 
             pool.dead_figures = Figures()
-        self.prompts = PromptEncoder.load(folder, chars_max=config.prompt_chars_max)
+        self.prompts = PromptEncoder.load(folder, chars_max=config.prompt_chars_max, tool_form=config.tool_parser)
         self.model, self.warm, self.follow_directory = pool.model, pool.warm, pool.follow_directory
         self.follow_lifecycle, self.upkeep, self.stop = pool.follow_lifecycle, pool.upkeep, pool.stop
         self.fetch_figures = pool.fetch_figures
@@ -339,7 +339,7 @@ async def _open_pins(config: RouterConfig, staff: _OneProcess | _Workers, runtim
     )
     for prefix in config.pinned_prefixes:
         tokens = await asyncio.to_thread(staff.prompts.encode_pin, prefix)
-        keeper.add(prefix, tokens, from_config=True, warm=config.pins.warm_configured)
+        keeper.add(prefix, tokens, from_config=True, warm=True)
     service = PinsService(keeper, staff.prompts, model=staff.model)
     runtime.admin.add("baton.v1.Pins", pins_pb2_grpc.add_PinsServicer_to_server, service)
     return keeper

@@ -11,8 +11,9 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from batonpb import common_pb2, inference_pb2
-from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from baton import baton_version
@@ -250,9 +251,11 @@ class RouterMetrics:
         """By the front."""
         self.figures.add(CONNECTIONS_ENDED, why.name.lower())
 
-    def text(self) -> bytes:
-        """All of it, in Prometheus' text format. On any thread: it copies what the control thread changes."""
-        return generate_latest(self.registry)
+    def text(self, accept: str = "") -> tuple[bytes, str]:
+        """All of it, and its content type: in OpenMetrics' format where a scraper says by its Accept header that it
+        takes that, else in Prometheus' text format. On any thread: it copies what the control thread changes."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
 
 
 class _Observed(ObservedRequest):

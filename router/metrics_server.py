@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,9 +20,10 @@ async def _nothing() -> None:
 def metrics_app(metrics: RouterMetrics, fetch: Callable[[], Awaitable[None]] = _nothing) -> Starlette:
     """`fetch` is awaited first: it gets what is counted elsewhere."""
 
-    async def text(_request: Request) -> Response:
+    async def text(request: Request) -> Response:
         await fetch()
         # Thousands of API keys take a tenth of a second.
-        return Response(await asyncio.to_thread(metrics.text), media_type=CONTENT_TYPE_LATEST)
+        body, content_type = await asyncio.to_thread(metrics.text, request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
 
     return Starlette(routes=[Route("/metrics", text)])

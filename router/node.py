@@ -353,6 +353,7 @@ class RouterNode:
             choice=call.choice,
             key_salt=call.key_salt,
             said=said,
+            names=self.config.served_model_name,
         )
 
     def _deadline_error(self, job: Job | None, call: ClientCall) -> BatonError | None:
@@ -634,11 +635,15 @@ class RouterNode:
         """The model that the cluster serves. Raises BatonError NO_PREFILL_NODE."""
         return self._prefill_nodes.model()
 
-    def model_name(self, *, attaches: bool = False) -> str:
-        """The model's. For a client that attaches, any node's: its answer may be there though no prefill node is ready.
+    def model_names(self) -> Sequence[str]:
+        """Those that clients may call it by, the usual one first. Raises BatonError NO_PREFILL_NODE."""
+        return self.config.served_model_name or (self.model().name,)
+
+    def model_of(self, *, attaches: bool) -> ModelInfo:
+        """The model. For a client that attaches, any node's: its answer may be there though no prefill node is ready.
         Raises BatonError NO_PREFILL_NODE."""
-        known = (record.model.name for record in self._records if record.model is not None)
-        return next(known, None) or self.model().name if attaches else self.model().name
+        known = (record.model for record in self._records if record.model is not None)
+        return next(known, None) or self.model() if attaches else self.model()
 
     def context_len_max(self) -> int:
         """The model's, or no limit while no node is known."""

@@ -16,7 +16,7 @@ from batonpb import inference_pb2, resume_pb2
 
 from baton.errors import BatonError, Code, Reason, bad_field
 from baton.wire import ModelInfo
-from router.request import MESSAGES_MAX, ROLES, UINT32_MAX, check_role
+from router.request import LOGPROBS_MAX, MESSAGES_MAX, ROLES, UINT32_MAX, check_role
 from router.resume import RESUMABLE_ANSWERS_MAX, request_digest
 
 CHOICES_MAX: Final = 128
@@ -57,6 +57,8 @@ _REFUSED_IN_CHATS: Final[_Refused] = {
 }
 _FLOATS: Final = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
+_WHOLE: Final = {"max_tokens": (1, UINT32_MAX), "logprobs": (0, LOGPROBS_MAX)}
+"""Lowest and highest of whole numbers that are not simply any."""
 _KINDS: Final = {bool: "true or false", str: "a string", dict: "an object"}
 _T = TypeVar("_T", bool, str, dict[str, Any])
 
@@ -144,14 +146,19 @@ def parse_chat(body: Mapping[str, Any], encode: EncodeChat) -> OpenAiCall:
     _refuse(body, _REFUSED_IN_CHATS)
     sampling = _sampling(body)
     _set_integer(sampling, body, "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens")
-    if _typed(body, "logprobs", False):
+    if typed(body, "logprobs", False):
         sampling.logprobs = 0
         _set_integer(sampling, body, "top_logprobs", "logprobs")
     elif body.get("top_logprobs"):
         raise bad_field("top_logprobs", "top_logprobs needs logprobs: true.")
-    extra = {"add_generation_prompt": _typed(body, "add_generation_prompt", True)}
-    extra |= _typed(body, "chat_template_kwargs", {})
-    return _call(body, [encode(_messages(body.get("messages")), extra)], sampling, chat=True)
+    return _call(body, [chat_tokens(body, encode)], sampling, chat=True)
+
+
+def chat_tokens(body: Mapping[str, Any], encode: EncodeChat) -> Sequence[int]:
+    """The prompt of a chat. Raises BatonError naming the field."""
+    extra = {"add_generation_prompt": typed(body, "add_generation_prompt", True)}
+    extra |= typed(body, "chat_template_kwargs", {})
+    return encode(_messages(body.get("messages")), extra)
 
 
 def _call(
@@ -162,7 +169,7 @@ def _call(
     answers = len(requests) * n
     if answers > CHOICES_MAX:
         raise bad_field("n", f"{len(requests)} prompts with n {n} are more than {CHOICES_MAX} answers, the limit.")
-    stream, resumable = _typed(body, "stream", False), _typed(body, "resumable", False)
+    stream, resumable = typed(body, "stream", False), typed(body, "resumable", False)
     if resumable and not stream:
         raise bad_field("resumable", "Only a stream is resumable: set stream, or leave resumable out.")
     if resumable and answers > RESUMABLE_ANSWERS_MAX:
@@ -173,9 +180,9 @@ def _call(
         requests=requests,
         n=n,
         stream=stream,
-        include_usage=_typed(_typed(body, "stream_options", {}), "include_usage", False),
+        include_usage=typed(typed(body, "stream_options", {}), "include_usage", False),
         logprobs=requests[0].sampling.HasField("logprobs"),
-        token_ids=_typed(body, "return_token_ids", False),
+        token_ids=typed(body, "return_token_ids", False),
         resumable=resumable,
         digest=request_digest(requests, n) if resumable else 0,
         said=_said(body.get("resume_token_ids", []), answers) if resumable else (),
@@ -190,7 +197,7 @@ def _said(said: object, answers: int) -> tuple[tuple[int, ...], ...]:
     if lists and len(lists) != answers:
         text = f"resume_token_ids has {len(lists)} lists of token ids, and the call asks for {answers} answers."
         raise bad_field("resume_token_ids", text)
-    return tuple(tuple(_ids("resume_token_ids", each)) for each in lists)
+    return tuple(tuple(token_ids("resume_token_ids", each)) for each in lists)
 
 
 def _request(
@@ -204,7 +211,7 @@ def _request(
         request.token_ids.ids.extend(prompt)
     for name in ("model", "cache_salt"):
         if name in body:
-            setattr(request, name, _typed(body, name, ""))
+            setattr(request, name, typed(body, name, ""))
     return request
 
 
@@ -223,10 +230,10 @@ def _sampling(body: Mapping[str, Any]) -> inference_pb2.Sampling:
     if "seed" in body:
         sampling.seed = _integer("seed", body["seed"], -(1 << 63), (1 << 64) - 1) % (1 << 64)
     if "ignore_eos" in body:
-        sampling.ignore_eos = _typed(body, "ignore_eos", False)
-    if _typed(body, "include_stop", False) or _typed(body, "include_stop_str_in_output", False):
+        sampling.ignore_eos = typed(body, "ignore_eos", False)
+    if typed(body, "include_stop", False) or typed(body, "include_stop_str_in_output", False):
         sampling.include_stop = True
-    sampling.stop_token_ids.extend(_ids("stop_token_ids", body.get("stop_token_ids", [])))
+    sampling.stop_token_ids.extend(token_ids("stop_token_ids", body.get("stop_token_ids", [])))
     stop = body.get("stop", [])
     stops = [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list) or not all(isinstance(each, str) for each in stops):
@@ -252,13 +259,13 @@ def _prompts(prompt: object) -> Sequence[_Prompt]:
         return [prompt]
     if isinstance(prompt, list) and prompt:
         if isinstance(prompt[0], int):
-            return [_ids("prompt", prompt)]
+            return [token_ids("prompt", prompt)]
         if len(prompt) > CHOICES_MAX:
             raise bad_field("prompt", f"{len(prompt)} prompts are more than {CHOICES_MAX}, the limit.")
         if all(isinstance(each, str) for each in prompt):
             return prompt
         if all(isinstance(each, list) for each in prompt):
-            return [_ids("prompt", each) for each in prompt]
+            return [token_ids("prompt", each) for each in prompt]
     raise bad_field("prompt", "prompt must be a string, a list of strings, token ids, or a list of lists of token ids.")
 
 
@@ -297,7 +304,7 @@ def _refuse(body: Mapping[str, Any], refused: _Refused) -> None:
                 raise bad_field(name, f"{name} is not supported: {why}. Leave it out.")
 
 
-def _typed(body: Mapping[str, Any], name: str, default: _T) -> _T:
+def typed(body: Mapping[str, Any], name: str, default: _T) -> _T:
     """The field, of the default's type."""
     value = body.get(name)
     if value is None:
@@ -321,7 +328,8 @@ def _set_integer(sampling: inference_pb2.Sampling, body: Mapping[str, Any], name
     """Set our field (`max_tokens` for any name that has it, else the same name) where the client has set its own."""
     if name in body:
         field = ours or ("max_tokens" if name == "max_completion_tokens" else name)
-        setattr(sampling, field, _integer(name, body[name], 0, UINT32_MAX))
+        low, high = _WHOLE.get(field, (0, UINT32_MAX))
+        setattr(sampling, field, _integer(name, body[name], low, high))
 
 
 def _integer(name: str, value: object, low: int, high: int) -> int:
@@ -332,7 +340,7 @@ def _integer(name: str, value: object, low: int, high: int) -> int:
     return value
 
 
-def _ids(name: str, values: object) -> list[int]:
+def token_ids(name: str, values: object) -> list[int]:
     if not isinstance(values, list):
         raise bad_field(name, f"{name} must be a list of token ids.")
     if values and {*map(type, values)} == {int} and min(values) >= 0 and max(values) <= UINT32_MAX:
@@ -358,6 +366,9 @@ STATUS_OF: Final = {
 """HTTP status; 500 for the rest. ABORTED asks to send the request again, which 503 does too."""
 _OF_THE_CLUSTER: Final = frozenset({Reason.INCARNATION_MISMATCH, Reason.INCOMPATIBLE_NODE})
 """Preconditions that nodes fail, not the request: 503."""
+
+_CODES: Final = {Reason.UNKNOWN_MODEL: "model_not_found", Reason.PROMPT_TOO_LONG: "context_length_exceeded"}
+"""Where OpenAI's own name is what clients look for."""
 
 Json = dict[str, Any]
 
@@ -386,13 +397,14 @@ def error_json(error: BatonError, *, chat: bool = False) -> Json:
         param = "messages" if chat else "prompt"
     elif chat and error.field == "sampling.logprobs":
         param = "top_logprobs"
-    code = "model_not_found" if error.reason is Reason.UNKNOWN_MODEL else error.reason.value.lower()
+    code = _CODES.get(error.reason) or error.reason.value.lower()
     return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
 
 
-def model_json(model: ModelInfo, *, created: int, tokens_max: int) -> Json:
+def model_json(model: ModelInfo, name: str, *, created: int, tokens_max: int) -> Json:
+    """`name` is one that the model is served by."""
     return {
-        "id": model.name,
+        "id": name,
         "object": "model",
         "created": created,
         "owned_by": "baton",

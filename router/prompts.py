@@ -130,10 +130,15 @@ class PromptEncoder:
         if request.WhichOneof("prompt") == "chat":
             messages = self._checked(request.chat)
             return self.encode_chat(messages, _ASK, field="chat.messages", special_tokens=special_tokens)
+        return () if self.codec is None else self.encode_text(request.text)
+
+    def encode_text(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        """Raises BatonError NO_TOKENIZER or PROMPT_TOO_LONG."""
         if self.codec is None:
-            return ()
-        self._check_chars(len(request.text), "The prompt has", "text")
-        return self.codec.encode(request.text)
+            why = "This router was started without a tokenizer: send token ids, or start it with --model."
+            raise BatonError(Reason.NO_TOKENIZER, why, field="text")
+        self._check_chars(len(text), "The prompt has", "text")
+        return self.codec.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_chat(
         self,
@@ -178,6 +183,8 @@ class PromptEncoder:
         special_tokens: bool = False,
     ) -> ChatText:
         special, most = self._special, self.chars_max
+        if not template.knows_developer:
+            messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
 
         def render(change: Callable[[Any], Any]) -> ChatText:
             own = change(messages), change(extra), change(tools)

@@ -45,6 +45,8 @@ class Replies:
     """The model's."""
     secret: bytes = b""
     """The ids of calls are made of it: whoever goes on with a stream makes the same."""
+    fingerprint: str | None = None
+    """Of the model."""
     cached_tokens: int = 0
     completion_tokens: int = 0
     """Over all answers."""
@@ -224,7 +226,8 @@ class Replies:
 
     def _head(self, chat_object: str) -> Json:
         kind = chat_object if self.call.chat else "text_completion"
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {**head, "system_fingerprint": self.fingerprint}
 
     def _content(self, text: str, *, first: bool) -> Json:
         if not self.call.chat:

@@ -188,18 +188,18 @@ def check_request(
     choice: int = 0,
     key_salt: str | None = None,
     said: Sequence[int] = (),
+    names: Sequence[str] = (),
 ) -> CheckedRequest:
     """Validate against the model that is served.
 
     `prompt` has the token ids of the request's prompt, whatever its kind. `choice` numbers the answers to one question
     with one seed. `max_tokens` is cut to what the model's context leaves after the prompt; `answer_tokens` gives it,
     from the length of the prompt, for a request that names none. `defaults` stand for sampling fields that are not set;
-    a zero that is set counts. `key_salt` is that of the API key. `said` is what the client has of the answer. Raises
-    BatonError naming the field.
+    a zero that is set counts. `key_salt` is that of the API key. `said` is what the client has of the answer. `names`
+    are those that the model is served by, if not its own. Raises BatonError naming the field.
     """
-    if request.HasField("model") and request.model != model.name:
-        text = f"This cluster serves '{model.name}', not '{request.model[:NAME_CHARS_SHOWN]}'."
-        raise BatonError(Reason.UNKNOWN_MODEL, text, field="model")
+    if request.HasField("model"):
+        check_model_name(request.model, names or (model.name,))
     check_counts(request)
     kind = request.WhichOneof("prompt") or "prompt"
     if kind == "text" and not has_tokenizer:
@@ -244,6 +244,14 @@ def check_request(
         eos_token_ids=model.eos_token_ids,
         said=_said(said, model),
     )
+
+
+def check_model_name(name: str, names: Sequence[str]) -> None:
+    """Raises BatonError UNKNOWN_MODEL."""
+    if name not in names:
+        served = ", ".join(f"'{each}'" for each in names)
+        text = f"This cluster serves {served}, not '{name[:NAME_CHARS_SHOWN]}'."
+        raise BatonError(Reason.UNKNOWN_MODEL, text, field="model")
 
 
 def _said(ids: Sequence[int], model: ModelInfo) -> tuple[int, ...]:
@@ -304,8 +312,9 @@ def check_prompt_length(tokens: int, context_len_max: int, *, field: str) -> Non
     if tokens >= context_len_max:
         raise bad_field(
             field,
-            f"The prompt has {tokens} tokens; the model's context is {context_len_max}, and one output token must fit "
-            "in it too.",
+            # Frameworks look for these first words before they shorten a prompt.
+            f"This model's maximum context length is {context_len_max} tokens. The prompt has {tokens} tokens, "
+            "and one output token must fit in it too.",
             reason=Reason.PROMPT_TOO_LONG,
         )
 

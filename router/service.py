@@ -129,8 +129,7 @@ class InferenceService:
         whole: bool = False,
     ) -> ClientCall:
         rng = self._node.rng
-        with self._refusals():
-            called = read_metadata(context.invocation_metadata())
+        called = read_metadata(context.invocation_metadata())
         parent, now_s = called.traceparent, asyncio.get_running_loop().time()
         call = ClientCall(
             id=called.request_id or new_request_id(rng),

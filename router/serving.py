@@ -12,7 +12,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from baton.clock import Clock
 from baton.errors import BatonError, Reason
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from router.metrics import RouterMetrics
 
 log = get_log("router")
+
+SHOWN_HEADERS: Final = ("x-request-id", "retry-after", "retry-after-ms")
+"""That pages of other origins may read."""
 
 
 class Serving:
@@ -72,7 +75,7 @@ class Serving:
             incarnation=incarnation,
             lifecycle=lifecycle,
             channels=channels,
-            prompts=PromptEncoder.load(folder, chars_max=config.prompt_chars_max),
+            prompts=PromptEncoder.load(folder, chars_max=config.prompt_chars_max, tool_form=config.tool_parser),
             clock=clock,
             rng=rng,
             token_bytes=secrets.token_bytes,
@@ -130,6 +133,8 @@ class Serving:
 
     def _make_http(self, desk: KeyDesk | None, directory_trouble: Callable[[], str]) -> HttpServer:
         # A router without HTTP does not load its libraries.
+        from starlette.middleware.cors import CORSMiddleware
+
         from router.http_keys import KeyedApp
         from router.http_server import HttpServer, OpenAiApp
 
@@ -137,6 +142,15 @@ class Serving:
         app: ASGIApp = OpenAiApp(node, directory_trouble, desk).asgi()
         if desk is not None:
             app = KeyedApp(app, desk, rng=node.rng, request_log=node.request_log)
+        if self._config.cors_origins:
+            # Outside of the keys: what a browser asks first brings none.
+            app = CORSMiddleware(
+                app,
+                allow_origins=self._config.cors_origins,
+                allow_methods=("GET", "POST", "DELETE"),
+                allow_headers=("*",),
+                expose_headers=SHOWN_HEADERS,
+            )
         return HttpServer(app, self._config, rng=node.rng, refused=partial(node.request_log.refused, door="http"))
 
     def _connection_ended(self, why: Ended) -> None:

@@ -110,13 +110,22 @@ class TextCodec:
             text = f"{path} is not a usable tokenizer: {error}."
             raise BatonError(Reason.MODEL_BROKEN, text, field="model") from error
 
-    def encode(self, text: str) -> Sequence[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
         # A batch of one: `encode` itself keeps the interpreter's lock, for seconds if the text is long.
-        return _ids(self._tokenizer.encode_batch_fast([text]))
+        return _ids(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens))
 
     def encode_chat(self, *pieces: str) -> Sequence[int]:
         """What a template has made: it spells its special tokens out, and none are added."""
         return _ids(self._tokenizer.encode_batch_fast(pieces, add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """A text by itself, special tokens spelt out."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
+    def token_name(self, token: int) -> str:
+        """As the vocabulary has it; "" for an id that it has not."""
+        return self._tokenizer.id_to_token(token) or ""
 
     def token_text(self, token: int) -> str:
         """One token as it reads behind others, special ones too; U+FFFD stands for bytes that are no character."""

@@ -226,19 +226,22 @@ def test_many_async_calls_at_once(cluster: RunningCluster, endpoint: str) -> Non
         (False, {"echo": True}, 400, "echo", "bad_field"),
         (False, {"prompt_logprobs": 1}, 400, "prompt_logprobs", "bad_field"),
         (False, {"temperature": -1}, 400, "temperature", "sampling_out_of_range"),
-        (False, {"max_tokens": 0}, 400, "max_tokens", "sampling_out_of_range"),
+        (False, {"max_tokens": 0}, 400, "max_tokens", "bad_field"),
+        (False, {"max_tokens": -1}, 400, "max_tokens", "bad_field"),
+        (False, {"logprobs": 21}, 400, "logprobs", "bad_field"),
         (False, {"stop": [""]}, 400, "stop", "sampling_out_of_range"),
         (False, {"prompt": []}, 400, "prompt", "bad_field"),
         (False, {"prompt": [600]}, 400, "prompt", "token_out_of_range"),
-        (False, {"prompt": [1] * 5000}, 400, "prompt", "prompt_too_long"),
+        (False, {"prompt": [1] * 5000}, 400, "prompt", "context_length_exceeded"),
         (False, {"model": "other"}, 404, "model", "model_not_found"),
         (False, {"n": 3, "model": "other", "stream": True}, 404, "model", "model_not_found"),
         (True, {"messages": []}, 400, "messages", "bad_field"),
+        (True, {"messages": [{"role": "wizard", "content": "hi"}]}, 400, "messages.0.role", "bad_field"),
         (True, {"messages": [{"role": "user", "content": "\x20".join(["x"] * 5000)}]}, 400, "messages", None),
         (True, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content", None),
         (True, {"tools": [{"type": "function"}]}, 400, "tools", "bad_field"),
         (True, {"top_logprobs": 3}, 400, "top_logprobs", "bad_field"),
-        (True, {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "sampling_out_of_range"),
+        (True, {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "bad_field"),
     ],
 )
 def test_what_is_wrong_is_an_openai_error(
@@ -255,23 +258,31 @@ def test_what_is_wrong_is_an_openai_error(
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "body", "status"),
+    ("method", "path", "body", "status", "code"),
     [
-        ("POST", "/v1/completions", b"{", 400),
-        ("POST", "/v1/completions", b"[]", 400),
-        ("POST", "/v1/completions", b"\xff", 400),
-        ("POST", "/v1/completions", b'{"prompt": "\\ud800"}', 400),
-        ("POST", "/v1/completions", b'{"prompt": "hi", "model": "\\ud800"}', 400),
-        ("POST", "/v1/completions", b"[" * 100_000, 400),
-        ("GET", "/v1/completions", b"", 405),
-        ("GET", "/v1/other", b"", 404),
+        ("POST", "/v1/completions", b"{", 400, "bad_field"),
+        ("POST", "/v1/completions", b"[]", 400, "bad_field"),
+        ("POST", "/v1/completions", b"\xff", 400, "bad_field"),
+        ("POST", "/v1/completions", b'{"prompt": "\\ud800"}', 400, "bad_field"),
+        ("POST", "/v1/completions", b'{"prompt": "hi", "model": "\\ud800"}', 400, "bad_field"),
+        ("POST", "/v1/completions", b"[" * 100_000, 400, "bad_field"),
+        ("GET", "/v1/completions", b"", 405, "method_not_allowed"),
+        ("GET", "/v1/other", b"", 404, "not_found"),
+        ("GET", "/v1/models/other", b"", 404, "model_not_found"),
+        ("POST", "/tokenize", b'{"prompt": 5}', 400, "bad_field"),
+        ("POST", "/tokenize", b'{"prompt": "hi", "model": "other"}', 404, "model_not_found"),
+        ("POST", "/detokenize", b'{"tokens": [600]}', 400, "token_out_of_range"),
+        ("POST", "/detokenize", b"{}", 400, "bad_field"),
     ],
 )
-def test_a_wrong_call_is_an_openai_error_too(endpoint: str, method: str, path: str, body: bytes, status: int) -> None:
-    """Broken JSON, no object, no such path or method."""
+def test_a_wrong_call_is_an_openai_error_too(
+    endpoint: str, method: str, path: str, body: bytes, status: int, code: str
+) -> None:
+    """Broken JSON, no object, no such path or method, no such model; each answer has an id."""
     found = http_call(endpoint, method, path, body)
-    assert found[0] == status
-    assert json.loads(found[2])["error"]["type"] == "invalid_request_error"
+    error = json.loads(found[2])["error"]
+    assert (found[0], error["type"], error["code"]) == (status, "invalid_request_error", code)
+    assert len(found[1]["x-request-id"]) == 32
 
 
 def test_unknown_fields_and_nulls_are_accepted(endpoint: str) -> None:

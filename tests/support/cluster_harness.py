@@ -341,11 +341,13 @@ def metrics_text(cluster: RunningCluster) -> str:
     return body.decode()
 
 
-def http_call(endpoint: str, method: str, path: str, body: bytes = b"") -> tuple[int, dict[str, str], bytes]:
+def http_call(
+    endpoint: str, method: str, path: str, body: bytes = b"", headers: Mapping[str, str | bytes] | None = None
+) -> tuple[int, dict[str, str], bytes]:
     """One call on a connection of its own: status, headers by their names in lower case, body."""
     connection = http.client.HTTPConnection(endpoint, timeout=CALL_S_MAX)
     try:
-        connection.request(method, path, body=body)
+        connection.request(method, path, body=body, headers=headers or {})
         response = connection.getresponse()
         return response.status, {k.lower(): v for k, v in response.getheaders()}, response.read()
     finally:

@@ -36,11 +36,12 @@ def test_readiness_flips_and_liveness_does_not() -> None:
     also after the first of them has left. An unknown service is NOT_FOUND."""
 
     async def states(served: Served) -> list[int]:
-        return [await served.check(service) for service in ("", "ready", "baton.v1.Node")]
+        return [await served.check(service) for service in ("", "live", "ready", "baton.v1.Node")]
 
     async def scene() -> None:
         async with serving(node=answer) as served:
             assert await states(served) == [
+                SERVING,
                 SERVING,
                 NOT_SERVING,
                 NOT_SERVING,
@@ -50,10 +51,11 @@ def test_readiness_flips_and_liveness_does_not() -> None:
             served.server.set_ready(True)
             assert [(await w.read()).status for w in watches] == [SERVING, SERVING]
             watches[0].cancel()
-            assert await states(served) == [SERVING, SERVING, SERVING]
+            assert await states(served) == [SERVING, SERVING, SERVING, SERVING]
             served.server.set_ready(False)
             assert (await watches[1].read()).status == NOT_SERVING
             assert await states(served) == [
+                SERVING,
                 SERVING,
                 NOT_SERVING,
                 NOT_SERVING,
@@ -77,6 +79,7 @@ def test_reflection_lists_and_describes_the_services() -> None:
             assert {service.name for service in reply.list_services_response.service} == {
                 "baton.v1.Node",
                 "grpc.health.v1.Health",
+                "grpc.reflection.v1.ServerReflection",
                 "grpc.reflection.v1alpha.ServerReflection",
             }
             await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol="baton.v1.Node"))
@@ -87,6 +90,32 @@ def test_reflection_lists_and_describes_the_services() -> None:
                 "batonpb/directory.proto",
                 "batonpb/node.proto",
             ]
+            await call.done_writing()
+            assert await call.read() is grpc.aio.EOF
+
+    run(scene())
+
+
+def test_reflection_is_there_by_its_newer_name_too() -> None:
+    """A tool that asks for v1 gets the same names, and v1's own description, which names no message of v1alpha."""
+
+    async def scene() -> None:
+        async with serving(node=answer) as served:
+            channel = served.channels.get(f"127.0.0.1:{served.port}")
+            call = channel.stream_stream(
+                "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+                request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+                response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+            )()
+            await call.write(reflection_pb2.ServerReflectionRequest(list_services="*"))
+            names = {service.name for service in (await call.read()).list_services_response.service}
+            assert "baton.v1.Node" in names
+            await call.write(
+                reflection_pb2.ServerReflectionRequest(file_containing_symbol="grpc.reflection.v1.ServerReflection")
+            )
+            (raw,) = (await call.read()).file_descriptor_response.file_descriptor_proto
+            assert FileDescriptorProto.FromString(raw).package == "grpc.reflection.v1"
+            assert b"v1alpha" not in raw
             await call.done_writing()
             assert await call.read() is grpc.aio.EOF
 

@@ -22,7 +22,7 @@ def test_a_kept_request_is_no_transfer() -> None:
         stats = inference_pb2.RequestStats(transport=transport, bytes_written=nbytes)
         observed.finished(common_pb2.FINISH_REASON_LENGTH, stats)
         observed.ended()
-    text = metrics.text().decode()
+    text = metrics.text()[0].decode()
     assert "baton_requests_local_total 2.0\n" in text
     assert 'baton_transfer_bytes_total{transport="shm"} 640.0\n' in text
     assert 'baton_transfer_exposed_seconds_count{transport="shm"} 1.0\n' in text
@@ -36,7 +36,7 @@ def test_every_token_but_the_first_has_a_gap() -> None:
     observed.tokens(1.0, 3)
     observed.tokens(1.4, 2)
     observed.tokens(1.5, 1)
-    figures = dict(line.rsplit(" ", 1) for line in metrics.text().decode().splitlines())
+    figures = dict(line.rsplit(" ", 1) for line in metrics.text()[0].decode().splitlines())
     assert (figures["baton_ttft_seconds_count"], figures["baton_ttft_seconds_sum"]) == ("1.0", "1.0")
     assert figures["baton_itl_seconds_count"] == "5.0"
     assert float(figures["baton_itl_seconds_sum"]) == pytest.approx(0.5)
@@ -49,7 +49,7 @@ def test_a_gap_of_a_bound_is_in_its_bucket() -> None:
     observed.tokens(0.0, 1)
     observed.tokens(0.04, 4)
     observed.tokens(100.0, 1)
-    figures = dict(line.rsplit(" ", 1) for line in metrics.text().decode().splitlines())
+    figures = dict(line.rsplit(" ", 1) for line in metrics.text()[0].decode().splitlines())
     buckets = [figures[f'baton_itl_seconds_bucket{{le="{le}"}}'] for le in ("0.005", "0.01", "5.0", "+Inf")]
     assert buckets == ["0.0", "4.0", "4.0", "5.0"]
     assert figures["baton_ttft_seconds_count"] == "1.0"
@@ -62,7 +62,7 @@ def test_those_that_wait_in_line() -> None:
     for each in (one, other):
         each.waits()
     one.waited(3.0)
-    figures = dict(line.rsplit(" ", 1) for line in metrics.text().decode().splitlines())
+    figures = dict(line.rsplit(" ", 1) for line in metrics.text()[0].decode().splitlines())
     assert (figures["baton_requests_in_line"], figures["baton_requests_queued"]) == ("1.0", "2.0")
     assert (figures["baton_line_seconds_count"], figures["baton_line_seconds_sum"]) == ("1.0", "3.0")
 
@@ -77,7 +77,7 @@ def test_keys_by_their_names() -> None:
     used.take_output(3, 0.0)
     keys = [used, idle]
     metrics = RouterMetrics(list, keys=lambda: keys)
-    lines = metrics.text().decode().splitlines()
+    lines = metrics.text()[0].decode().splitlines()
     assert [line for line in lines if line.startswith("baton_key_") and "_created" not in line] == [
         'baton_key_requests_total{key="used"} 1.0',
         'baton_key_tokens_total{key="used",kind="prompt"} 5.0',
@@ -88,7 +88,7 @@ def test_keys_by_their_names() -> None:
         'baton_key_running{key="used"} 1.0',
     ]
     keys.clear()
-    assert 'key="' not in metrics.text().decode()
+    assert 'key="' not in metrics.text()[0].decode()
 
 
 def test_connections_of_clients() -> None:
@@ -96,7 +96,7 @@ def test_connections_of_clients() -> None:
     metrics = RouterMetrics(list)
     metrics.connection_refused(Door.GRPC)
     metrics.connection_ended(Ended.LATE)
-    figures = dict(line.rsplit(" ", 1) for line in metrics.text().decode().splitlines())
+    figures = dict(line.rsplit(" ", 1) for line in metrics.text()[0].decode().splitlines())
     refused = [figures[f'baton_connections_refused_total{{door="{door}"}}'] for door in ("grpc", "http")]
     ended = {why: figures.get(f'baton_connections_ended_total{{why="{why.name.lower()}"}}') for why in Ended}
     assert refused == ["1.0", "0.0"]

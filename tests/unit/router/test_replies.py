@@ -46,6 +46,7 @@ def test_a_chunk_that_has_only_text_is_as_json_writes_it(
         "object": "chat.completion.chunk" if chat else "text_completion",
         "created": 7,
         "model": MODEL,
+        "system_fingerprint": None,
         "choices": [choice],
         **({"usage": None} if usage else {}),
     }

@@ -196,7 +196,7 @@ def test_a_prompt_that_leaves_no_room_is_refused(prompt: Any, field: str) -> Non
     error = refused(prompt)
     assert (error.code, error.reason, error.field) == (Code.INVALID_ARGUMENT, Reason.PROMPT_TOO_LONG, field)
     assert f"has {len(prompt)} tokens" in error.message
-    assert "context is 50" in error.message
+    assert "maximum context length is 50 tokens" in error.message
     assert len(check([2] * 49).prompt) == 49
 
 
