@@ -119,6 +119,7 @@ _OTHERS: Final[Mapping[str, float]] = {
     "http_body_ms_max": 60_000,
     "placement_retry_ms": 50,
     "HANDED_OFF_MS_MAX": 1_000,
+    "retries.resumptions_per_s": 100,
     "retries.resumptions_burst": 256,
     "retries.resume_jitter_ms_max": 50,
     "retries.resumptions_waiting_max": 1_024,

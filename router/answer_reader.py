@@ -70,7 +70,7 @@ class Reader:
         """At the end of the part so far."""
 
     def feed(self, text: str) -> None:
-        self._text = self._text[self._at :] + text
+        self._text = text if self._at == len(self._text) else self._text[self._at :] + text
         self._at = 0
 
     def end(self) -> None:
@@ -89,6 +89,9 @@ class Reader:
 
     def say(self, text: str, *, hold: bool = True) -> None:
         """More of the part, but for white space at its end with `hold`."""
+        if not (self._leads or self._spaces or text[-1:].isspace()):  # most tokens
+            self._put(self._kind, text)
+            return
         text = self._spaces + text
         if self._leads:
             text = text.lstrip()
@@ -161,20 +164,21 @@ class Reader:
     def until(self, *markers: str, say: Callable[[str], object] | None = None) -> Steps[str]:
         """Say what comes before the first of the markers, read it and return it; "" at the end."""
         say = say or self.say
-        longest, firsts = max(map(len, markers)), {marker[0] for marker in markers}
+        longest = max(map(len, markers))
         find = re.compile("|".join(map(re.escape, markers)))
+        first = re.compile("|".join({re.escape(marker[0]) for marker in markers}))
         while True:
             text = self._text
-            if found := find.search(text, self._at):
-                say(text[self._at : found.start()])
-                self._at = found.end()
-                return found[0]
             end = len(text)
-            if not self._ended:
-                for start in range(max(self._at, end - longest + 1), end):
-                    if text[start] in firsts and any(marker.startswith(text[start:]) for marker in markers):
-                        end = start
-                        break
+            if first.search(text, self._at):
+                if found := find.search(text, self._at):
+                    say(text[self._at : found.start()])
+                    self._at = found.end()
+                    return found[0]
+                if not self._ended:
+                    begins = range(max(self._at, end - longest + 1), end)
+                    held = (at for at in begins if any(marker.startswith(text[at:]) for marker in markers))
+                    end = next(held, end)
             if end > self._at:
                 say(text[self._at : end])
                 self._at = end

@@ -58,6 +58,10 @@ class ChatTemplate:
         return ChatTemplate(self._source, self._tokens, mark=mark)
 
     @property
+    def source(self) -> str:
+        return self._source
+
+    @property
     def token_texts(self) -> frozenset[str]:
         return frozenset(self._tokens.values())
 
@@ -83,6 +87,7 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         extra: Mapping[str, Any],
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
         field: str = "messages",
         chars_max: int = sys.maxsize,
     ) -> str:
@@ -95,8 +100,9 @@ class ChatTemplate:
             text = f"chat_template_kwargs cannot set {', '.join(taken)}: the model and the request's messages do."
             raise bad_field("chat_template_kwargs", text)
         parts, chars = [], 0
+        variables = {**self._variables, **extra, "messages": messages, "tools": tools or None}
         try:
-            for part in self._template.generate({**self._variables, **extra, "messages": messages}):
+            for part in self._template.generate(variables):
                 parts.append(part)
                 chars += len(part)
                 if chars > chars_max:

@@ -13,6 +13,7 @@ from baton.rpc import RpcLimits
 from baton.runtime import ProcessConfig
 from baton.tls import check_listens
 from baton.wire import NAME
+from router.answer_forms import ToolForm
 from router.request import CACHE_SALT_BYTES_MAX
 from router.retries import RetryConfig
 
@@ -89,6 +90,11 @@ class RouterConfig(ProcessConfig):
     )
     model: str | None = setting(
         None, "model whose tokenizer to use; none: requests must have token ids", "Clients send text or chats."
+    )
+    tool_parser: ToolForm | None = setting(
+        None,
+        "form in which the model writes calls of tools; none: as its chat template shows",
+        "Chats with tools are refused as the form is not known, or calls come as text.",
     )
     http_listen: str | None = setting(
         None,

@@ -60,6 +60,7 @@ def call_of(token: ResumeToken, path_id: str) -> OpenAiCall | None:
         tokens_as_ids=http.tokens_as_ids,
         continuous_usage=http.continuous_usage,
         resumable=True,
+        reading=http.reading if http.HasField("reading") else None,
     )
 
 
@@ -100,4 +101,5 @@ def _http_call(call: OpenAiCall, request_id: RequestId, created_unix_s: int) -> 
         tokens_as_ids=call.tokens_as_ids,
         continuous_usage=call.continuous_usage,
         n=call.n,
+        reading=call.reading,
     )

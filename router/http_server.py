@@ -286,6 +286,8 @@ class OpenAiApp:
                 whole=not call.stream and call.n == 1,  # of several, one waits for another's second token
                 source=request.scope["state"][SOURCE],
                 resume=resume,
+                shown=node.prompts.shown if call.reading is not None else frozenset(),
+                had=partial(replies.had, prompt * call.n + choice) if call.reading is not None else None,
             )
             if keyed is not None:
                 client = keyed.sign(client, prompt=prompt)
@@ -301,6 +303,8 @@ class OpenAiApp:
             created=created,
             fingerprint=f"fp_{model.fingerprint[:FINGERPRINT_CHARS]}",
             token_text=codec.token_text if codec is not None else str,
+            form=node.prompts.form,
+            secret=token.secret if token is not None else node.rng.randbytes(SECRET_BYTES),
         )
         places = None
         if token is not None:

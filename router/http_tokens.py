@@ -9,6 +9,7 @@ from typing import Final
 from baton.errors import BatonError, Reason, bad_field
 from router import openai
 from router.openai import Json
+from router.openai_tools import parse_tools
 from router.prompts import PromptEncoder
 from router.request import check_model_name
 from router.text import TextCodec
@@ -23,7 +24,8 @@ def tokenize(
     body = openai.parse_body(raw)
     check_model_name(openai.typed(body, "model", "") or names[0], names)
     if "messages" in body:
-        ids = openai.chat_tokens(body, partial(prompts.encode_chat, special_tokens=special_tokens))
+        encode = partial(prompts.encode_chat, tools=parse_tools(body).tools, special_tokens=special_tokens)
+        ids = openai.chat_tokens(body, encode)
     else:
         ids = prompts.encode_text(openai.typed(body, "prompt", ""), openai.typed(body, "add_special_tokens", True))
     strings = openai.typed(body, "return_token_strs", False)

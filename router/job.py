@@ -391,6 +391,8 @@ class Job:
             self.call.take_output(len(ids))  # what the client had is computed again for it
         if self.unseen is not None:
             known = self.unseen.take(first_index, ids, text)
+            if self.call.had is not None:
+                self.call.had(text if known is None else text[: known[1]])
             if known is None:
                 return
             seen, chars = known

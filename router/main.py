@@ -240,7 +240,7 @@ class _Workers:
             from router.metrics import Figures
 
             pool.dead_figures = Figures()
-        self.prompts = PromptEncoder.load(folder, chars_max=config.prompt_chars_max)
+        self.prompts = PromptEncoder.load(folder, chars_max=config.prompt_chars_max, tool_form=config.tool_parser)
         self.model, self.warm, self.follow_directory = pool.model, pool.warm, pool.follow_directory
         self.follow_lifecycle, self.upkeep, self.stop = pool.follow_lifecycle, pool.upkeep, pool.stop
         self.fetch_figures = pool.fetch_figures

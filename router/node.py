@@ -226,7 +226,7 @@ class RouterNode:
             retries=Retries(config=self.config.retries, search_ms_max=self.config.placement_wait_ms_max),
             stats=inference_pb2.RequestStats(prompt_tokens=prompt_tokens, priority=priority_to_proto(call.priority)),
             sink=sink,
-            text=AnswerText(self.prompts.codec, checked),
+            text=AnswerText(self.prompts.codec, checked, call.shown),
             config=self.config,
             turns=self._turns,
             now_s=self._loop.time,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
-from batonpb import inference_pb2
+from batonpb import inference_pb2, resume_pb2
 
 from baton.errors import BatonError, Code, Reason, bad_field
 from baton.wire import ModelInfo
@@ -46,7 +46,8 @@ _REFUSED_IN_COMPLETIONS: Final[_Refused] = {
     ("suffix",): (("",), "text can only be continued at its end"),
 }
 _REFUSED_IN_CHATS: Final[_Refused] = {
-    ("tools", "functions"): (([],), _TEXT_ONLY),
+    ("functions",): (([],), "tools are what it became"),
+    ("function_call",): (("none",), "tool_choice is what it became"),
     ("modalities",): ((["text"],), _TEXT_ONLY),
     ("audio",): ((), _TEXT_ONLY),
     ("echo",): ((False,), "the prompt's own text is not returned"),
@@ -101,6 +102,8 @@ class OpenAiCall:
     """Of a resumable call: a repeated one must be the same."""
     said: tuple[tuple[int, ...], ...] = ()
     """What the client says that it has, of each answer. Empty: it does not say."""
+    reading: resume_pb2.AnswerReading | None = None
+    """How the answers of a chat are split into content, reasoning and calls of tools. None: all is content."""
 
 
 JSON_ELEMENTS_MAX: Final = 1 << 16

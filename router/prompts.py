@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -12,6 +13,8 @@ from batonpb import inference_pb2
 
 from baton.errors import BatonError, Reason, bad_field
 from baton.log import get_log
+from router.answer_forms import AnswerForm, ToolForm
+from router.openai_tools import arguments_object, check_calls
 from router.request import check_counts, check_role
 from router.special_tokens import ChatText, SpecialTokens, without_letters
 from router.text import TextCodec
@@ -31,6 +34,41 @@ _SIGN: Final = re.compile(r"[^\w\s]")
 _CHAT_OF: Final = "The messages make a prompt of"
 _USUAL: Final = (("system", "user", "assistant", "user"), ("user", "assistant", "user"), ("user", "assistant", "tool"))
 """Roles of chats that show what a template writes between messages."""
+_TAIL_TOKENS: Final = 16
+"""Of a prompt, in which it opens the reasoning."""
+_NAME: Final = "baton_probe"
+_PROBE_TOOL: Final = {"type": "function", "function": {"name": _NAME, "description": "0", "parameters": {
+    "type": "object", "properties": {"a": {"type": "string", "description": "0"}}, "required": ["a"]}}}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CallShape:
+    """What a template wants of the calls in an assistant's message."""
+
+    objects: bool
+    """Arguments as an object; else as JSON text."""
+    content: str | None
+    """Of a message that has calls only."""
+
+    def of(self, message: Mapping[str, Any], i: int) -> Mapping[str, Any]:
+        """The message `i` in this shape. Raises BatonError."""
+        calls = message.get("tool_calls")
+        if not calls:
+            return message
+        if self.objects:
+            calls = [
+                {
+                    **call,
+                    "function": {**call["function"], "arguments": arguments_object(call["function"]["arguments"], i)},
+                }
+                for call in calls
+            ]
+        return {**message, "tool_calls": calls, "content": message["content"] or self.content}
+
+
+_SHAPES: Final = tuple(
+    _CallShape(objects=objects, content=content) for content in ("", None) for objects in (True, False)
+)
 
 
 class PromptEncoder:
@@ -39,25 +77,42 @@ class PromptEncoder:
     Long prompts take seconds to encode: not for the event loop.
     """
 
-    def __init__(self, *, codec: TextCodec | None = None, template: ChatTemplate | None = None, chars_max: int) -> None:
-        """`chars_max` bounds the characters of a text, of the messages of a chat, and of the prompt that they make."""
+    def __init__(
+        self,
+        *,
+        codec: TextCodec | None = None,
+        template: ChatTemplate | None = None,
+        chars_max: int,
+        tool_form: ToolForm | None = None,
+    ) -> None:
+        """`chars_max` bounds the characters of a text, of the messages of a chat, and of the prompt that they make.
+        `tool_form` is how the model writes calls of tools; None: as its template says."""
         self.codec = codec
         self.folder: Path | None = None
         """Where they are from."""
         self._template: ChatTemplate | None = None
         self.chars_max = chars_max
+        self.tool_form = tool_form
+        """As the configuration names it."""
+        self.form = AnswerForm()
+        self.shown: frozenset[int] = frozenset()
+        """Special tokens that the parsers of its form must see."""
         if codec is not None and template is not None:
             self._special = _special_tokens(codec, template)
             self._template = template.marked(self._special.of_template)
+            self._takes_tools, self._call_shape = _takes_tools(template), _call_shape(template)
+            tokens = {*codec.special.values(), *codec.added.values()}
+            self.form = AnswerForm.of(template.source, tokens, tools=tool_form)
+            self.shown = frozenset(id_ for id_, text in codec.special.items() if text in self.form.markers)
 
     @classmethod
-    def load(cls, folder: Path | None, *, chars_max: int) -> PromptEncoder:
+    def load(cls, folder: Path | None, *, chars_max: int, tool_form: ToolForm | None = None) -> PromptEncoder:
         """Those of a model folder; None: neither. A template that cannot be used only gets a warning.
 
         Raises BatonError MODEL_MISSING, MODEL_BROKEN or MODEL_UNSUPPORTED of the tokenizer.
         """
         if folder is None:
-            return cls(chars_max=chars_max)
+            return cls(chars_max=chars_max, tool_form=tool_form)
         from router.chat_template import ChatTemplate
 
         codec, template = TextCodec.load(folder), None
@@ -65,7 +120,7 @@ class PromptEncoder:
             template = ChatTemplate.load(folder)
         except BatonError as error:
             log.warning("chats are refused: the model's template cannot be used", why=error.message)
-        encoder = cls(codec=codec, template=template, chars_max=chars_max)
+        encoder = cls(codec=codec, template=template, chars_max=chars_max, tool_form=tool_form)
         encoder.folder = folder
         return encoder
 
@@ -97,13 +152,15 @@ class PromptEncoder:
         messages: Sequence[Mapping[str, Any]],
         extra: Mapping[str, Any],
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
         field: str = "messages",
         special_tokens: bool = False,
     ) -> Sequence[int]:
         """`extra` are further variables of the template; `field` is where errors point to. A special token that a
         message spells out is text, but with `special_tokens`.
 
-        Raises BatonError NO_CHAT_TEMPLATE, PROMPT_TOO_LONG, or BAD_FIELD where the template refuses the messages.
+        Raises BatonError NO_CHAT_TEMPLATE, PROMPT_TOO_LONG, or BAD_FIELD where the template refuses the messages, or
+        knows no tools.
         """
         if self.codec is None or self._template is None:
             raise BatonError(
@@ -112,7 +169,11 @@ class PromptEncoder:
                 "that has a chat_template.jinja.",
                 field=field,
             )
-        chat = self._render(self._template, messages, extra, field=field, special_tokens=special_tokens)
+        if tools:
+            self._check_tools()
+        if any(message.get("tool_calls") for message in messages):
+            messages = self._shaped(messages)
+        chat = self._render(self._template, messages, extra, tools, field=field, special_tokens=special_tokens)
         ids = self.codec.encode_chat(*chat.pieces)
         if not special_tokens:
             self._special.check(ids, chat, field=field)
@@ -123,6 +184,7 @@ class PromptEncoder:
         template: ChatTemplate,
         messages: Sequence[Mapping[str, Any]],
         extra: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]],
         *,
         field: str,
         special_tokens: bool = False,
@@ -130,17 +192,44 @@ class PromptEncoder:
         special, most = self._special, self.chars_max
         if not template.knows_developer:
             messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
+
+        def render(change: Callable[[Any], Any]) -> ChatText:
+            own = change(messages), change(extra), change(tools)
+            return special.read(template.render(own[0], own[1], tools=own[2], field=field, chars_max=most))
+
         if special_tokens:
-            chat = special.read(template.render(messages, extra, field=field, chars_max=most))
+            chat = render(lambda value: value)
         else:
-            text = template.render(special.as_text(messages), special.as_text(extra), field=field, chars_max=most)
-            chat = special.read(text)
+            chat = render(special.as_text)
             if chat.loose:
                 # Some templates put a token together of the role; a request's own letters must not make one.
-                text = template.render(without_letters(messages), without_letters(extra), field=field, chars_max=most)
-                special.refuse(chat.loose - special.read(text).loose, field=field)
+                special.refuse(chat.loose - render(without_letters).loose, field=field)
         self._check_chars(chat.chars, _CHAT_OF, field)
         return chat
+
+    def _check_tools(self) -> None:
+        """Raises BatonError BAD_FIELD."""
+        if not self._takes_tools or self.form.tools is None:
+            what = "in which the model writes calls is not known" if self._takes_tools else "knows no tools"
+            how = "start the router with --tool-parser" if self._takes_tools else "leave tools out"
+            subject = "The form" if self._takes_tools else "The model's chat template"
+            raise bad_field("tools", f"{subject} {what}: {how}.")
+
+    def _shaped(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Their calls as the template wants them. Raises BatonError BAD_FIELD."""
+        shape = self._call_shape
+        if shape is None:
+            text = "The model's chat template knows no calls of tools: leave tool_calls out of the messages."
+            raise bad_field("messages", text)
+        check_calls(messages)
+        return [shape.of(message, i) for i, message in enumerate(messages)]
+
+    def opens_reasoning(self, ids: Sequence[int]) -> bool:
+        """Whether a prompt of a chat ends in the middle of reasoning, which its answer goes on with."""
+        if self.codec is None or self.form.think is None:
+            return False
+        text = "".join(map(self.codec.token_text, ids[-_TAIL_TOKENS:]))
+        return text.rstrip().endswith(self.form.think[0])
 
     def may_not_say(self, ids: Sequence[int]) -> bool:
         """Whether one of these tokens is special, so that a chat's messages cannot spell it."""
@@ -220,9 +309,22 @@ def _turn_tokens(texts: Iterable[str], template: ChatTemplate) -> set[str]:
     return {text for text in found if kept(text)}
 
 
-def _try(template: ChatTemplate, messages: Sequence[Mapping[str, str]]) -> str:
+def _takes_tools(template: ChatTemplate) -> bool:
+    return _NAME in _try(template, [{"role": "user", "content": "0"}], [_PROBE_TOOL])
+
+
+def _call_shape(template: ChatTemplate) -> _CallShape | None:
+    """The first that the template writes calls of. None: it knows none."""
+    call = {"id": "a00000000", "type": "function", "function": {"name": _NAME, "arguments": '{"a": "0"}'}}
+    user = {"role": "user", "content": "0"}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "content": "0", "name": "0", "tool_call_id": call["id"]}
+    return next((shape for shape in _SHAPES if _NAME in _try(template, [user, shape.of(answer, 1), result])), None)
+
+
+def _try(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
     """Nothing where the template does not take such messages."""
     try:
-        return template.render(messages, {})
+        return template.render(messages, {}, tools=tools)
     except BatonError:
         return ""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from itertools import accumulate
 from json.encoder import encode_basestring_ascii
 from typing import Final
 
 from batonpb import common_pb2, inference_pb2
 
+from router.answer_forms import AnswerForm, AnswerParser, ToolForm
+from router.answer_reader import Piece, PieceKind
 from router.answers import AnswerPart, Collected
 from router.openai import Json, OpenAiCall
 from router.resume import Place
@@ -18,6 +21,10 @@ from router.resume import Place
 LOGPROB_MIN: Final = -9999.0
 """Stands for minus infinity, which JSON has not."""
 _FINISH: Final = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
+_NAMES: Final = {PieceKind.CONTENT: "content", PieceKind.REASONING: "reasoning_content"}
+
+_MARK: Final = "\0"
+"""Stands for the text where a frame is cut."""
 
 
 def chunks_id(request_id: str, *, chat: bool) -> str:
@@ -34,6 +41,10 @@ class Replies:
     model: str
     created: int
     token_text: Callable[[int], str]
+    form: AnswerForm = AnswerForm()
+    """The model's."""
+    secret: bytes = b""
+    """The ids of calls are made of it: whoever goes on with a stream makes the same."""
     fingerprint: str | None = None
     """Of the model."""
     cached_tokens: int = 0
@@ -46,6 +57,10 @@ class Replies:
     _offsets: dict[int, int] = field(default_factory=dict)
     _frames: dict[int, tuple[str, str]] = field(default_factory=dict)
     """What stands before and behind the text in an answer's chunks that have nothing else to say."""
+    _parsers: dict[int, AnswerParser] = field(default_factory=dict)
+    """Of answers that are split into content, reasoning and calls."""
+    _piece_frames: dict[tuple[int, PieceKind, int], tuple[str, str]] = field(default_factory=dict)
+    """The same as `_frames`, for each kind of piece."""
 
     @property
     def id(self) -> str:
@@ -96,25 +111,41 @@ class Replies:
         frame = self._frames.get(index)
         if frame is None:
             first, call = index not in self._offsets, self.call
+            if call.reading is not None:
+                return self._split_chunk(index, part, first=first)
             if first or call.logprobs or call.token_ids or call.continuous_usage:
                 if not first and not part.ids and not part.text:
                     return None
-                self._tokens[index] = self._tokens.get(index, 0) + len(part.ids)
-                chunk = self._chunk([self._piece(index, part.text, [part], first=first, finish=None)])
-                return json.dumps(self._with_index(chunk, index, first=first))
-            frame = self._frames[index] = self._frame(index)
+                return self._full_chunk(index, self._content(index, part.text, first=first), part, first=first)
+            frame = self._frames[index] = self._frame(index, self._content(index, _MARK, first=False))
         return f"{frame[0]}{encode_basestring_ascii(part.text)}{frame[1]}" if part.text else None
 
-    def _frame(self, index: int) -> tuple[str, str]:
-        text = "\0"
-        whole = json.dumps(self._chunk([self._piece(index, text, [], first=False, finish=None)]))
-        before, _, behind = whole.rpartition(json.dumps(text))
+    def _split_chunk(self, index: int, part: AnswerPart, *, first: bool) -> str | None:
+        """The chunk for one part of an answer that is split: one, as it has one place to go on behind."""
+        pieces, call = self._parser(index).feed(part.text), self.call
+        told = (call.logprobs or call.token_ids or call.continuous_usage) and part.ids
+        if first or told or len(pieces) > 1 or any(piece.kind is PieceKind.CALL for piece in pieces):
+            return self._full_chunk(index, {"delta": self._delta(index, pieces, first=first)}, part, first=first)
+        if not pieces:
+            return None
+        (piece,) = pieces
+        key = (index, piece.kind, piece.call)
+        frame = self._piece_frames.get(key)
+        if frame is None:
+            marked = Piece(kind=piece.kind, text=_MARK, call=piece.call)
+            frame = self._frame(index, {"delta": self._delta(index, [marked], first=False)})
+            self._piece_frames[key] = frame
+        return f"{frame[0]}{encode_basestring_ascii(piece.text)}{frame[1]}"
+
+    def _frame(self, index: int, marked: Json) -> tuple[str, str]:
+        whole = json.dumps(self._chunk([self._piece(index, marked, [], finish=None)]))
+        before, _, behind = whole.rpartition(json.dumps(_MARK))
         return before, behind
 
-    def last_chunk(self, index: int, finished: inference_pb2.Finished) -> Json:
-        first = index not in self._offsets
-        piece = self._piece(index, "", [], first=first, finish=_FINISH[finished.reason])
-        return self._with_index(self._chunk([piece | _stop_reason(finished)]), index, first=first)
+    def _full_chunk(self, index: int, content: Json, part: AnswerPart, *, first: bool) -> str:
+        self._tokens[index] = self._tokens.get(index, 0) + len(part.ids)
+        chunk = self._chunk([self._piece(index, content, [part], finish=None)])
+        return json.dumps(self._with_index(chunk, index, first=first))
 
     def _with_index(self, chunk: Json, index: int, *, first: bool) -> Json:
         """The chunk, with what it says of its answer beside the choice: usage so far, and the prompt's tokens."""
@@ -132,6 +163,56 @@ class Replies:
         requests = self.call.requests
         return list(requests[index // self.call.n].token_ids.ids) if requests else None
 
+    def had(self, index: int, text: str) -> None:
+        """The client, which goes on with the answer, has this text of it already."""
+        self._parser(index).feed(text)
+
+    def _parser(self, index: int) -> AnswerParser:
+        parser = self._parsers.get(index)
+        if parser is None:
+            reading = self.call.reading
+            assert reading is not None
+            parser = self._parsers[index] = AnswerParser(
+                self.form, tools=reading.tools, parallel=reading.parallel, begun=reading.reasons
+            )
+        return parser
+
+    def _delta(self, index: int, pieces: Sequence[Piece], *, first: bool) -> Json:
+        """What the pieces add to a message, as streams and whole messages have it but for the calls' numbers."""
+        delta: Json = {"role": "assistant", "content": ""} if first else {}
+        calls: list[Json] = []
+        for piece in pieces:
+            if piece.kind in _NAMES:
+                name = _NAMES[piece.kind]
+                delta[name] = delta.get(name, "") + piece.text
+            elif piece.kind is PieceKind.CALL:
+                function = {"name": piece.text, "arguments": ""}
+                call_id = self._call_id(index, piece.call)
+                calls.append({"index": piece.call, "id": call_id, "type": "function", "function": function})
+            elif calls:
+                calls[-1]["function"]["arguments"] += piece.text
+            else:
+                calls.append({"index": piece.call, "function": {"arguments": piece.text}})
+        return {**delta, "tool_calls": calls} if calls else delta
+
+    def _call_id(self, index: int, call: int) -> str:
+        digest = sha256(b"tool call" + self.secret + f"/{index}/{call}".encode()).hexdigest()
+        # Templates of Mistral take nine letters and digits, and nothing else.
+        return digest[:9] if self.form.tools is ToolForm.MISTRAL else f"call_{digest[:24]}"
+
+    def _finish(self, index: int, reason: common_pb2.FinishReason) -> str:
+        finish = _FINISH[reason]
+        calls = index in self._parsers and self._parsers[index].calls > 0
+        return "tool_calls" if calls and finish == "stop" else finish
+
+    def last_chunk(self, index: int, finished: inference_pb2.Finished) -> Json:
+        first = index not in self._offsets
+        content = self._content(index, "", first=first)
+        if self.call.reading is not None:
+            content = {"delta": self._delta(index, self._parser(index).end(), first=first)}
+        piece = self._piece(index, content, [], finish=self._finish(index, finished.reason))
+        return self._with_index(self._chunk([piece | _stop_reason(finished)]), index, first=first)
+
     def usage_chunk(self) -> Json:
         """The last one of a stream that asked for it."""
         return {**self._chunk([]), "usage": self.usage()}
@@ -142,11 +223,11 @@ class Replies:
         for index, answer in enumerate(answers):
             self.started(index, answer.start)
             self.finished(index, answer.end)
-            parts, finish = answer.parts, _FINISH[answer.end.reason]
+            parts, finish = answer.parts, self._finish(index, answer.end.reason)
             if self.call.no_answer:
                 parts, finish = [], "length"
-            text = self._echo(index) + "".join(part.text for part in parts)
-            content: Json = {"message": {"role": "assistant", "content": text}} if self.call.chat else {"text": text}
+            text = "".join(part.text for part in parts)
+            content = {"message": self._message(index, text)} if self.call.chat else {"text": self._echo(index) + text}
             logprobs = self._logprobs(index, parts, answer.end.prompt_logprobs)
             choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
             choice |= self._token_ids(parts) | _stop_reason(answer.end)
@@ -155,6 +236,17 @@ class Replies:
             choices.append(choice)
         whole = {**self._head("chat.completion"), "choices": choices, "usage": self.usage()}
         return whole | ({"prompt_token_ids": self._prompt_ids(0)} if self.call.token_ids and self.call.chat else {})
+
+    def _message(self, index: int, text: str) -> Json:
+        if self.call.reading is None:
+            return {"role": "assistant", "content": text}
+        parser = self._parser(index)
+        message = self._delta(index, [*parser.feed(text), *parser.end()], first=True)
+        if "tool_calls" in message:
+            message["content"] = message["content"] or None
+            for call in message["tool_calls"]:
+                del call["index"]
+        return message
 
     def _chunk(self, choices: list[Json]) -> Json:
         chunk = {**self._head("chat.completion.chunk"), "choices": choices}
@@ -169,11 +261,13 @@ class Replies:
         """What the answer begins with, beside its own text."""
         return self.call.echoes[index // self.call.n] if self.call.echoes else ""
 
-    def _piece(self, index: int, text: str, parts: list[AnswerPart], *, first: bool, finish: str | None) -> Json:
-        content: Json = {"text": self._echo(index) + text if first else text}
-        if self.call.chat:
-            role = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
-            content = {"delta": role}
+    def _content(self, index: int, text: str, *, first: bool) -> Json:
+        if not self.call.chat:
+            return {"text": self._echo(index) + text if first else text}
+        role = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
+        return {"delta": role}
+
+    def _piece(self, index: int, content: Json, parts: list[AnswerPart], *, finish: str | None) -> Json:
         logprobs = self._logprobs(index, parts)
         piece = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
         return piece | self._token_ids(parts)

@@ -144,6 +144,10 @@ class ClientCall:
     """Called where it has taken such an answer up again."""
     resume: Resume | None = None
     """Of a request that its client may go on with by another call, or goes on with by this one."""
+    shown: frozenset[int] = frozenset()
+    """Special tokens that are part of its text: its door reads them."""
+    had: Callable[[str], None] | None = None
+    """Called with the text that its client, which attaches, has already: its sink does not get that."""
 
 
 def with_priority(call: ClientCall, asked: Priority | None) -> ClientCall:

@@ -74,11 +74,8 @@ class RetryConfig:
         "how long a request that has begun its answer may look for nodes to resume on",
         "Replacements of lost nodes take longer to start, or clients should get an error sooner.",
     )
-    resumptions_per_s: int = setting(
-        100,
-        "resumptions per second of the whole cluster, shared among its routers",
-        "After the loss of a node its requests come back too slowly, or flood the nodes that are left.",
-    )
+    resumptions_per_s: int = fixed(100)
+    """Resumptions per second of the whole cluster, shared among its routers."""
     resumptions_burst: int = fixed(256)
     """Resumptions of the whole cluster that may start at once, before the rate applies."""
     resume_jitter_ms_max: int = fixed(50)

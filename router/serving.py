@@ -75,7 +75,7 @@ class Serving:
             incarnation=incarnation,
             lifecycle=lifecycle,
             channels=channels,
-            prompts=PromptEncoder.load(folder, chars_max=config.prompt_chars_max),
+            prompts=PromptEncoder.load(folder, chars_max=config.prompt_chars_max, tool_form=config.tool_parser),
             clock=clock,
             rng=rng,
             token_bytes=secrets.token_bytes,

@@ -28,8 +28,12 @@ _NO_CHARACTER: Final = "\ufffd"
 _WINDOW_CHARS: Final = 65_536
 """Searched at a time: a search keeps the interpreter's lock."""
 _STAYS: Final = frozenset({"role", "type"})
+_TYPES: Final = frozenset(
+    {*ROLES, "text", "function", "object", "array", "string", "number", "integer", "boolean", "null"}
+)
 _KEYS: Final = frozenset(
     {"role", "type", "content", "text", "name", "id", "tool_calls", "tool_call_id", "function", "arguments"}
+    | {"description", "parameters", "properties", "required", "items", "enum", "reasoning_content"}
 )
 
 
@@ -155,7 +159,7 @@ def without_letters(value: Any, *, key: str = "", depth: int = 0) -> Any:
     template's letters and of roles."""
     check_depth(depth)
     if isinstance(value, str):
-        return value if key in _STAYS else value and "0"
+        return value if key in _STAYS and value in _TYPES else value and "0"
     if isinstance(value, Mapping):
         return {
             (name if name in _KEYS else "0"): without_letters(each, key=name, depth=depth + 1)

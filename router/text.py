@@ -91,6 +91,8 @@ class TextCodec:
         """Tokens of their own that are not called special: tags, signs of thinking, runs of spaces."""
         self.unknown = _unknown(tokenizer)
         self._bytes = TokenBytes(tokenizer, self.special.values()) if _is_byte_level(tokenizer) else None
+        self._showing: dict[frozenset[int], TokenBytes] = {}
+        """The same for each set of special tokens that some answers show: those of the model's form of answers."""
 
     @classmethod
     def load(cls, folder: Path) -> TextCodec:
@@ -132,8 +134,14 @@ class TextCodec:
         twice: str = self._tokenizer.decode([token, token], skip_special_tokens=False)
         return twice.removeprefix(alone) if _REPLACEMENT not in alone else alone
 
-    def stream(self) -> Detokenizer:
-        return TextStream(self._tokenizer, self.special) if self._bytes is None else ByteStream(self._bytes)
+    def stream(self, shown: frozenset[int] = frozenset()) -> Detokenizer:
+        """`shown` are special tokens that are text all the same."""
+        if self._bytes is None:
+            return TextStream(self._tokenizer, self.special, shown)
+        if shown and shown not in self._showing:
+            hidden = [text for id_, text in self.special.items() if id_ not in shown]
+            self._showing[shown] = TokenBytes(self._tokenizer, hidden)
+        return ByteStream(self._showing[shown] if shown else self._bytes)
 
 
 class Detokenizer(Protocol):
@@ -206,16 +214,28 @@ class TextStream:
     is unfinished, those before it, already given out, become replacements too. Decoding then starts behind them.
     """
 
-    def __init__(self, tokenizer: Tokenizer, special: Container[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, special: Mapping[int, str], shown: Container[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
         self._special = special
+        self._marks = shown
+        """Special tokens that are text all the same."""
         self._ids: list[int] = []
         self._prefix = 0  # decoding starts at this token
         self._whole = 0  # up to this token the text was whole, at the end of some push
         self._shown = ""  # what has been given out of decode(ids[prefix:]), which begins with it
 
     def push(self, ids: Sequence[int]) -> str:
-        return "".join(self._push(token) for token in ids if token not in self._special)
+        return "".join(
+            self._mark(token) if token in self._marks else self._push(token)
+            for token in ids
+            if token not in self._special or token in self._marks
+        )
+
+    def _mark(self, token: int) -> str:
+        """Tokens beside it are decoded without it."""
+        text = self.flush() + self._special[token]
+        self._ids, self._prefix, self._whole = [], 0, 0
+        return text
 
     def _push(self, token: int) -> str:
         if not self._ids:
@@ -273,9 +293,10 @@ class AnswerText:
 
     __slots__ = ("_min_tokens", "_stops", "_stream", "found", "tokens")
 
-    def __init__(self, codec: TextCodec | None, checked: CheckedRequest) -> None:
-        """Without a codec there is no text. The first `min_tokens` tokens do not end the answer."""
-        self._stream = codec.stream() if codec is not None else None
+    def __init__(self, codec: TextCodec | None, checked: CheckedRequest, shown: frozenset[int] = frozenset()) -> None:
+        """Without a codec there is no text. The first `min_tokens` tokens do not end the answer. `shown` are special
+        tokens that are text all the same."""
+        self._stream = codec.stream(shown) if codec is not None else None
         self._stops = StopStrings(checked.stop, include=checked.include_stop) if checked.stop else None
         self._min_tokens = checked.sampling.min_tokens
         self.found: str | None = None

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from baton.errors import BatonError
+from router.answer_forms import ToolForm
 from router.prompts import PromptEncoder
 from router.request import INT_DIGITS_MAX
 
@@ -27,6 +28,7 @@ class Setup:
 
     folder: Path | None
     chars_max: int
+    tool_form: ToolForm | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,7 @@ def main() -> None:
     if not (first := _receive(source)):
         return
     setup: Setup = pickle.loads(first)
-    prompts = PromptEncoder.load(setup.folder, chars_max=setup.chars_max)
+    prompts = PromptEncoder.load(setup.folder, chars_max=setup.chars_max, tool_form=setup.tool_form)
     while job := _receive(source):
         work, args = pickle.loads(job)
         answer = pickle.dumps(_answer(work, prompts, _receive(source), args))

@@ -52,7 +52,8 @@ class TextWorkers:
         self._shares = ByteShares(HELD_BYTES_MAX, spread)
         # Threads of our own: the loop's resolve names of hosts.
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="text")
-        self._idle = [_TextProcess(Setup(folder=prompts.folder, chars_max=prompts.chars_max)) for _ in range(PROCESSES)]
+        setup = Setup(folder=prompts.folder, chars_max=prompts.chars_max, tool_form=prompts.tool_form)
+        self._idle = [_TextProcess(setup) for _ in range(PROCESSES)]
         self._free = PROCESSES
         self._turns: OwnerTurns[asyncio.Future[None]] = OwnerTurns()
         self._running: set[asyncio.Task[Any]] = set()

@@ -22,7 +22,7 @@ class ResumeToken(_message.Message):
     def __init__(self, secret: _Optional[bytes] = ..., seed: _Optional[int] = ..., request_digest: _Optional[int] = ..., places: _Optional[_Iterable[_Union[ResumePlace, _Mapping]]] = ..., http: _Optional[_Union[HttpCall, _Mapping]] = ...) -> None: ...
 
 class HttpCall(_message.Message):
-    __slots__ = ("id", "created_unix_s", "chat", "include_usage", "logprobs", "token_ids", "n", "continuous_usage", "tokens_as_ids")
+    __slots__ = ("id", "created_unix_s", "chat", "include_usage", "logprobs", "token_ids", "n", "continuous_usage", "tokens_as_ids", "reading")
     ID_FIELD_NUMBER: _ClassVar[int]
     CREATED_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class HttpCall(_message.Message):
     N_FIELD_NUMBER: _ClassVar[int]
     CONTINUOUS_USAGE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_AS_IDS_FIELD_NUMBER: _ClassVar[int]
+    READING_FIELD_NUMBER: _ClassVar[int]
     id: str
     created_unix_s: int
     chat: bool
@@ -41,7 +42,18 @@ class HttpCall(_message.Message):
     n: int
     continuous_usage: bool
     tokens_as_ids: bool
-    def __init__(self, id: _Optional[str] = ..., created_unix_s: _Optional[int] = ..., chat: bool = ..., include_usage: bool = ..., logprobs: bool = ..., token_ids: bool = ..., n: _Optional[int] = ..., continuous_usage: bool = ..., tokens_as_ids: bool = ...) -> None: ...
+    reading: AnswerReading
+    def __init__(self, id: _Optional[str] = ..., created_unix_s: _Optional[int] = ..., chat: bool = ..., include_usage: bool = ..., logprobs: bool = ..., token_ids: bool = ..., n: _Optional[int] = ..., continuous_usage: bool = ..., tokens_as_ids: bool = ..., reading: _Optional[_Union[AnswerReading, _Mapping]] = ...) -> None: ...
+
+class AnswerReading(_message.Message):
+    __slots__ = ("tools", "parallel", "reasons")
+    TOOLS_FIELD_NUMBER: _ClassVar[int]
+    PARALLEL_FIELD_NUMBER: _ClassVar[int]
+    REASONS_FIELD_NUMBER: _ClassVar[int]
+    tools: bool
+    parallel: bool
+    reasons: bool
+    def __init__(self, tools: bool = ..., parallel: bool = ..., reasons: bool = ...) -> None: ...
 
 class ResumePlace(_message.Message):
     __slots__ = ("request", "attempt", "decode", "tokens", "chars", "tokens_crc", "finished", "text_offset", "prompt_tokens")

@@ -7,6 +7,7 @@ import base64
 import random
 import sys
 from collections import Counter
+from functools import partial
 from typing import Any, Final, cast
 
 from batonpb import inference_pb2, resume_pb2
@@ -16,9 +17,12 @@ from hypothesis import strategies as st
 from baton.errors import BatonError
 from baton.wire import ModelInfo
 from router import openai
+from router.answer_forms import AnswerForm, AnswerParser, ToolForm
+from router.answer_reader import Piece, PieceKind
 from router.chat_template import ChatTemplate
 from router.http_attach import LAST_EVENT_ID, call_of, read_token, resumes
 from router.openai import CHOICES_MAX, OpenAiCall
+from router.openai_tools import parse_tools
 from router.prompts import PromptEncoder
 from router.replies import Replies
 from router.request import ROLES, check_request
@@ -47,6 +51,23 @@ ENCODERS: Final = [
 _PIECES: Final = (BEGIN, END, "<|im", "_start|>", "</", "s>", "＜/s＞", "/think", "[UNK]", "a", " ", "\U000c0000", "𓀀")
 
 
+def check_answer_form(data: bytes) -> None:
+    """The text of an answer, in each form: one way of cutting it gives what another gives."""
+    text = data.decode(errors="replace")
+    for tools in (None, *ToolForm):
+        form = AnswerForm(tools=tools, think=("<think>", "</think>"))
+        whole, cut = (AnswerParser(form, tools=True) for _ in range(2))
+        halves = [piece for at in range(0, len(text), 7) for piece in cut.feed(text[at : at + 7])]
+        assert _said([*halves, *cut.end()]) == _said([*whole.feed(text), *whole.end()]), tools
+
+
+def _said(pieces: list[Piece]) -> dict[tuple[PieceKind, int], str]:
+    said: dict[tuple[PieceKind, int], list[str]] = {}
+    for piece in pieces:
+        said.setdefault((piece.kind, piece.call), []).append(piece.text)
+    return {key: "".join(texts) for key, texts in said.items()}
+
+
 def check_body(data: bytes) -> None:
     """Of either endpoint."""
     before = sys.get_int_max_str_digits()
@@ -56,7 +77,8 @@ def check_body(data: bytes) -> None:
             _sent(openai.parse_completion(openai.parse_body(data)))
         for encoder in ENCODERS[:1]:
             with refusal_is_typed():
-                _sent(openai.parse_chat(openai.parse_body(data), encoder.encode_chat))
+                body = openai.parse_body(data)
+                _sent(openai.parse_chat(body, partial(encoder.encode_chat, tools=parse_tools(body).tools)))
     finally:
         sys.set_int_max_str_digits(before)
 
@@ -154,6 +176,8 @@ _messages = st.lists(
     ),
     max_size=4,
 )  # fmt: skip
+_tools = st.fixed_dictionaries({"type": st.just("function"), "function": st.fixed_dictionaries(
+    {"name": st.just("f") | _texts}, optional={"parameters": _values, "description": _texts})})  # fmt: skip
 _numbers = st.integers(-2, 2**33) | st.floats() | st.sampled_from([0, 1, -1, 0.5, 2.0, "1"])
 _variables = st.sampled_from(["mood", "tools", "range", "x"])
 _fields: dict[Any, st.SearchStrategy[Any]] = {
@@ -168,6 +192,8 @@ _fields: dict[Any, st.SearchStrategy[Any]] = {
     "stream_options": _values, "response_format": _values,
     "structured_outputs": _values, "guided_choice": _values, "x": _values, "priority": _values,
     "chat_template_kwargs": st.dictionaries(_variables, _values, max_size=2) | _values,
+    "tools": st.lists(_tools | _values, max_size=2) | _values, "parallel_tool_calls": st.booleans() | _values,
+    "tool_choice": st.sampled_from(["auto", "none"]) | _values,
     "resumable": st.booleans() | _values, "return_token_ids": st.booleans() | _values,
     "resume_token_ids": st.lists(_numbers | st.lists(_numbers, max_size=3), max_size=3) | _values,
 }  # fmt: skip
@@ -244,6 +270,25 @@ BODIES: Final = Target(
         (b'{"prompt":"a","logit_bias":{"5":1', b',"5":1', b"}}"), (b'{"prompt":"a"', b',"a":1', b"}"),
         (b'{"x":[', b"[],", b"[]]}"), (b'{"x":1e', b"9", b"}"), (b'{"x":0.', b"1", b"}"), (b"", b"\xff", b""),
         (b'{"prompt":"', b"<|", b'"}'), (b'{"prompt":"', b"</s>", b'"}'), (b'{"prompt":"', "𓀀".encode(), b'"}'),
+    ],
+)  # fmt: skip
+_OBJECT: Final = b'{"name": "f", "arguments": {"a": ['
+ANSWER_FORMS: Final = Target(
+    name="answer_form",
+    check=check_answer_form,
+    inputs=st.lists(
+        st.sampled_from([
+            *[mark for tools in ToolForm for mark in sorted(AnswerForm(tools=tools).markers)], "<think>", "</think>",
+            "function", " to=functions.f", "analysis", *'"{}[],:\\ \nf', '{"name": "f", "arguments": {',
+        ]) | st.text(max_size=3), max_size=16,
+    ).map(lambda parts: "".join(parts).encode()),
+    samples=[b'<think>a</think>b<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'],
+    repeats=[
+        (b"", b" ", b""), (b"", b"<", b""), (b"<think>", b"\n", b"a"), (b"<tool_call>{", b" ", b""),
+        (b"<tool_call>{", b'"a":1,', b""), (b'<tool_call>{"a":"', b"a", b""), (b"<tool_call>{", b"{", b""),
+        (b"<tool_call>" + _OBJECT, b"[", b""), (b"<tool_call>" + _OBJECT, b'"\\"",', b""), (b"", b"<tool_call>{}", b""),
+        (b"{", b'"a":[],', b""), (b"", b'{"name":"f","parameters":{}};', b""), (b"[TOOL_CALLS]", b"f", b""),
+        (b"", b"<|channel|>", b""), (b"<|message|>", b"<|end|>", b""), (b"<tool_call>", b"<tool_call>", b""),
     ],
 )  # fmt: skip
 MESSAGES: Final = Target(

@@ -14,6 +14,7 @@ TARGETS: Final[Mapping[str, Target]] = {
         http_targets.HTTP,
         http_targets.FORWARDED,
         request_targets.BODIES,
+        request_targets.ANSWER_FORMS,
         request_targets.MESSAGES,
         request_targets.CHATS,
         request_targets.RESUME_TOKENS,

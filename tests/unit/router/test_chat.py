@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -73,8 +74,12 @@ def test_a_special_token_in_a_message_is_text(encoder: PromptEncoder, folder: Pa
     assert sum(token in special for token in encoder.encode_chat(parts, {"mood": [SPELT], "n": 1})) == 1
     pin = list(encoder.encode_pin(PinnedPrefix(name="p", system=SPELT)))
     assert pin == list(encoder.encode(chat(("system", SPELT), ("user", "x"))))[: len(pin)] and len(pin) > len(SPELT) / 4
-    nested = [{"role": "user", "content": "a", "tool_calls": [{"function": {"arguments": {SPELT: SPELT}}}]}]
-    shown = template_of("{{ messages[0].tool_calls[0].function.arguments | tojson }}")
+    function = {"name": "f", "arguments": json.dumps({SPELT: SPELT})}
+    nested = [{"role": "assistant", "content": "a", "tool_calls": [{"id": SPELT, "function": function}]}]
+    shown = template_of(
+        "{% for message in messages %}{% for call in message.tool_calls %}{{ call.function | tojson }}{% endfor %}"
+        "{% endfor %}"
+    )
     assert not special & set(PromptEncoder(codec=codec, template=shown, chars_max=CHARS_MAX).encode_chat(nested, {}))
     # Who may send them sends them.
     allowed = encoder.encode(chat(("user", f"a {SPELT} b")), special_tokens=True)
