@@ -226,7 +226,6 @@ class Replies:
             parts = [] if self.call.no_answer else answer.parts
             text = "".join(part.text for part in parts)
             content = {"message": self._message(index, text)} if self.call.chat else {"text": self._echo(index) + text}
-            # Behind the text, which may have calls of tools.
             finish = "length" if self.call.no_answer else self._finish(index, answer.end.reason)
             logprobs = self._logprobs(index, parts, answer.end.prompt_logprobs)
             choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
