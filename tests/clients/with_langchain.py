@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import openai
-from cases import ANSWERS, CONTEXT, MODEL, TIMEOUT_S, api_key, base_url, run
+from cases import ANSWERS, CONTEXT, MODEL, TIMEOUT_S, api_key, base_url, raised, run
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
@@ -120,12 +120,7 @@ def case_tool_choice_any() -> None:
 
 def case_context_exceeded() -> None:
     """The package has a class of its own for it, which it knows by the words of the error."""
-    try:
-        model.invoke("sea " * 2 * CONTEXT)
-    except openai.BadRequestError as error:
-        assert type(error).__name__ == "OpenAIContextOverflowError", type(error)
-    else:
-        raise AssertionError("it was taken")
+    raised(ContextOverflowError, model.invoke, "sea " * 2 * CONTEXT)
 
 
 if __name__ == "__main__":

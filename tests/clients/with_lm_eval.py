@@ -1,4 +1,4 @@
-"""`lm-eval` with tasks of our own: multiple choice by log-likelihood, perplexity, and generation until a stop string."""
+"""`lm-eval` with tasks of our own: multiple choice by log-likelihood, and generation until a stop string."""
 
 from __future__ import annotations
 

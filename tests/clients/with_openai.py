@@ -7,7 +7,21 @@ import json
 from typing import Any
 
 import openai
-from cases import ANSWERS, CONTEXT, MODEL, OSLO, PERSON, PERSON_SCHEMA, ROME, TIMEOUT_S, TOOLS, api_key, base_url, run
+from cases import (
+    ANSWERS,
+    CONTEXT,
+    MODEL,
+    OSLO,
+    PERSON,
+    PERSON_SCHEMA,
+    ROME,
+    TIMEOUT_S,
+    TOOLS,
+    api_key,
+    base_url,
+    raised,
+    run,
+)
 from pydantic import BaseModel
 
 OPTIONS: Any = {"base_url": base_url(), "api_key": api_key(), "timeout": TIMEOUT_S, "max_retries": 0}
@@ -113,7 +127,7 @@ def case_tools() -> None:
     assert [(call.function.name, call.function.arguments) for call in calls] == CALLS
     results = [{"role": "tool", "tool_call_id": call.id, "content": "[sunny]"} for call in calls]
     messages = [*ask("[both]")["messages"], choice.message, *results]
-    (choice,) = chat("", tools=TOOLS, **{"messages": messages}).choices
+    (choice,) = chat("", tools=TOOLS, messages=messages).choices
     assert (choice.finish_reason, choice.message.content) == ("stop", ANSWERS["[sunny]"])
     assert choice.message.tool_calls is None
 
@@ -143,7 +157,7 @@ def case_tool_choice_none_and_parallel() -> None:
 
 
 def case_tool_choice_required_and_named() -> None:
-    """The answer is a call, though the model would have said something else; its arguments are what the schema allows."""
+    """The answer is a call, though the model would have said something else; the arguments are of the schema."""
     (choice,) = chat("[hello]", tools=TOOLS, tool_choice="required", max_tokens=400).choices
     for call in choice.message.tool_calls:
         assert call.function.name in ("get_weather", "get_time")
@@ -173,31 +187,21 @@ def case_response_format() -> None:
         Person.model_validate_json(drawn.message.content)
 
 
-def refused(kind: type[openai.APIStatusError], **asked: Any) -> Any:
-    try:
-        client.chat.completions.create(**asked)
-    except kind as error:
-        return error
-    raise AssertionError(f"{kind} expected")
-
-
 def case_errors() -> None:
     """Each has the package's own class, and says which field is wrong. A prompt beyond the context says so in the words
     that frameworks look for."""
-    error = refused(openai.BadRequestError, **ask("sea " * 2 * CONTEXT))
+    error = raised(openai.BadRequestError, chat, "sea " * 2 * CONTEXT)
     assert error.code == "context_length_exceeded"
-    assert error.body["message"].startswith(f"This model's maximum context length is {CONTEXT} tokens")
-    assert refused(openai.BadRequestError, **ask("[hello]", temperature=-1)).param == "temperature"
-    assert refused(openai.BadRequestError, **ask("[hello]", extra_body={"use_beam_search": True})).param == "use_beam_search"
-    assert refused(openai.NotFoundError, **{**ask("[hello]"), "model": "other"}).code == "model_not_found"
-    assert refused(openai.NotFoundError, **{**ask("[hello]"), "model": "other"}).request_id
+    assert error.message.startswith(f"Error code: 400 - This model's maximum context length is {CONTEXT} tokens")
+    assert raised(openai.BadRequestError, chat, "[hello]", temperature=-1).param == "temperature"
+    asked = {"extra_body": {"use_beam_search": True}}
+    assert raised(openai.BadRequestError, chat, "[hello]", **asked).param == "use_beam_search"
+    error = raised(openai.NotFoundError, chat, "[hello]", model="other")
+    assert error.code == "model_not_found"
+    assert error.request_id
     stranger = openai.OpenAI(**{**OPTIONS, "api_key": "baton-none"})
-    try:
-        stranger.chat.completions.create(**ask("[hello]"))
-    except openai.AuthenticationError as error:
-        assert error.code == "invalid_api_key"
-    else:
-        raise AssertionError("a key that is none was taken")
+    error = raised(openai.AuthenticationError, stranger.chat.completions.create, **ask("[hello]"))
+    assert error.code == "invalid_api_key"
 
 
 def case_left() -> None:
