@@ -51,7 +51,7 @@ def check_grammar(data: bytes) -> None:
             return
         answer.append(token)
         matcher.follow(answer, 0, len(answer))
-        assert not matcher.problem, (answer, matcher.problem)
+        assert "satisfy" not in matcher.problem, (answer, matcher.problem)
 
 
 _names: Final = st.sampled_from(
