@@ -566,10 +566,7 @@ class DrawKernel:
         ]
         self._allow_only = handle.baton_allow_only
         self._allow_only.restype = None
-        self._allow_only.argtypes = [
-            *[Pointer, integer, integer, integer, Pointer, integer],
-            *[Pointer, integer, ctypes.c_int],
-        ]
+        self._allow_only.argtypes = [Pointer, integer, integer, integer, Pointer, integer, Pointer, integer]
         self._scratch = handle.baton_draw_scratch
         self._scratch.restype, self._scratch.argtypes = integer, [integer, integer]
 
@@ -599,7 +596,7 @@ class DrawKernel:
             draws_R[name] = np.array([getattr(p, name) & _MASK64 for p in params], dtype=np.uint64)
         limits = draws_R["top_k"]
         k_max = int(limits[limits < vocab_size].max(initial=0))
-        threads = _threads(rows * vocab_size)
+        threads = torch.get_num_threads() if rows * vocab_size >= SHARED_TOKENS_MIN else 1
         scratch_bytes = self._scratch(vocab_size, k_max)
         scratch = np.empty(threads * scratch_bytes // 8, dtype=np.float64)
         tokens_B = torch.empty(rows, dtype=torch.int64)
@@ -618,12 +615,8 @@ class DrawKernel:
         vocab_size, rows_R = logits_BV.shape[1], np.array(rows, dtype=np.int64)
         self._allow_only(
             *(logits_BV, _TYPES[logits_BV.dtype], logits_BV.stride(0), vocab_size, rows_R, len(rows)),
-            *(allowed_RI, allowed_RI.shape[1], _threads(len(rows) * vocab_size)),
+            *(allowed_RI, allowed_RI.shape[1]),
         )
-
-
-def _threads(scores: int) -> int:
-    return torch.get_num_threads() if scores >= SHARED_TOKENS_MIN else 1
 
 
 @cache

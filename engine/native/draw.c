@@ -372,15 +372,6 @@ API void baton_draw(const void *scores, int64_t type, int64_t stride, int64_t n,
     else tasks(&b);
 }
 
-typedef struct {
-    char *scores;
-    int64_t type, stride, n;
-    const int64_t *rows;
-    int64_t num_rows;
-    const uint32_t *allowed; /* a bit for each token */
-    int64_t words, counter;
-} Masked;
-
 #define FORBID(NAME, TYPE, VALUE)                                                        \
     VECTORS static void NAME(TYPE *x, int64_t n, const uint32_t *allowed) {              \
         for (int64_t at = 0; at < n; at += 32, x += 32) {                                \
@@ -394,22 +385,14 @@ FORBID(forbid_bfloat16, uint16_t, 0xFF80)
 FORBID(forbid_float32, float, -INFINITY)
 FORBID(forbid_float64, double, -INFINITY)
 
-static void forbid(void *arg) {
-    Masked *m = arg;
-    for (int64_t i; (i = __atomic_fetch_add(&m->counter, 1, __ATOMIC_RELAXED)) < m->num_rows;) {
-        const uint32_t *allowed = m->allowed + i * m->words;
-        int64_t at = m->rows[i] * m->stride;
-        if (m->type == BFLOAT16) forbid_bfloat16((uint16_t *)m->scores + at, m->n, allowed);
-        else if (m->type == FLOAT32) forbid_float32((float *)m->scores + at, m->n, allowed);
-        else forbid_float64((double *)m->scores + at, m->n, allowed);
-    }
-}
-
-/* Minus infinity in these rows of scores for the tokens whose bits are not set; `words` of 32 for each row. */
+/* Minus infinity in these rows of scores for the tokens whose bits are not set; `words` of 32 for each row. On one
+ * thread: it is over before others are awake. */
 API void baton_allow_only(void *scores, int64_t type, int64_t stride, int64_t n, const int64_t *rows, int64_t num_rows,
-                          const uint32_t *allowed, int64_t words, int threads) {
-    Masked m = {.scores = scores, .type = type, .stride = stride, .n = n, .rows = rows, .num_rows = num_rows,
-                .allowed = allowed, .words = words};
-    if (threads > 1 && num_rows > 1 && GOMP_parallel) GOMP_parallel(forbid, &m, (unsigned)threads, 0);
-    else forbid(&m);
+                          const uint32_t *allowed, int64_t words) {
+    for (int64_t i = 0; i < num_rows; i++, allowed += words) {
+        int64_t at = rows[i] * stride;
+        if (type == BFLOAT16) forbid_bfloat16((uint16_t *)scores + at, n, allowed);
+        else if (type == FLOAT32) forbid_float32((float *)scores + at, n, allowed);
+        else forbid_float64((double *)scores + at, n, allowed);
+    }
 }
