@@ -203,7 +203,8 @@ class Replies:
     def _finish(self, index: int, reason: common_pb2.FinishReason) -> str:
         finish = _FINISH[reason]
         calls = index in self._parsers and self._parsers[index].calls > 0
-        return "tool_calls" if calls and finish == "stop" else finish
+        named = self.call.reading is not None and self.call.reading.named  # OpenAI says "stop" then
+        return "tool_calls" if calls and finish == "stop" and not named else finish
 
     def last_chunk(self, index: int, finished: inference_pb2.Finished) -> Json:
         first = index not in self._offsets
