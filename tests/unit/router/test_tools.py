@@ -181,7 +181,7 @@ def collected(text: str) -> Collected:
     return answer
 
 
-THOUGHT: Final = '<think>é</think>Look: <tool_call>{"name": "f", "arguments": {"a": "\u2028\\"}}</tool_call> <'
+THOUGHT: Final = '<think>é</think>Look: <tool_call>{"name": "f", "arguments": {"a": "\u2028\\\\"}}</tool_call> <'
 FORM: Final = AnswerForm(tools=ToolForm.HERMES, think=("<think>", "</think>"))
 
 
@@ -209,7 +209,7 @@ def test_chunks_add_up_to_the_message(cuts: set[int], token_ids: bool, had: int)
     whole = replies(FORM).whole([collected(THOUGHT)])["choices"][0]
     message = whole["message"]
     assert (whole["finish_reason"], message["content"], message["reasoning_content"]) == ("tool_calls", "Look:  <", "é")
-    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": "\u2028\\"}'}
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": "\u2028\\\\"}'}
     made, cut = replies(FORM, token_ids=token_ids), sorted({0, *cuts, had, len(THOUGHT)})
     chunks = []
     for begin, end in pairwise(cut):
