@@ -223,12 +223,11 @@ class Replies:
         for index, answer in enumerate(answers):
             self.started(index, answer.start)
             self.finished(index, answer.end)
-            parts, finish = answer.parts, self._finish(index, answer.end.reason)
-            if self.call.no_answer:
-                parts, finish = [], "length"
+            parts = [] if self.call.no_answer else answer.parts
             text = "".join(part.text for part in parts)
             content = {"message": self._message(index, text)} if self.call.chat else {"text": self._echo(index) + text}
             logprobs = self._logprobs(index, parts, answer.end.prompt_logprobs)
+            finish = "length" if self.call.no_answer else self._finish(index, answer.end.reason)
             choice: Json = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
             choice |= self._token_ids(parts) | _stop_reason(answer.end)
             if self.call.token_ids and not self.call.chat:
