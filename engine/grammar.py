@@ -76,7 +76,7 @@ class Matcher:
         new = tokens[start + self._followed : stop]
         self._followed = stop - start
         if new:
-            self.matcher.consume_tokens(new)
+            self.matcher.consume_tokens(list(new))
 
     @property
     def problem(self) -> str:
@@ -146,7 +146,9 @@ def compute_masks(drawn: Sequence[SequenceSlice]) -> tuple[list[int], np.ndarray
 
     Releases the interpreter's lock. A row whose matcher cannot go on may be nothing (`Matcher.problem`).
     """
-    rows, matchers, words = [], [], 0
+    rows: list[int] = []
+    matchers: list[tuple[LLMatcher, int]] = []
+    words = 0
     for row, piece in enumerate(drawn):
         # The tokens of a sequence that is being given up may be fewer: nobody wants what it draws.
         if piece.grammar is not None and piece.stop <= len(piece.tokens):

@@ -229,7 +229,7 @@ class Replies:
             text = "".join(part.text for part in parts)
             content = {"message": self._message(index, text)} if self.call.chat else {"text": self._echo(index) + text}
             logprobs = self._logprobs(index, parts, answer.end.prompt_logprobs)
-            choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
+            choice: Json = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
             choice |= self._token_ids(parts) | _stop_reason(answer.end)
             if self.call.token_ids and not self.call.chat:
                 choice["prompt_token_ids"] = self._prompt_ids(index)

@@ -38,10 +38,10 @@ class LedgerWatch:
         self._idle = ledger.num_blocks
         assert len(self.free) == ledger.num_blocks and not ledger._promises, "to be watched from the start"
         books: Any = ledger
-        self._holds = books._holds = _Blocks(ledger._holds, self)
+        self._holds = books._holds = _Blocks(list(ledger._holds), self)
         self._writer = books._writer = _Blocks(ledger._writer, self)
-        self._cached = books._cached = _Blocks(ledger._cached, self)
-        self._quarantined = books._quarantined = _Blocks(ledger._quarantined, self)
+        self._cached = books._cached = _Blocks(list(ledger._cached), self)
+        self._quarantined = books._quarantined = _Blocks(list(ledger._quarantined), self)
         books._free = _FreeList(ledger._free, self)
         books._promises = _Promises(self)
 

@@ -128,7 +128,8 @@ def test_what_is_wrong_is_named(body: dict[str, Any], field: str) -> None:
 
 def test_the_choice_of_none_needs_no_form() -> None:
     """Nor do tools that are empty, or null."""
-    for body in ({"tools": [TOOL], "tool_choice": "none"}, {"tools": []}, {"tools": None, "tool_choice": "auto"}):
+    bodies: list[dict[str, Any]] = [{"tools": [TOOL], "tool_choice": "none"}, {"tools": []}, {"tools": None}]
+    for body in bodies:
         assert called(encoder(TURN), **body)[0].reading is None
     assert parse_tools(parse_body(b'{"tools": null}')).tools == []
 
@@ -148,6 +149,7 @@ def test_markers_that_are_special_tokens_are_text_where_they_are_read(byte_fallb
     tokenizer = with_tokens(byte_fallback() if byte_fallbacks else byte_level(), added("[TOOL_CALLS]"))
     codec = TextCodec(tokenizer)
     marker = tokenizer.token_to_id("[TOOL_CALLS]")
+    assert marker is not None
     known = [tokenizer.token_to_id(part) for part in parts]
     ids = [id_ for part, id_ in zip(parts, known, strict=True)
            for id_ in ([id_] if id_ is not None else tokenizer.encode(part, add_special_tokens=False).ids)]  # fmt: skip
@@ -217,7 +219,9 @@ def test_chunks_add_up_to_the_message(cuts: set[int], token_ids: bool, had: int)
             made.had(0, THOUGHT[:had])
         if (chunk := made.chunk(0, part(THOUGHT[begin:end], 1))) is not None:
             chunks.append(json.loads(chunk))
-    chunks.append(json.loads(json.dumps(made.last_chunk(0, common_pb2.FINISH_REASON_STOP))))
+    chunks.append(
+        json.loads(json.dumps(made.last_chunk(0, inference_pb2.Finished(reason=common_pb2.FINISH_REASON_STOP))))
+    )
     assert message_of(chunks) == message
     assert {chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]} <= {None}
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
