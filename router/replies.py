@@ -229,6 +229,7 @@ class Replies:
             content = {"message": self._message(index, text)} if self.call.chat else {"text": self._echo(index) + text}
             finish = "length" if self.call.no_answer else self._finish(index, answer.end.reason)
             logprobs = self._logprobs(index, parts, answer.end.prompt_logprobs)
+            finish = "length" if self.call.no_answer else self._finish(index, answer.end.reason)
             choice: Json = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
             choice |= self._token_ids(parts) | _stop_reason(answer.end)
             if self.call.token_ids and not self.call.chat:
