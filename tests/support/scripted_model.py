@@ -62,7 +62,7 @@ def write_scripted_model(
 def _cut(answers: Mapping[str, str], special: Sequence[str]) -> dict[str, list[str]]:
     """Each answer in pieces, of which no two are equal."""
     used: set[str] = set()
-    chains = {}
+    chains: dict[str, list[str]] = {}
     for word, text in answers.items():
         pieces, at = chains.setdefault(word, []), 0
         while at < len(text):
