@@ -237,7 +237,7 @@ class LaunchedStep:
     @classmethod
     def of(
         cls,
-        slices: list[SequenceSlice],
+        slices: Sequence[SequenceSlice],
         tokens_B: torch.Tensor | None,
         scored: ScoredRows | None,
         *,
@@ -253,7 +253,7 @@ class LaunchedStep:
         if on_gpu:
             done = torch.cuda.Event()
             done.record(torch.cuda.current_stream(device))
-        return cls(slices=slices, scored=scored, packed_P=packed_P, done=done, prompt_logprobs=prompt_logprobs)
+        return cls(slices=list(slices), scored=scored, packed_P=packed_P, done=done, prompt_logprobs=prompt_logprobs)
 
     def result(self) -> StepResult:
         """Wait for the step."""

@@ -124,7 +124,7 @@ class Receiver:
         self._tasks = Tasks(loop, log)
         self._revoking: set[tuple[Pair, ReserveNumber]] = set()
         """Grants with a Revoke call under way."""
-        self._actions: dict[type, Callable[..., None]] = {
+        self._actions: dict[type, Callable[..., object]] = {
             protocol.AnswerCommit: self._answer_commit,
             protocol.AnswerRelease: lambda i: self._releases.answer((i.pair, i.number), None),
             protocol.SendRevoke: self._send_revoke,

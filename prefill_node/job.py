@@ -219,7 +219,7 @@ def first_token(job: Job, first: TokenEvent, *, block_size: int) -> prefill_pb2.
         prompt_tokens_cached=job.seq.cached_tokens,
         logprobs=logprobs_to_proto(first.logprobs),
         sources=prompt_sources(job, block_size=block_size),
-        prompt_logprobs=map(logprobs_to_proto, prompt),
+        prompt_logprobs=[made for found in prompt if (made := logprobs_to_proto(found)) is not None],
     )
     if first.finish is not None:
         message.finish = FINISH_TO_PROTO[first.finish]

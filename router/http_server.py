@@ -143,9 +143,8 @@ class OpenAiApp:
             request_id = request.state.request_id = called.request_id or request_id
             self._node.check_open()
             call = await self._read(request, parse_call, chat, _may_spell(request), self._node.context_len_max())
-            token, sent = None, ()
-            if call.resumable:
-                sent = tuple(value for value in request.headers.getlist(LAST_EVENT_ID) if value)
+            token = None
+            sent = [value for value in request.headers.getlist(LAST_EVENT_ID) if value] if call.resumable else []
             if sent:
                 token = repeated(call, read_token(sent), request_id, int(time.time()))
             elif call.said:

@@ -188,8 +188,8 @@ def parse_completion(
         or typed(body, "return_token_ids", False)
     ):
         # Else a text becomes tokens where its request is checked.
-        prompts = [encode(prompt, special) if isinstance(prompt, str) else prompt for prompt in prompts]
-        prompts = [_cut(prompt, body, context_len_max, sampling.max_tokens) for prompt in prompts]
+        encoded = [encode(prompt, special) if isinstance(prompt, str) else prompt for prompt in prompts]
+        prompts = [_cut(ids, body, context_len_max, sampling.max_tokens) for ids in encoded]
     call = _call(body, prompts, sampling, chat=False)
     return replace(call, echoes=tuple(texts), no_answer=no_answer) if echo else call
 

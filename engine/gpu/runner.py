@@ -274,7 +274,8 @@ class GpuRunner(ModelRunner):
                 self._draw_late(self._undrawn)
             prompts = PromptRows.of(batch)
             if prompts is None:
-                logits_BV, logprobs = self._logits(batch, sink), {}
+                logits_BV = self._logits(batch, sink)
+                logprobs: Mapping[RequestKey, list[TokenLogprobs]] = {}
             else:
                 logits_BV, logprobs = self._scored(batch, prompts, sink)
             if logits_BV is not None and any(s.grammar is not None and s.token_pending for s in drawn):

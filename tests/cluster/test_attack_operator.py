@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.errors import BatonError, Reason
 from baton.operator import Metadata, OperatorToken
-from baton.rpc import HEALTH_SERVICE, REFLECTION_SERVICE, rpc_errors
+from baton.rpc import HEALTH_SERVICE, REFLECTION_SERVICES, rpc_errors
 from cli.nodes import state_name
 from cli.supervisor import ROUTER_NAME
 from tests.support.attack import Front, attacker_channel, front_door, nobody_notices
@@ -94,7 +94,7 @@ def test_nobody_gives_orders_at_the_public_port(front: Front, token_file: Path) 
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await status
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-            assert await services(channel) == {"baton.v1.Inference", HEALTH_SERVICE, REFLECTION_SERVICE}
+            assert await services(channel) == {"baton.v1.Inference", HEALTH_SERVICE, *REFLECTION_SERVICES}
 
     front.run(nobody_notices(front, attack))
     front.run(nothing_happened(front))

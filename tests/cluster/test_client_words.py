@@ -108,10 +108,8 @@ def test_a_prompt_beyond_the_context_says_so_in_the_words_that_frameworks_look_f
 
 def test_a_developer_speaks_as_the_system_where_the_template_knows_none(client: openai.OpenAI) -> None:
     """The answer is the same, from a prompt of as many tokens."""
-    answers = [
-        client.chat.completions.create(model="sea", messages=chat, **GREEDY)
-        for chat in (MESSAGES, [{"role": "developer", "content": "Be brief."}, MESSAGES[1]])
-    ]
+    developer: list[Any] = [{"role": "developer", "content": "Be brief."}, MESSAGES[1]]
+    answers = [client.chat.completions.create(model="sea", messages=chat, **GREEDY) for chat in (MESSAGES, developer)]
     assert len({answer.choices[0].message.content for answer in answers}) == 1
     assert len({answer.usage and answer.usage.prompt_tokens for answer in answers}) == 1
 

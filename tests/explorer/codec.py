@@ -7,6 +7,7 @@ writer's machine does not look at it). That makes many states one.
 
 from __future__ import annotations
 
+from array import array
 from typing import Any, TypeVar
 
 from baton.ids import Epoch, GrantId, ReserveNumber
@@ -35,8 +36,8 @@ def save_ledger(ledger: Ledger) -> tuple[Any, ...]:
 def load_ledger(saved: tuple[Any, ...]) -> Ledger:
     holds, writer, quarantined, cached, free, promises = saved
     ledger = Ledger(len(holds))
-    ledger._holds, ledger._writer = list(holds), list(writer)
-    ledger._quarantined, ledger._cached, ledger._free = list(quarantined), list(cached), list(free)
+    ledger._holds, ledger._writer = array("I", holds), list(writer)
+    ledger._quarantined, ledger._cached, ledger._free = bytearray(quarantined), bytearray(cached), list(free)
     ledger._promises = dict(promises)
     ledger._promised = sum(ledger._promises.values())
     ledger._cached_count = sum(c and not h for c, h in zip(cached, holds, strict=True))

@@ -40,7 +40,7 @@ from engine.gpu.graphs import HOST_KNOWS
 from engine.gpu.runner import FutureTokens, GpuRunner, pick
 from engine.grammar import GrammarCompiler
 from engine.model_config import ModelConfig
-from engine.runner import TorchRunner
+from engine.runner import LaunchedStep, TorchRunner
 from engine.sampler import TOP_K_BLIND_MAX, best_blind, best_ranked, draws_blind, sample
 from engine.scheduler import SchedulerConfig, SequenceMode
 from engine.scheduler import Sequence as EngineSequence
@@ -131,7 +131,7 @@ class Server:
                 block_table=self.blocks.admit([], held, promise_key=name, promise=growth),
                 promise_key=name,
                 mode=SequenceMode.COMPLETE,
-                grammar=params.grammar and self.grammars and self.grammars.compile(params.grammar),
+                grammar=self.grammars.compile(params.grammar) if params.grammar and self.grammars else None,
             )
         )
 
@@ -286,6 +286,7 @@ def test_one_copy_carries_tokens_and_log_probabilities() -> None:
         for n, logprobs in enumerate((2, None, 1))
     ]
     step = runner.launch(Batch(slices=tuple(seq.slice() for seq in seqs)), NullSink())
+    assert isinstance(step, LaunchedStep)
     assert step.packed_P is not None
     assert step.packed_P.shape == (3 + 2 * (1 + 2 + 2),)
     result = runner.collect(step)
@@ -297,6 +298,7 @@ def test_a_step_that_draws_nothing_brings_nothing() -> None:
     runner = gpu_runner()
     seq = Sequence(0, [1, 2, 3, 4, 5], [BlockId(0), BlockId(1)], GREEDY)
     step = runner.launch(Batch(slices=(seq.slice(3),)), NullSink())
+    assert isinstance(step, LaunchedStep)
     assert step.packed_P is None
     assert runner.collect(step).sampled == {}
     with pytest.raises(KeyError):

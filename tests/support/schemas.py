@@ -84,4 +84,6 @@ def write_byte_tokenizer(path: Path, *, eos: str = "<end>") -> int:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([eos])
     tokenizer.save(str(path))
-    return int(tokenizer.token_to_id(eos))
+    eos_id = tokenizer.token_to_id(eos)
+    assert eos_id is not None
+    return eos_id

@@ -153,8 +153,8 @@ def test_the_limits_of_calls() -> None:
     for size in (1 << 10, 1 << 30):
         made = parser(ToolForm.HERMES)
         text = f'<tool_call>{{"name": "f", "arguments": {long}}}</tool_call>end'
-        pieces = [piece for at in range(0, len(text), size) for piece in made.feed(text[at : at + size])]
-        assert join([*pieces, *made.end()]) == [*call(0, "f", long[:ARGUMENTS_CHARS_MAX]), ("content", "end")]
+        parts = [piece for at in range(0, len(text), size) for piece in made.feed(text[at : at + size])]
+        assert join([*parts, *made.end()]) == [*call(0, "f", long[:ARGUMENTS_CHARS_MAX]), ("content", "end")]
 
 
 def test_white_space_is_held_no_longer_than_it_must_be() -> None:

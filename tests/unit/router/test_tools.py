@@ -106,7 +106,7 @@ def test_calls_are_given_to_the_template_as_it_wants_them(written: str, shown: s
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": "x"}}]},
          "tools.0.function.parameters"),
         ({"tools": [{"type": "function", "function": {"name": "é"}}]}, "tools.0.function.name"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"tool_choice": 5}, "tool_choice"),
         ({"parallel_tool_calls": "yes"}, "parallel_tool_calls"),
@@ -128,7 +128,8 @@ def test_what_is_wrong_is_named(body: dict[str, Any], field: str) -> None:
 
 def test_the_choice_of_none_needs_no_form() -> None:
     """Nor do tools that are empty, or null."""
-    for body in ({"tools": [TOOL], "tool_choice": "none"}, {"tools": []}, {"tools": None, "tool_choice": "auto"}):
+    bodies: list[dict[str, Any]] = [{"tools": [TOOL], "tool_choice": "none"}, {"tools": []}, {"tools": None}]
+    for body in bodies:
         assert called(encoder(TURN), **body)[0].reading is None
     assert parse_tools(parse_body(b'{"tools": null}')).tools == []
 
@@ -148,6 +149,7 @@ def test_markers_that_are_special_tokens_are_text_where_they_are_read(byte_fallb
     tokenizer = with_tokens(byte_fallback() if byte_fallbacks else byte_level(), added("[TOOL_CALLS]"))
     codec = TextCodec(tokenizer)
     marker = tokenizer.token_to_id("[TOOL_CALLS]")
+    assert marker is not None
     known = [tokenizer.token_to_id(part) for part in parts]
     ids = [id_ for part, id_ in zip(parts, known, strict=True)
            for id_ in ([id_] if id_ is not None else tokenizer.encode(part, add_special_tokens=False).ids)]  # fmt: skip
@@ -161,10 +163,10 @@ def test_markers_that_are_special_tokens_are_text_where_they_are_read(byte_fallb
     assert "[TOOL_CALLS]" not in without
 
 
-def replies(form: AnswerForm, **asked: Any) -> Replies:
+def replies(form: AnswerForm, *, named: bool = False, **asked: Any) -> Replies:
     call = OpenAiCall(
         chat=True, requests=(), n=1, stream=True, include_usage=False, logprobs=False,
-        reading=resume_pb2.AnswerReading(tools=True, parallel=True), **asked,
+        reading=resume_pb2.AnswerReading(tools=True, parallel=True, named=named), **asked,
     )  # fmt: skip
     return Replies(request_id="r", call=call, model="m", created=7, token_text=str, form=form, secret=b"s" * 16)
 
@@ -179,7 +181,7 @@ def collected(text: str) -> Collected:
     return answer
 
 
-THOUGHT: Final = '<think>é</think>Look: <tool_call>{"name": "f", "arguments": {"a": "\u2028\\"}}</tool_call> <'
+THOUGHT: Final = '<think>é</think>Look: <tool_call>{"name": "f", "arguments": {"a": "\u2028\\\\"}}</tool_call> <'
 FORM: Final = AnswerForm(tools=ToolForm.HERMES, think=("<think>", "</think>"))
 
 
@@ -207,7 +209,7 @@ def test_chunks_add_up_to_the_message(cuts: set[int], token_ids: bool, had: int)
     whole = replies(FORM).whole([collected(THOUGHT)])["choices"][0]
     message = whole["message"]
     assert (whole["finish_reason"], message["content"], message["reasoning_content"]) == ("tool_calls", "Look:  <", "é")
-    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": "\u2028\\"}'}
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": "\u2028\\\\"}'}
     made, cut = replies(FORM, token_ids=token_ids), sorted({0, *cuts, had, len(THOUGHT)})
     chunks = []
     for begin, end in pairwise(cut):
@@ -217,10 +219,22 @@ def test_chunks_add_up_to_the_message(cuts: set[int], token_ids: bool, had: int)
             made.had(0, THOUGHT[:had])
         if (chunk := made.chunk(0, part(THOUGHT[begin:end], 1))) is not None:
             chunks.append(json.loads(chunk))
-    chunks.append(json.loads(json.dumps(made.last_chunk(0, common_pb2.FINISH_REASON_STOP))))
+    chunks.append(
+        json.loads(json.dumps(made.last_chunk(0, inference_pb2.Finished(reason=common_pb2.FINISH_REASON_STOP))))
+    )
     assert message_of(chunks) == message
     assert {chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]} <= {None}
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_an_answer_that_had_to_be_a_named_call_ends_with_stop() -> None:
+    """As OpenAI has it, whole and in a stream; one of any tool ends with tool_calls."""
+    for named, finish in ((False, "tool_calls"), (True, "stop")):
+        assert replies(FORM, named=named).whole([collected(THOUGHT)])["choices"][0]["finish_reason"] == finish
+        made = replies(FORM, named=named)
+        made.chunk(0, part(THOUGHT, 1))
+        last = made.last_chunk(0, inference_pb2.Finished(reason=common_pb2.FINISH_REASON_STOP))
+        assert last["choices"][0]["finish_reason"] == finish
 
 
 def test_ids_of_calls() -> None:
