@@ -204,6 +204,28 @@ def case_errors() -> None:
     assert error.code == "invalid_api_key"
 
 
+def case_responses() -> None:
+    """Text whole and streamed, a call and the answer to its result, an object of a class; nothing is stored."""
+    asked: Any = {"model": MODEL, "temperature": 0}
+    answer = client.responses.create(input="[hello]", instructions="Be brief.", **asked)
+    assert (answer.output_text, answer.status) == (ANSWERS["[hello]"], "completed")
+    with client.responses.stream(input="[sea]", **asked) as stream:
+        pieces = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert "".join(pieces) == final.output_text == ANSWERS["[sea]"]
+    assert len(pieces) > 2
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    begun: list[Any] = [{"role": "user", "content": "[weather]"}]
+    (call,) = client.responses.create(input=begun, tools=tools, **asked).output
+    assert (call.type, call.name, call.arguments) == ("function_call", "get_weather", ROME)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "[sunny]"}
+    answer = client.responses.create(input=[*begun, call, result], tools=tools, **asked)
+    assert answer.output_text == ANSWERS["[sunny]"]
+    parsed = client.responses.parse(input="[person]", text_format=Person, **asked)
+    assert parsed.output_parsed == Person(name="Ada", age=36)
+    raised(openai.BadRequestError, client.responses.create, input="[hello]", store=True, **asked)
+
+
 def case_left() -> None:
     """A stream that is closed early, and one call after it on the same connections."""
     with chat("[sea]", stream=True) as stream:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cases import ANSWERS, MODEL, api_key, base_url, run
 from pydantic import BaseModel
 from pydantic_ai import Agent, NativeOutput, PromptedOutput, ToolOutput
-from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 asked: list[str] = []
@@ -19,8 +19,8 @@ class Person(BaseModel):
 ADA = Person(name="Ada", age=36)
 
 
-def agent(**more: object) -> Agent:
-    model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=base_url(), api_key=api_key()))
+def agent(api: type = OpenAIChatModel, **more: object) -> Agent:
+    model = api(MODEL, provider=OpenAIProvider(base_url=base_url(), api_key=api_key()))
     return Agent(model, model_settings={"temperature": 0}, **more)
 
 
@@ -75,6 +75,13 @@ async def case_reasoning() -> None:
     result = await agent().run("[think]")
     kinds = {part.part_kind: part.content for part in result.all_messages()[-1].parts}
     assert kinds == {"thinking": "They ask of two and two.", "text": "It makes four."}
+
+
+async def case_responses() -> None:
+    """The same by /v1/responses."""
+    asked.clear()
+    result = await agent(OpenAIResponsesModel, tools=[get_weather, get_time]).run("[both]")
+    assert (sorted(asked), result.output) == (["time Oslo", "weather Rome"], ANSWERS["[sunny]"])
 
 
 if __name__ == "__main__":
