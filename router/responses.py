@@ -21,20 +21,24 @@ from router.request import MESSAGES_MAX
 
 PATH: Final = "/v1/responses"
 _STATELESS: Final = "nothing is stored here: send the whole conversation as input"
-_REFUSED: Final = {
+_REFUSED: Final[Mapping[tuple[str, ...], tuple[tuple[object, ...], str]]] = {
     ("store", "background"): ((False,), _STATELESS),
     ("previous_response_id", "conversation"): ((), _STATELESS),
     ("prompt",): ((), "prompts are sent, not stored"),
     ("truncation",): (("disabled",), "an input that is too long is refused"),
     ("context_management", "moderation"): ((), "nobody changes or judges an input here"),
-    ("top_logprobs",): ((0,), "/v1/chat/completions has log-probabilities"),
+    ("top_logprobs", "logprobs"): ((0, False), "/v1/chat/completions has log-probabilities"),
+    ("messages",): ((), "input is what it became"),
+    ("response_format",): ((), "text.format is what it became"),
+    ("max_tokens", "max_completion_tokens"): ((), "max_output_tokens is what it became"),
+    ("n",): ((1,), "a response is one answer"),
+    ("resumable", "return_token_ids"): ((False,), "/v1/chat/completions has it"),
 }
-_SAME: Final = (
-    "model", "stream", "temperature", "top_p", "tool_choice", "parallel_tool_calls", "top_k", "min_p", "seed", "stop",
-    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens", "stop_token_ids",
-    "ignore_eos", "priority", "cache_salt", "chat_template_kwargs",
-)  # fmt: skip
-"""Fields that a chat has too; those beside OpenAI's are ours."""
+_OWN: Final = frozenset({
+    "input", "instructions", "text", "max_output_tokens", "stream_options", "include", "metadata", "reasoning", "store",
+    "background", "truncation", "top_logprobs", "logprobs", "user",
+})  # fmt: skip
+"""Fields that a chat has not, or means something else by."""
 _TEXT_PARTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 _NAMES: Final = {"messages": "input", "response_format": "text.format", "max_completion_tokens": "max_output_tokens",
                  "max_tokens": "max_output_tokens", "token_ids": "input"}  # fmt: skip
@@ -47,7 +51,7 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
     include = body.get("include", [])
     if isinstance(include, list) and "message.output_text.logprobs" in include:
         raise bad_field("include", "include asks for log-probabilities: /v1/chat/completions has them.")
-    chat = {name: body[name] for name in _SAME if name in body}
+    chat = {name: value for name, value in body.items() if name not in _OWN}
     chat["messages"] = _messages(body)
     if "tools" in body:
         chat["tools"] = _tools(body["tools"])
