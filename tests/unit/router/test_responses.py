@@ -94,7 +94,7 @@ def test_a_body_as_that_of_a_chat() -> None:
         ({"input": [{"type": "function_call_output", "call_id": "a", "output": 5}]}, "input.0.output"),
         ({"metadata": 5}, "metadata"),
         ({"n": 2}, "n"),
-        ({"max_tokens": 2}, "max_tokens"),
+        ({"max_tokens": 2}, "max_output_tokens"),
         ({"allowed_token_ids": [1]}, "allowed_token_ids"),
         ({"guided_regex": 5}, "guided_regex"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
