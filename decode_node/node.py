@@ -106,13 +106,12 @@ class DecodeNode:
         except TimeoutError:
             output.end(error="the request's deadline passed")
             self.receiver.cancel(job.key)
+        except BatonError as error:  # of its grammar, which another node, or this one later, may compile in time
+            self._break_off(job, error.message)
         except Exception:
             # A bug of ours ends this request, and says so to its router.
             log.exception("request broke off", request=job.key.request)
-            output.end(error="internal error of the decode node; its log has the details")
-            self.receiver.cancel(job.key)
-            if not output.opened:
-                self.streams.open(output)
+            self._break_off(job, "internal error of the decode node; its log has the details")
         finally:
             if job.runs:
                 self._engine.abort(job.key)
@@ -449,6 +448,12 @@ class DecodeNode:
         self._jobs[job.grant] = self._by_key[job.key] = job
         self._requests_taken += 1
         self._lives.spawn(self.live(job))
+
+    def _break_off(self, job: Job, why: str) -> None:
+        job.output.end(error=why)
+        self.receiver.cancel(job.key)
+        if not job.output.opened:
+            self.streams.open(job.output)
 
     def _resume(self, job: Job) -> bool:
         """Give the committed sequence to the engine, with the grant's references to every block.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -31,6 +31,8 @@ class Grammars:
         self._eos_token_ids = eos_token_ids
         self._compiler: GrammarCompiler | None = None
         self._kept: OrderedDict[Grammar, asyncio.Task[Matcher]] = OrderedDict()
+        self._wanted: Counter[Grammar] = Counter()
+        """By how many requests that wait."""
         self._turn = asyncio.Lock()
 
     async def matcher(self, grammar: Grammar, output: Sequence[int]) -> Matcher:
@@ -42,6 +44,7 @@ class Grammars:
             if len(self._kept) > KEPT_MAX:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(grammar)
+        self._wanted[grammar] += 1
         try:
             async with asyncio.timeout(COMPILE_MS_MAX / 1000):
                 matcher = (await asyncio.shield(known)).copy()
@@ -52,12 +55,20 @@ class Grammars:
             raise bad_field("sampling.grammar", text) from None
         except GrammarError as error:
             raise bad_field("sampling.grammar", f"The grammar cannot be used: {error}.") from None
+        finally:
+            self._wanted[grammar] -= 1
+            if not self._wanted[grammar]:
+                del self._wanted[grammar]
         if matcher.problem:
             raise bad_field("output", f"The grammar does not allow what there is of the answer: {matcher.problem}.")
         return matcher
 
     async def _compile(self, grammar: Grammar) -> Matcher:
         async with self._turn:
+            if grammar not in self._wanted:
+                # Else those that nobody waits for any more would keep the others waiting.
+                self._kept.pop(grammar, None)
+                raise GrammarError("nobody waits for it")
             return await asyncio.to_thread(self._compile_now, grammar)
 
     def _compile_now(self, grammar: Grammar) -> Matcher:

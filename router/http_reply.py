@@ -119,7 +119,12 @@ class CallReply(Response):
     async def _whole(self) -> None:
         answers = [Collected() for _ in range(self._answers)]
         await self._answer(answers)
-        await JSONResponse(self.replies.whole(answers), headers=self._extra)(*self._asgi)
+        # Log-probabilities of a long prompt take a second to write, in which streams go on.
+        response = await asyncio.to_thread(self._response, answers) if self._call.logprobs else self._response(answers)
+        await response(*self._asgi)
+
+    def _response(self, answers: Sequence[Collected]) -> Response:
+        return JSONResponse(self.replies.whole(answers), headers=self._extra)
 
     async def _stream(self) -> None:
         """Nothing is sent before the first token: until then an error still has a status of its own."""

@@ -233,6 +233,9 @@ def check_request(
         most = min(LOGPROBS_MAX, PROMPT_SCORES_MAX // len(prompt) - 1)
         text = f"at most {LOGPROBS_MAX}, and with each of the prompt's {len(prompt)} tokens {PROMPT_SCORES_MAX} in all"
         prompt_logprobs = _in_range("prompt_logprobs", sampling.prompt_logprobs, 0, most, text)
+        if request.resumable:
+            why = "prompt_logprobs do not outlive their router: leave them, or resumable, out."
+            raise bad_field("sampling.prompt_logprobs", why)
     at_most = f"at most max_tokens, which is {max_tokens} here"
     repetition_penalty = _number(named, "repetition_penalty", defaults.repetition_penalty)
     checked = CheckedRequest(

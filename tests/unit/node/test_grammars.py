@@ -111,6 +111,41 @@ def test_a_grammar_that_takes_too_long_is_refused_and_the_loop_goes_on(
     asyncio.run(scenario())
 
 
+def test_what_nobody_waits_for_any_more_is_not_compiled(
+    tokenizer: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind one that takes long: else whoever has sent many and left would keep others from theirs."""
+    go_on = threading.Event()
+    real = GrammarCompiler.compile
+
+    def compile_late(self: GrammarCompiler, grammar: Grammar) -> Matcher:
+        assert go_on.wait(60)
+        return real(self, grammar)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", compile_late)
+    monkeypatch.setattr(grammars, "COMPILE_MS_MAX", 60_000)
+
+    async def scenario() -> None:
+        node = make(tokenizer)
+        try:
+            waits = asyncio.create_task(node.matcher(DIGITS, []))
+            await asyncio.sleep(0)
+            left = [asyncio.create_task(node.matcher(BROKEN, [])) for _ in range(2)]
+            await asyncio.sleep(0)
+            for task in left:
+                task.cancel()
+            await asyncio.wait(left)
+            back = asyncio.create_task(node.matcher(Grammar(kind=GrammarKind.REGEX, text="a"), []))
+            await asyncio.sleep(0)
+        finally:
+            go_on.set()
+        await asyncio.gather(waits, back)
+        assert compiled == [DIGITS.text, "a"]
+        assert "unclosed group" in (await refused(node, BROKEN)).message
+
+    asyncio.run(scenario())
+
+
 def test_a_node_without_a_tokenizer_refuses_grammars() -> None:
     """The mock engine's tokens spell nothing."""
     error = asyncio.run(refused(make(None), DIGITS))

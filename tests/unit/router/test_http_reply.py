@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -108,5 +109,32 @@ def test_a_whole_answer_that_cannot_be_written() -> None:
     async def scene(door: Door) -> None:
         head, body = await answer(await door())
         assert head.startswith(b"HTTP/1.1 500 ") and b"INTERNAL" in body.upper()
+
+    run(scene, app)
+
+
+def test_log_probabilities_of_a_whole_answer_are_written_beside_the_loop() -> None:
+    """Those of a long prompt take a second."""
+    threads = set[threading.Thread]()
+
+    def text_of(token: int) -> str:
+        threads.add(threading.current_thread())
+        return str(token)
+
+    async def ask(sinks: Sequence[AnswerSink]) -> None:
+        sinks[0].started(inference_pb2.Started(prompt_tokens=2), None)
+        logprobs = [common_pb2.TokenLogprobs(logprob=-1.0)]
+        sinks[0].tokens(AnswerPart(first_index=0, ids=[7], text="7", logprobs=logprobs, place=None))
+        sinks[0].finished(inference_pb2.Finished(reason=common_pb2.FINISH_REASON_LENGTH), None)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        call = parse_completion({"prompt": [1, 2], "logprobs": 0})
+        replies = Replies(request_id="r", call=call, model="m", created=0, token_text=text_of)
+        await CallReply(ask, 1, replies, timeout_s=30.0)(scope, receive, send)
+
+    async def scene(door: Door) -> None:
+        _, body = await answer(await door())
+        assert b'"token_logprobs":[-1.0]' in body
+        assert threads and threading.current_thread() not in threads
 
     run(scene, app)
