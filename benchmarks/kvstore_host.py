@@ -1,7 +1,7 @@
 """Copies of whole blocks between the region and the host tier, beside one memcpy of as many bytes.
 
-The same copies as a node's (`node/copiers.py`): every layer's record of each block, scattered on both sides. All turns
-use one thread and memory that exists already.
+The same copies as a node's (`node/copiers.py`): every layer's record of each block, scattered in the region and one
+after the other in host memory. All turns use one thread and memory that exists already.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from baton.ids import BlockId
-from cachestore.host_blocks import HostBlockId
 from cachestore.layout import kv_layout
+from cachestore.tier_books import TierSlot
 from kvtransfer.native.copy import copy_records
 from kvtransfer.region import Region
-from node.copiers import BlockCopy, BlockPlaces
+from node.copiers import PositionCopy, PositionPlaces
 
 REGION_BYTES = 512 << 20
 LAYERS = 16
@@ -48,13 +48,13 @@ def measure(size: int, rounds: int) -> list[dict[str, Any]]:
     )
     blocks = REGION_BYTES // size
     device, host = (Region.create(REGION_BYTES, name) for name in ("device", "host"))
-    places = BlockPlaces(layout=layout, device_blocks=blocks, host_blocks=blocks)
+    places = PositionPlaces(layout=layout, device_blocks=blocks, slots=blocks, slot_bytes=size)
     rng, count, samples = random.Random(size), COPIED_BYTES // size, []
     for number in range(rounds):
         ids = [rng.sample(range(blocks), count) for _ in range(2)]
         turns: dict[str, Callable[[], float]] = {}
         for name, out in (("demote", True), ("promote", False)):
-            copy = BlockCopy(out=out, device=tuple(map(BlockId, ids[0])), host=tuple(map(HostBlockId, ids[1])))
+            copy = PositionCopy(out=out, device=tuple(map(BlockId, ids[0])), host=tuple(map(TierSlot, ids[1])))
             src, dst = (device, host) if out else (host, device)
             turns[name] = lambda copy=copy, src=src, dst=dst: timed(
                 lambda: copy_records(dst.array_U8, src.array_U8, places.ops(copy)), COPIED_BYTES

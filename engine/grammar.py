@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from baton.wire import JSON_WHITESPACE
 from engine.types import Grammar, GrammarKind, SequenceSlice
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits
 
-WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{1,32}"
-"""Between the parts of a JSON text. Bounded: a model may else write white space up to max_tokens."""
 MASK_THREADS: Final = 4
 ERROR_CHARS_MAX: Final = 300
 
@@ -133,7 +132,7 @@ def _source(grammar: Grammar) -> str:
 
     source: str
     if grammar.kind is GrammarKind.JSON_SCHEMA:
-        source = LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": WHITESPACE})
+        source = LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": JSON_WHITESPACE})
     elif grammar.kind is GrammarKind.REGEX:
         source = LLMatcher.grammar_from_regex(grammar.text)
     else:

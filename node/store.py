@@ -14,6 +14,7 @@ A tier's block is one position: of a layout with several groups, a block of the 
 from __future__ import annotations
 
 import asyncio
+import math
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -69,7 +70,8 @@ PROMOTIONS_MAX: Final = 16
 """Prompts that blocks come up for at the same time."""
 LATE_S: Final = 1.0
 LATE_SHARE: Final = 4
-"""What comes up for another node is waited for so long and as many times as long as expected."""
+"""What comes up for another node is waited for so long and as many times as long as expected. A disk that takes longer
+is asked for nothing else meanwhile."""
 HOST_FIXED_S: Final = 5e-4
 HOST_BYTES_PER_S: Final = 1e11
 DISK_FIXED_S: Final = 2e-3
@@ -146,6 +148,8 @@ class DiskTier:
     admission: Admission = field(default_factory=Admission)
     counters: TierCounters = field(default_factory=TierCounters)
     kind: SourceKind = SourceKind.DISK
+    due_s: list[float] = field(default_factory=list)
+    """When what is being read for a prompt is late, for each."""
 
 
 class Store:
@@ -353,7 +357,7 @@ class Store:
         books = self.host.books
         found: list[tuple[BlockKey, TierSlot, TierSlot]] = []
         piece_max = max(1, min(PIECE_BLOCKS_MAX, PIECE_BYTES_MAX // books.block_bytes, disk.file.room))
-        while self._wait_for_disk(disk) and len(found) < piece_max:
+        for _ in range(min(piece_max, self._wait_for_disk(disk))):
             digest, _ = (self._to_disk or self._once).popitem(last=False)
             source = books.find(digest)
             if source is None:
@@ -401,7 +405,7 @@ class Store:
         if self._broken or len(self._promotions) >= PROMOTIONS_MAX:
             return None
         for tier in self.tiers:
-            if isinstance(tier, DiskTier) and not tier.file.readable:
+            if isinstance(tier, DiskTier) and not self._answers(tier):
                 continue
             count = min(len(self._match(tier, prompt, have_blocks)), self.spare() // self._groups)
             if count > 0:
@@ -416,6 +420,9 @@ class Store:
                     block_bytes=tier.books.block_bytes,
                 )
         return None
+
+    def _answers(self, disk: DiskTier) -> bool:
+        return disk.file.readable and self._loop.time() <= min(disk.due_s, default=math.inf)
 
     async def bring(self, offer: Offer) -> int:
         """See `PrefixSource.bring`. A cancelled one goes on by itself: its copies own their blocks until they end."""
@@ -447,7 +454,7 @@ class Store:
             if offer is None:
                 return
             try:
-                async with asyncio.timeout(LATE_S + LATE_SHARE * offer.expected_s):
+                async with asyncio.timeout(_late_s(offer.expected_s)):
                     if not await self.bring(offer):
                         return
             except TimeoutError:
@@ -504,8 +511,11 @@ class Store:
         """From the disk into host memory, where they stay -> the slots of the leading ones that came, as after
         `begin_load`."""
         disk.books.begin_load(slots)
+        due_s = self._loop.time() + _late_s(disk.cost.of(len(slots)))
+        disk.due_s.append(due_s)
         firsts = range(0, len(slots), PIECE_BLOCKS_MAX)
         pieces = await asyncio.gather(*(self._read_piece(disk, slots[at : at + PIECE_BLOCKS_MAX]) for at in firsts))
+        disk.due_s.remove(due_s)
         disk.books.end_load(slots)
         came: list[TierSlot] = []
         for first, piece in zip(firsts, pieces, strict=True):
@@ -613,6 +623,10 @@ class Store:
         """Raises ConservationError."""
         for tier in self.tiers:
             tier.books.check()
+
+
+def _late_s(expected_s: float) -> float:
+    return LATE_S + LATE_SHARE * expected_s
 
 
 def _rest_share(waiting: int, evictable: int) -> float:

@@ -203,7 +203,8 @@ class Replies:
     def _finish(self, index: int, reason: common_pb2.FinishReason) -> str:
         finish = _FINISH[reason]
         calls = index in self._parsers and self._parsers[index].calls > 0
-        return "tool_calls" if calls and finish == "stop" else finish
+        named = self.call.reading is not None and self.call.reading.named  # OpenAI says "stop" then
+        return "tool_calls" if calls and finish == "stop" and not named else finish
 
     def last_chunk(self, index: int, finished: inference_pb2.Finished) -> Json:
         first = index not in self._offsets
@@ -228,6 +229,7 @@ class Replies:
             content = {"message": self._message(index, text)} if self.call.chat else {"text": self._echo(index) + text}
             finish = "length" if self.call.no_answer else self._finish(index, answer.end.reason)
             logprobs = self._logprobs(index, parts, answer.end.prompt_logprobs)
+            finish = "length" if self.call.no_answer else self._finish(index, answer.end.reason)
             choice: Json = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
             choice |= self._token_ids(parts) | _stop_reason(
                 inference_pb2.Finished() if self.call.no_answer else answer.end

@@ -749,11 +749,14 @@ def test_a_disk_that_hangs_keeps_nothing_of_the_region(tmp_path: Path) -> None:
 
 
 def test_another_node_does_not_wait_for_a_disk_that_hangs(tmp_path: Path) -> None:
-    """What it asks for is in the region and on disk. It gets what is in the region."""
+    """What it asks for is in the region and on disk. It gets what is in the region, and the disk is asked for nothing
+    else until it has answered."""
+    other = [100 + token for token in ONE]
 
     async def before(scene: Scene) -> None:
         await used_twice(scene, ONE)
-        await on_disk(scene, 4)
+        await used_twice(scene, other)
+        await on_disk(scene, 8)
 
     async def after(scene: Scene) -> None:
         assert scene.store.disk is not None
@@ -764,8 +767,11 @@ def test_another_node_does_not_wait_for_a_disk_that_hangs(tmp_path: Path) -> Non
             await scene.store.bring_all(ONE[:8], b"")
             await asyncio.to_thread(late.begun.wait)
             assert scene.have(ONE) == 2
+            assert scene.offer(other) is None
             late.may_go.set()
             await wait_until(lambda: scene.have(ONE) == 4)
+        found = scene.offer(other)
+        assert found is not None and found.kind is SourceKind.DISK
 
     play_on_disk(tmp_path / "blocks", before)
     with patch.multiple(store_module, LATE_S=0, LATE_SHARE=0):
