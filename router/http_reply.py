@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NoReturn
@@ -30,10 +31,13 @@ from router.resume import Place, Places
 log = get_log("http")
 
 ERROR_SEND_MS_MAX = 5_000
+LOGPROBS_INLINE_MAX: Final = 256
+"""Of a whole answer that is written at once. Those of a long prompt take a second, in a thread, while streams go on."""
 RECONNECT_MS: Final = 500
 """What clients of a resumable stream are told to wait for before they attach: EventSource's own is some seconds."""
 
 DONE: Final = "[DONE]"
+_THREADS: Final = ThreadPoolExecutor(2, thread_name_prefix="answers")
 
 Answer = Callable[[Sequence[AnswerSink]], Coroutine[Any, Any, None]]
 """Runs a call, with a sink for each of its answers. Raises BatonError."""
@@ -119,8 +123,10 @@ class CallReply(Response):
     async def _whole(self) -> None:
         answers = [Collected() for _ in range(self._answers)]
         await self._answer(answers)
-        # Log-probabilities of a long prompt take a second to write, in which streams go on.
-        response = await asyncio.to_thread(self._response, answers) if self._call.logprobs else self._response(answers)
+        if sum(answer.logprobs for answer in answers) <= LOGPROBS_INLINE_MAX:
+            response = self._response(answers)
+        else:
+            response = await asyncio.get_running_loop().run_in_executor(_THREADS, self._response, answers)
         await response(*self._asgi)
 
     def _response(self, answers: Sequence[Collected]) -> Response:
