@@ -106,8 +106,8 @@ class DecodeNode:
         except TimeoutError:
             output.end(error="the request's deadline passed")
             self.receiver.cancel(job.key)
-        except BatonError as error:  # of its grammar, which another node, or this one later, may compile in time
-            self._break_off(job, error.message)
+        except BatonError as error:
+            self._break_off(job, error.message, Reason.GRAMMAR_TOO_COMPLEX)  # too much here, if not on the prefill node
         except Exception:
             # A bug of ours ends this request, and says so to its router.
             log.exception("request broke off", request=job.key.request)
@@ -370,6 +370,12 @@ class DecodeNode:
             elif event.finish is not None:
                 job.output.end(finish=FINISH_TO_PROTO[event.finish])
 
+    def _break_off(self, job: Job, error: str, reason: Reason | None = None) -> None:
+        job.output.end(error=error, reason=reason)
+        self.receiver.cancel(job.key)
+        if not job.output.opened:
+            self.streams.open(job.output)
+
     # Upkeep.
 
     def reap(self) -> None:
@@ -448,12 +454,6 @@ class DecodeNode:
         self._jobs[job.grant] = self._by_key[job.key] = job
         self._requests_taken += 1
         self._lives.spawn(self.live(job))
-
-    def _break_off(self, job: Job, why: str) -> None:
-        job.output.end(error=why)
-        self.receiver.cancel(job.key)
-        if not job.output.opened:
-            self.streams.open(job.output)
 
     def _resume(self, job: Job) -> bool:
         """Give the committed sequence to the engine, with the grant's references to every block.

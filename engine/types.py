@@ -51,6 +51,8 @@ class Grammar:
 
     kind: GrammarKind
     text: str
+    source: int = 0
+    """Stands for whose it is: who waits behind whose grammars."""
 
 
 class GrammarMatcher(Protocol):
@@ -321,7 +323,10 @@ def params_from_proto(spec: common_pb2.SamplingSpec) -> SamplingParams:
     for name in ("logprobs", "prompt_logprobs"):
         values[name] = getattr(spec, name) if spec.HasField(name) else None
     kind = spec.grammar.WhichOneof("kind") if spec.HasField("grammar") else None
-    values["grammar"] = Grammar(kind=GrammarKind(kind), text=getattr(spec.grammar, kind)) if kind else None
+    values["grammar"] = None
+    if kind is not None:
+        text = getattr(spec.grammar, kind)
+        values["grammar"] = Grammar(kind=GrammarKind(kind), text=text, source=spec.grammar_source)
     return SamplingParams(**values)
 
 
