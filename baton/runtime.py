@@ -116,8 +116,7 @@ class NodeRuntime:
         self.config, self.role = config, role
         self.name = check_name(config.name)
         self.incarnation = Incarnation(rng.getrandbits(64) | 1)
-        self.clock = clock
-        self.rng = rng
+        self.clock, self.rng = clock, rng
         self.lifecycle = NodeLifecycle(now_s=clock.monotonic_s())
         self.tls = open_tls(config)
         self.channels = self.make_channels()

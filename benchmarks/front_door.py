@@ -31,6 +31,8 @@ from typing import Any, Final
 
 from benchmarks.front_door_clients import Job, files_problem
 from benchmarks.front_door_report import (
+    BARE_GRPC,
+    BARE_HTTP,
     MODEL,
     ROUTER,
     Run,
@@ -43,7 +45,16 @@ from benchmarks.front_door_report import (
     soaked_of,
     workers_name,
 )  # fmt: skip
-from benchmarks.front_door_servers import GRPC_STREAMS_MAX, HERE, Server, bare, cluster, vllm, write_models
+from benchmarks.front_door_servers import (
+    GRPC_STREAMS_MAX,
+    HERE,
+    Server,
+    bare,
+    bare_whole,
+    cluster,
+    vllm,
+    write_models,
+)  # fmt: skip
 
 TOKENS = 128
 FREE_TOKENS_MANY = 64
@@ -111,17 +122,18 @@ class Rounds:
         self._kept = kept
 
     async def play(self) -> None:
-        for server in self._servers:
+        streaming = [server for server in self._servers if server.streams_too]
+        for server in streaming:
             for door in self._doors(server):
                 await self._clients.play(self._job(server, door, 4))
-        for streams in self._args.streams:
+        for streams in () if self._args.requests_only else self._args.streams:
             for number in range(self._args.rounds if streams < 500 else 1):
-                for server in self._servers[:: 1 if number % 2 == 0 else -1]:
+                for server in streaming[:: 1 if number % 2 == 0 else -1]:
                     for door in self._doors(server):
                         await self._one(server, self._job(server, door, streams))
-        for _ in range(self._args.rounds):
-            for server in self._servers:
-                if "bare" not in server.name and server.shares == 1 and "http" in self._doors(server):
+        for number in range(self._args.rounds):
+            for server in self._servers[:: 1 if number % 2 == 0 else -1]:
+                if server.name not in (BARE_HTTP, BARE_GRPC) and server.shares == 1 and "http" in self._doors(server):
                     job = self._job(server, "http", WHOLE_STREAMS)
                     await self._one(server, replace(job, tokens=WHOLE_TOKENS, waves=WHOLE_WAVES, streaming=False))
 
@@ -159,6 +171,8 @@ async def measure(args: argparse.Namespace, folder: Path, kept: Kept) -> None:
         stack.push_async_callback(clients.close)
         for door in args.doors:
             await add(bare(door, args.rate))
+        if "http" in args.doors:
+            await add(bare_whole(args.rate))
         await add(baton(ROUTER))
         for tree in args.trees:
             await add(baton(f"{ROUTER} of {tree.name}", tree=tree.resolve()))
@@ -208,6 +222,7 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="below 500 streams; above there is one")
     parser.add_argument("--rate", type=float, default=4_000.0, help="tokens a second of the mock engine")
     parser.add_argument("--quick", action="store_true", help="16 and 200 streams, two rounds")
+    parser.add_argument("--requests-only", action="store_true", help="only requests without streaming")
     parser.add_argument("--no-one-layer", dest="one_layer", action="store_false", help="not the decode node's figure")
     parser.add_argument(
         "--workers", type=int, default=0, help="measure a router with so many workers too (soak: only that one)"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 ROUTER, VLLM, BARE_HTTP, BARE_GRPC = "router", "vLLM", "bare asyncio loop", "bare grpc.aio server"
+BARE_WHOLE: Final = "bare loop and grpc.aio client"
 MODEL: Final = "router, one-layer model"
 VLLM_MAX, BARE_HTTP_MAX, BARE_GRPC_MAX, NODE_MAX, REQUEST_MS_MAX = 0.3, 3.5, 1.6, 2.5, 1.5
 WORKERS_MAX, BALANCE_MAX = 1.1, 1.5
@@ -227,6 +228,8 @@ class Figures:
             us = self.of(door, streams, ROUTER, "request_us", streaming=False)
             if us is not None:
                 text = f"{door}, {streams} at a time, a request without streaming: ms"
+                bare = self.of(door, streams, BARE_WHOLE, "request_us", streaming=False)
+                text += f" ({us / bare:.2f} of the bare loop's {bare / 1e3:.2f})" if bare else ""
                 found.append(Bar(what=text, value=us / 1e3, limit=REQUEST_MS_MAX))
         return found
 

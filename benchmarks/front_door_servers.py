@@ -11,11 +11,12 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 from benchmarks.front_door_node import NODES_ENV, RATE_ENV
+from benchmarks.front_door_report import BARE_GRPC, BARE_HTTP, BARE_WHOLE
 from benchmarks.front_door_tokens import write_tokenizer
 from cli.services import Service
 from cli.supervisor import ROUTER_NAME, Cluster, ClusterSpec
@@ -48,6 +49,8 @@ class Server:
     """The mock engine's pace; others are as fast as they can be."""
     shares: int = 1
     """It gets one of so many shares of the streams."""
+    streams_too: bool = True
+    """It answers with streams, too."""
 
     @property
     def pids(self) -> dict[str, int]:
@@ -111,6 +114,13 @@ async def cluster(
 
 
 @asynccontextmanager
+async def bare_whole(rate: float) -> AsyncIterator[Server]:
+    """Answers without streaming, by way of nodes that compute nothing."""
+    async with bare("nodes", rate) as nodes, bare("whole", float(nodes.doors["nodes"].rpartition(":")[2])) as front:
+        yield replace(front, doors={"http": front.doors["whole"]}, streams_too=False)
+
+
+@asynccontextmanager
 async def bare(door: str, rate: float, *, groups: int = 1) -> AsyncIterator[Server]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benchmarks.front_door_bare", door, str(rate), str(groups),
@@ -119,7 +129,7 @@ async def bare(door: str, rate: float, *, groups: int = 1) -> AsyncIterator[Serv
     assert process.stdout is not None and process.stdin is not None
     try:
         port = int(await process.stdout.readline())
-        name = {"http": "bare asyncio loop", "grpc": "bare grpc.aio server"}[door]
+        name = {"http": BARE_HTTP, "grpc": BARE_GRPC}.get(door, BARE_WHOLE)
         yield Server(name=name, front=process.pid, doors={door: f"127.0.0.1:{port}"})
     finally:
         process.stdin.close()

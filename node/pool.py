@@ -189,9 +189,8 @@ async def open_device_pool(
     """Load the model, make the region and warm up, each on a thread of its own, with progress.
 
     With `spill.host_blocks` there is host memory below the region, and the engine runs under overcommit. With
-    `store.host_bytes` there are tiers that keep the blocks which the prefix cache gives up. On a device,
-    graphs are captured where this node `decodes`, and `transports` get what they need: a handle for cuda_ipc, pinned
-    memory (`staging`) for tcp.
+    `store.host_bytes` there are tiers of blocks that the prefix cache gives up. On a device, graphs are captured where
+    this node `decodes`, and `transports` get what they need: a handle for cuda_ipc, pinned memory (`staging`) for tcp.
 
     Raises BatonError: MODEL_MISSING, MODEL_BROKEN, MODEL_UNSUPPORTED, BAD_CONFIG (no room, no such device or backend).
     """
@@ -206,7 +205,6 @@ async def open_device_pool(
             if staged is not None:
                 opened.callback(staged.close)
             blocks, padding_blocks = await _open_blocks(built, region, config, decodes=decodes, progress=progress)
-            ledger = blocks.ledger
             engine = Engine(built.runner, blocks, config.scheduler())
             host = None
             if spill is not None and spill.host_blocks:
@@ -219,7 +217,7 @@ async def open_device_pool(
                 tiers = await open_store(
                     store, below=region, layout=layout, blocks=blocks, name=name, progress=progress
                 )
-                _bind_store(tiers, engine, ledger, host)
+                _bind_store(tiers, engine, blocks.ledger, host)
         except BaseException as error:
             clear_frames_of(error)
             raise
@@ -229,7 +227,7 @@ async def open_device_pool(
         engine=engine,
         blocks=blocks,
         pins=PinTable(blocks.prefix_cache, num_blocks=config.num_blocks - padding_blocks, limits=config.pins),
-        ledger=ledger,
+        ledger=blocks.ledger,
         region=region,
         layout=layout,
         model=_model_info(built, layout, config),

@@ -414,7 +414,7 @@ class Placement:
         fetched. In place: each pass over a thousand nodes costs a microsecond or two."""
         queue_s, token_s = self._queue_s, self._token_s
         if not kind.some:
-            return queue_s + token_s * count, _none(), None
+            return queue_s + token_s * count, _NONE, None
         rest = count - kind.saved_tokens
         ttft_s = np.maximum(rest, 1.0)
         ttft_s *= token_s
@@ -507,8 +507,7 @@ def _rate(per_s: float) -> float:
     return per_s if 0 < per_s < RATE_MAX_PER_S else 0.0
 
 
-def _none() -> _Floats:
-    return np.zeros(0)
+_NONE: Final[_Floats] = np.zeros(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -520,9 +519,9 @@ class _Kind:
     """None: nobody has any of it, nor is about to."""
     most: int = 0
     """Leading blocks that any node has."""
-    saved_tokens: _Floats = field(default_factory=_none)
+    saved_tokens: _Floats = field(default_factory=lambda: _NONE)
     """Tokens that it does not compute: of blocks in slower tiers a part."""
-    fetched_tokens: npt.NDArray[Any] = field(default_factory=_none)
+    fetched_tokens: npt.NDArray[Any] = field(default_factory=lambda: _NONE)
     """Of blocks behind those that it has, or is about to have, and that some other node has."""
 
     @property

@@ -69,7 +69,7 @@ class PrefillNodes:
         model = self.model()
         job.block_size = model.block_size
         left = self._fit(job, model)
-        if not left.any():
+        if left is not self.placement.ready and not left.any():
             raise self._no_region(job, model)
         if job.avoid:
             untried = self._without(left, job.avoid)
@@ -125,7 +125,8 @@ class PrefillNodes:
     def _fit(self, job: Job, model: ModelInfo) -> Mask:
         """Of the rows of `placement`, those that may take the request."""
         placement = self.placement
-        fit = self._without(placement.serving(model.fingerprint) & placement.may_hold(job.tokens), job.too_small)
+        serving, roomy = placement.serving(model.fingerprint), placement.may_hold(job.tokens)
+        fit = self._without(serving if serving is roomy else serving & roomy, job.too_small)  # mostly one array
         if not self._drained:
             return fit
         sequence_of = placement.sequence

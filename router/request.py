@@ -149,6 +149,12 @@ class ClientCall:
     had: Callable[[str], None] | None = None
     """Called with the text that its client, which attaches, has already: its sink does not get that."""
 
+    @property
+    def source_number(self) -> int:
+        """Stands for whose it is: the key's, or without one the address's."""
+        name = ("address", self.source) if self.key_name is None else ("key", self.key_name)
+        return int.from_bytes(hashlib.sha256(repr(name).encode()).digest()[:8])
+
 
 def with_priority(call: ClientCall, asked: Priority | None) -> ClientCall:
     """The call by the class that its request asks for. Nobody goes before what its key may."""
@@ -198,6 +204,7 @@ def check_request(
     key_salt: str | None = None,
     said: Sequence[int] = (),
     names: Sequence[str] = (),
+    source: int = 0,
 ) -> CheckedRequest:
     """Validate against the model that is served.
 
@@ -205,7 +212,7 @@ def check_request(
     with one seed. `max_tokens` is cut to what the model's context leaves after the prompt; `answer_tokens` gives it,
     from the length of the prompt, for a request that names none. `defaults` stand for sampling fields that are not set;
     a zero that is set counts. `key_salt` is that of the API key. `said` is what the client has of the answer. `names`
-    are those that the model is served by, if not its own. Raises BatonError naming the field.
+    are those that the model is served by, if not its own. `source` is the call's. Raises BatonError naming the field.
     """
     if request.HasField("model"):
         check_model_name(request.model, names or (model.name,))
@@ -215,46 +222,27 @@ def check_request(
         text = "This router was started without a tokenizer: send token_ids, or start it with --model."
         raise BatonError(Reason.NO_TOKENIZER, text, field="text")
     check_prompt(prompt, model, field=kind)
-    sampling, vocab = request.sampling, model.vocab_size
+    sampling = request.sampling
     named = {field.name: value for field, value in sampling.ListFields()}  # one look: most requests name a few
+    if "prompt_logprobs" in named and request.resumable:
+        why = "prompt_logprobs do not outlive their router: leave them, or resumable, out."
+        raise bad_field("sampling.prompt_logprobs", why)
     if "max_tokens" in named:
         max_tokens = _in_range("max_tokens", sampling.max_tokens, 1, UINT32_MAX, "at least 1")
     else:
         max_tokens = answer_tokens(len(prompt))
     max_tokens = min(max_tokens, model.context_len_max - len(prompt))
-    top_k = min(defaults.top_k, vocab)
-    if "top_k" in named:
-        top_k = _in_range("top_k", sampling.top_k, 0, vocab, f"at most the vocabulary of {vocab} (0 is off)")
-    logprobs = None
-    if "logprobs" in named:
-        logprobs = _in_range("logprobs", sampling.logprobs, 0, LOGPROBS_MAX, f"at most {LOGPROBS_MAX} alternatives")
-    prompt_logprobs = None
-    if "prompt_logprobs" in named:
-        most = min(LOGPROBS_MAX, PROMPT_SCORES_MAX // len(prompt) - 1)
-        text = f"at most {LOGPROBS_MAX}, and with each of the prompt's {len(prompt)} tokens {PROMPT_SCORES_MAX} in all"
-        prompt_logprobs = _in_range("prompt_logprobs", sampling.prompt_logprobs, 0, most, text)
-    at_most = f"at most max_tokens, which is {max_tokens} here"
-    repetition_penalty = _number(named, "repetition_penalty", defaults.repetition_penalty)
     checked = CheckedRequest(
         prompt=tuple(prompt),
         sampling=common_pb2.SamplingSpec(
-            temperature=_number(named, "temperature", defaults.temperature),
-            top_k=top_k,
-            top_p=_number(named, "top_p", defaults.top_p),
             seed=sampling.seed if "seed" in named else rng.getrandbits(64),
             max_tokens=max_tokens,
-            stop_token_ids=_stop_token_ids(sampling, model) if "stop_token_ids" in named else (),
-            ignore_eos=sampling.ignore_eos,
-            min_p=_number(named, "min_p", defaults.min_p),
-            repetition_penalty=repetition_penalty if repetition_penalty != 1 else None,
-            presence_penalty=_number(named, "presence_penalty", 0.0),
-            frequency_penalty=_number(named, "frequency_penalty", 0.0),
-            logit_bias=_logit_bias(sampling, model) if "logit_bias" in named else None,
-            min_tokens=_in_range("min_tokens", sampling.min_tokens, 0, max_tokens, at_most),
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
             choice=choice,
+            ignore_eos=sampling.ignore_eos,
             grammar=named.get("grammar"),
+            grammar_source=source if "grammar" in named else 0,
+            **_drawn_by(named, model, defaults),
+            **_counts(named, len(prompt), max_tokens),
         ),
         stop=_stop(sampling, has_tokenizer=has_tokenizer) if "stop" in named else (),
         include_stop=sampling.include_stop,
@@ -266,6 +254,49 @@ def check_request(
     if problem is not None:
         raise bad_field("sampling.grammar", f"The request cannot be answered: {problem}.")
     return checked
+
+
+def _drawn_by(named: Mapping[str, Any], model: ModelInfo, defaults: SamplingDefaults) -> dict[str, Any]:
+    """Fields of a SamplingSpec: what a token is drawn by. Raises BatonError."""
+    vocab, repetition_penalty = model.vocab_size, _number(named, "repetition_penalty", defaults.repetition_penalty)
+    found: dict[str, Any] = {
+        "temperature": _number(named, "temperature", defaults.temperature),
+        "top_k": min(defaults.top_k, vocab),
+        "top_p": _number(named, "top_p", defaults.top_p),
+        "min_p": _number(named, "min_p", defaults.min_p),
+    }
+    if "top_k" in named:
+        allowed = f"at most the vocabulary of {vocab} (0 is off)"
+        found["top_k"] = _in_range("top_k", named["top_k"], 0, vocab, allowed)
+    if repetition_penalty != 1:
+        found["repetition_penalty"] = repetition_penalty
+    for name in ("presence_penalty", "frequency_penalty"):
+        if name in named:
+            found[name] = _number(named, name, 0.0)
+    if "stop_token_ids" in named:
+        found["stop_token_ids"] = _stop_token_ids(named["stop_token_ids"], model)
+    if "logit_bias" in named:
+        found["logit_bias"] = _logit_bias(named["logit_bias"], model)
+    return found
+
+
+def _counts(named: Mapping[str, Any], prompt_tokens: int, max_tokens: int) -> dict[str, int]:
+    """Fields of a SamplingSpec: how many tokens, and how many log-probabilities. Raises BatonError."""
+    found = {}
+    if "min_tokens" in named:
+        allowed = f"at most max_tokens, which is {max_tokens} here"
+        found["min_tokens"] = _in_range("min_tokens", named["min_tokens"], 0, max_tokens, allowed)
+    if "logprobs" in named:
+        found["logprobs"] = _in_range(
+            "logprobs", named["logprobs"], 0, LOGPROBS_MAX, f"at most {LOGPROBS_MAX} alternatives"
+        )
+    if "prompt_logprobs" in named:
+        most = min(LOGPROBS_MAX, PROMPT_SCORES_MAX // prompt_tokens - 1)
+        allowed = (
+            f"at most {LOGPROBS_MAX}, and with each of the prompt's {prompt_tokens} tokens {PROMPT_SCORES_MAX} in all"
+        )
+        found["prompt_logprobs"] = _in_range("prompt_logprobs", named["prompt_logprobs"], 0, most, allowed)
+    return found
 
 
 def check_model_name(name: str, names: Sequence[str]) -> None:
@@ -334,9 +365,9 @@ def check_prompt_length(tokens: int, context_len_max: int, *, field: str) -> Non
     if tokens >= context_len_max:
         raise bad_field(
             field,
-            # Frameworks look for these first words before they shorten a prompt.
+            # Frameworks look for the first words before they shorten a prompt, or for the last.
             f"This model's maximum context length is {context_len_max} tokens. The prompt has {tokens} tokens, "
-            "and one output token must fit in it too.",
+            "and one output token must fit in it too: the prompt is too long.",
             reason=Reason.PROMPT_TOO_LONG,
         )
 
@@ -369,8 +400,7 @@ _RANGES: Final[Mapping[str, tuple[float, float, str]]] = {
 
 def _number(named: Mapping[str, Any], name: str, default: float) -> float:
     """What the request names, or the default. A NaN is in no range."""
-    value: float = named.get(name, default)
-    return _in_range(name, value, *_RANGES[name])
+    return _in_range(name, named[name], *_RANGES[name]) if name in named else default
 
 
 _COUNTS: Final = (
@@ -393,15 +423,15 @@ def check_counts(request: inference_pb2.GenerateRequest) -> None:
         raise bad_field("chat.messages", text, reason=Reason.PROMPT_TOO_LONG)
 
 
-def _stop_token_ids(sampling: inference_pb2.Sampling, model: ModelInfo) -> list[int]:
-    ids = sorted(set(sampling.stop_token_ids))
+def _stop_token_ids(named: Sequence[int], model: ModelInfo) -> list[int]:
+    ids = sorted(set(named))
     if ids and ids[-1] >= model.vocab_size:
         raise _out_of_range("stop_token_ids", ids[-1], f"ids below the vocabulary of {model.vocab_size}")
     return ids
 
 
-def _logit_bias(sampling: inference_pb2.Sampling, model: ModelInfo) -> dict[int, float]:
-    biases = dict(sampling.logit_bias)
+def _logit_bias(named: Mapping[int, float], model: ModelInfo) -> dict[int, float]:
+    biases = dict(named)
     for token, bias in sorted(biases.items()):
         if token >= model.vocab_size:
             allowed = f"for ids below the vocabulary of {model.vocab_size}"

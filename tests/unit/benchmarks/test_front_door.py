@@ -14,6 +14,7 @@ from benchmarks import front_door
 from benchmarks.front_door_cpu import add, difference
 from benchmarks.front_door_report import (
     BARE_HTTP,
+    BARE_WHOLE,
     ROUTER,
     VLLM,
     Figures,
@@ -168,7 +169,7 @@ def test_a_tiny_run_measures_every_server(tmp_path: Path) -> None:
     found = {(run.door, run.server, run.streaming) for run in runs}
     assert found == {
         ("http", BARE_HTTP, True), ("grpc", "bare grpc.aio server", True), ("http", ROUTER, True),
-        ("grpc", ROUTER, True), ("http", ROUTER, False),
+        ("grpc", ROUTER, True), ("http", ROUTER, False), ("http", BARE_WHOLE, False),
     }  # fmt: skip
     assert [run.errors for run in runs] == [0] * len(runs)
     assert all(run.token_us for run in runs if run.streaming)
