@@ -123,7 +123,7 @@ class Replies:
     def _split_chunk(self, index: int, part: AnswerPart, *, first: bool) -> str | None:
         """The chunk for one part of an answer that is split: one, as it has one place to go on behind."""
         pieces, call = self._parser(index).feed(part.text), self.call
-        told = (call.logprobs or call.token_ids or call.continuous_usage) and part.ids
+        told = ((call.logprobs or call.token_ids) and part.ids) or (call.continuous_usage and (part.ids or pieces))
         if first or told or len(pieces) > 1 or any(piece.kind is PieceKind.CALL for piece in pieces):
             return self._full_chunk(index, {"delta": self._delta(index, pieces, first=first)}, part, first=first)
         if not pieces:
@@ -231,7 +231,9 @@ class Replies:
             logprobs = self._logprobs(index, parts, answer.end.prompt_logprobs)
             finish = "length" if self.call.no_answer else self._finish(index, answer.end.reason)
             choice: Json = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
-            choice |= self._token_ids(parts) | _stop_reason(answer.end)
+            choice |= self._token_ids(parts) | _stop_reason(
+                inference_pb2.Finished() if self.call.no_answer else answer.end
+            )
             if self.call.token_ids and not self.call.chat:
                 choice["prompt_token_ids"] = self._prompt_ids(index)
             choices.append(choice)

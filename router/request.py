@@ -224,6 +224,9 @@ def check_request(
     check_prompt(prompt, model, field=kind)
     sampling = request.sampling
     named = {field.name: value for field, value in sampling.ListFields()}  # one look: most requests name a few
+    if "prompt_logprobs" in named and request.resumable:
+        why = "prompt_logprobs do not outlive their router: leave them, or resumable, out."
+        raise bad_field("sampling.prompt_logprobs", why)
     if "max_tokens" in named:
         max_tokens = _in_range("max_tokens", sampling.max_tokens, 1, UINT32_MAX, "at least 1")
     else:
@@ -362,9 +365,9 @@ def check_prompt_length(tokens: int, context_len_max: int, *, field: str) -> Non
     if tokens >= context_len_max:
         raise bad_field(
             field,
-            # Frameworks look for these first words before they shorten a prompt.
+            # Frameworks look for the first words before they shorten a prompt, or for the last.
             f"This model's maximum context length is {context_len_max} tokens. The prompt has {tokens} tokens, "
-            "and one output token must fit in it too.",
+            "and one output token must fit in it too: the prompt is too long.",
             reason=Reason.PROMPT_TOO_LONG,
         )
 
