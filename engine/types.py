@@ -173,6 +173,8 @@ class Batch:
     """What one step computes, in order."""
 
     slices: tuple[SequenceSlice, ...]
+    every_row: bool = False
+    """All of its rows are computed to the end, not only those that tokens are drawn from."""
 
     @property
     def num_tokens(self) -> int:
@@ -180,7 +182,9 @@ class Batch:
 
     @property
     def drawing_rows(self) -> list[int]:
-        """Which of the T rows tokens are drawn from: the last of each slice with `sample`."""
+        """Which of the T rows are computed to the end: the last of each slice with `sample`, or `every_row`."""
+        if self.every_row:
+            return [*range(self.num_tokens)]
         ends = accumulate(s.stop - s.start for s in self.slices)
         return [end - 1 for s, end in zip(self.slices, ends, strict=True) if s.sample]
 

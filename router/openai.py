@@ -23,6 +23,8 @@ from router.structured import grammar_of
 
 CHOICES_MAX: Final = 128
 """Answers to one call: prompts times n."""
+PROMPT_SCORES_MAX: Final = 1 << 19
+"""Log-probabilities of all prompts of a call, counted for each answer. Each takes a router some 100 bytes."""
 _TEXT_ONLY: Final = "answers are text only"
 _DRAWN: Final = "answers are drawn, not searched"
 _Refused = Mapping[tuple[str, ...], tuple[tuple[object, ...], str]]
@@ -104,6 +106,8 @@ class OpenAiCall:
     """What the client says that it has, of each answer. Empty: it does not say."""
     reading: resume_pb2.AnswerReading | None = None
     """How the answers of a chat are split into content, reasoning and calls of tools. None: all is content."""
+    echo: dict[str, Any] | None = None
+    """What the answer repeats of a call of /v1/responses. None: it is none."""
 
 
 JSON_ELEMENTS_MAX: Final = 1 << 16
@@ -162,8 +166,8 @@ def parse_completion(
 ) -> OpenAiCall:
     """/v1/completions. `body` as `parse_body` gives it. Raises BatonError naming the field."""
     n = _integer("n", body.get("n", 1), 1, CHOICES_MAX)
-    _refuse(body, _REFUSED_IN_COMPLETIONS)
-    _refuse(body, {("best_of",): ((n,), "every answer that is drawn is returned: ask for n of them")})
+    refuse(body, _REFUSED_IN_COMPLETIONS)
+    refuse(body, {("best_of",): ((n,), "every answer that is drawn is returned: ask for n of them")})
     sampling = _sampling(body)
     echo = typed(body, "echo", False)
     no_answer = echo and not isinstance(body.get("max_tokens"), bool) and body.get("max_tokens") == 0
@@ -180,6 +184,8 @@ def parse_completion(
         raise bad_field(
             "echo", "A stream echoes text only: leave stream out for max_tokens 0, or for log-probabilities."
         )
+    if echo and typed(body, "resumable", False):
+        raise bad_field("echo", "A resumable stream does not echo: who goes on with it need not have the prompt.")
     texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts] if echo else []
     if (
         not special
@@ -190,6 +196,11 @@ def parse_completion(
         # Else a text becomes tokens where its request is checked.
         encoded = [encode(prompt, special) if isinstance(prompt, str) else prompt for prompt in prompts]
         prompts = [_cut(ids, body, context_len_max, sampling.max_tokens) for ids in encoded]
+    if sampling.HasField("prompt_logprobs"):
+        scores = n * sum(map(len, prompts)) * (sampling.prompt_logprobs + 1)
+        if scores > PROMPT_SCORES_MAX:
+            text = f"The prompts have {scores} log-probabilities in all; a call may ask for {PROMPT_SCORES_MAX}."
+            raise bad_field("echo", text)
     call = _call(body, prompts, sampling, chat=False)
     return replace(call, echoes=tuple(texts), no_answer=no_answer) if echo else call
 
@@ -210,7 +221,7 @@ def _cut(prompt: Sequence[int], body: Mapping[str, Any], context_len_max: int, m
 
 def parse_chat(body: Mapping[str, Any], encode: EncodeChat, context_len_max: int = UINT32_MAX) -> OpenAiCall:
     """/v1/chat/completions. `body` as `parse_body` gives it. Raises BatonError naming the field."""
-    _refuse(body, _REFUSED_IN_CHATS)
+    refuse(body, _REFUSED_IN_CHATS)
     sampling = _sampling(body)
     _set_integer(sampling, body, "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens")
     if typed(body, "logprobs", False):
@@ -306,7 +317,7 @@ def _request(
 
 def _sampling(body: Mapping[str, Any]) -> inference_pb2.Sampling:
     """What both endpoints share, our own extensions too. Ranges are checked where every client's are."""
-    _refuse(body, _REFUSED)
+    refuse(body, _REFUSED)
     sampling = inference_pb2.Sampling()
     for name in _FLOATS:
         if name in body:
@@ -389,7 +400,7 @@ def _content(content: object, i: int) -> str:
     return "\n".join(part["text"] for part in content)
 
 
-def _refuse(body: Mapping[str, Any], refused: _Refused) -> None:
+def refuse(body: Mapping[str, Any], refused: _Refused) -> None:
     for names, (neutral, why) in refused.items():
         for name in names:
             if name in body and body[name] not in neutral:

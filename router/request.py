@@ -224,6 +224,9 @@ def check_request(
     check_prompt(prompt, model, field=kind)
     sampling = request.sampling
     named = {field.name: value for field, value in sampling.ListFields()}  # one look: most requests name a few
+    if "prompt_logprobs" in named and request.resumable:
+        why = "prompt_logprobs do not outlive their router: leave them, or resumable, out."
+        raise bad_field("sampling.prompt_logprobs", why)
     if "max_tokens" in named:
         max_tokens = _in_range("max_tokens", sampling.max_tokens, 1, UINT32_MAX, "at least 1")
     else:

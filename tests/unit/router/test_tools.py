@@ -70,6 +70,16 @@ def test_tools_are_in_the_prompt_unless_none_is_to_be_called() -> None:
     assert list(call.requests[0].token_ids.ids).count(end) == 1
 
 
+def test_calls_alone_are_no_text_to_go_on_with() -> None:
+    """In a template that wants no content beside them."""
+    calls = "{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}{% endfor %}"
+    text = "{% if m.content is none %}" + calls + "{% else %}{{ m.content }}{% endif %}"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [CALL]}]
+    prompts = encoder(TURN.replace("{{ m.content }}", text))
+    field, why = refused(prompts, messages=messages, continue_final_message=True)
+    assert (field, "its text is empty" in why) == ("messages", True)
+
+
 def test_models_that_know_no_tools_are_asked_for_none() -> None:
     """By the template, or because the form of its calls is not known and nobody has named it."""
     assert refused(encoder(TURN), tools=[TOOL])[0] == "tools"
