@@ -75,7 +75,7 @@ def case_tools() -> None:
 def case_tool_choice() -> None:
     """One that must be called."""
     answer = litellm.completion(**ask("[weather]", tools=TOOLS, tool_choice="required"))
-    assert calls_of(answer.choices[0].message) == CALLS[:1]
+    assert calls_of(answer.choices[0].message) == CALLS[:1], answer
 
 
 def case_response_format() -> None:
