@@ -34,6 +34,8 @@ RECONNECT_MS: Final = 500
 """What clients of a resumable stream are told to wait for before they attach: EventSource's own is some seconds."""
 
 DONE: Final = "[DONE]"
+_JSON: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+"""As Starlette has it, made once."""
 
 Answer = Callable[[Sequence[AnswerSink]], Coroutine[Any, Any, None]]
 """Runs a call, with a sink for each of its answers. Raises BatonError."""
@@ -119,7 +121,10 @@ class CallReply(Response):
     async def _whole(self) -> None:
         answers = [Collected() for _ in range(self._answers)]
         await self._answer(answers)
-        await JSONResponse(self.replies.whole(answers), headers=self._extra)(*self._asgi)
+        body = _JSON.encode(self.replies.whole(answers)).encode()
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **self._extra}
+        await self._send({"type": "http.response.start", "status": 200, "headers": Headers(headers).raw})
+        await self._send({"type": "http.response.body", "body": body})
 
     async def _stream(self) -> None:
         """Nothing is sent before the first token: until then an error still has a status of its own."""
