@@ -54,6 +54,11 @@ $(NIXL)/.ready: constraints.txt $(READY)
 	    --target $(NIXL) nixl-cu12
 	@touch $@
 
+CLIENTS ?=
+.PHONY: test-clients
+test-clients: $(READY)  ## run clients that people use against a cluster, each in an environment of its own: CLIENTS="openai llm"
+	@$(BIN)/python -m tests.clients $(CLIENTS)
+
 .PHONY: explore
 explore: $(READY)  ## walk the ownership protocol's states with larger bounds than the tests do (minutes)
 	@$(BIN)/python -m tests.explorer --large

@@ -22,6 +22,8 @@ RESUME_STATE_BYTES_MAX: Final = 1 << 20
 """What a router may ask a node to keep for each resumable request."""
 GRAMMAR_BYTES_MAX: Final = 64 * 1024
 """Of a grammar as it is written."""
+JSON_WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{1,32}"
+"""Between the parts of a JSON text. Bounded: a model may else write white space up to max_tokens."""
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 """Of nodes, pins and API keys."""
 _E = TypeVar("_E", bound=IntEnum)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.structured libraries               # two minutes; xgrammar and apache-tvm-ffi have to be there
     python -m benchmarks.structured hostile                 # seconds
-    python -m benchmarks.structured steps --threads 2       # an idle machine of 16 GiB
+    python -m benchmarks.structured steps --threads 2 --vllm ENV/bin/python     # an idle machine of 16 GiB
 
 libraries: for each vocabulary, made up of bytes and random byte strings, and each grammar: the time to read the
 vocabulary and to compile, the time of a mask (mean and longest over a text of the grammar, one row; mean of 16 rows in
@@ -315,47 +315,113 @@ def measure_hostile() -> None:
         print(f"| {title} | {compile_s * 1e3:.0f} | {numbers} | {said} |", flush=True)
 
 
-def compare_steps(threads: int, layers: int, batches: Sequence[int], steps: int, rounds: int) -> None:
+ENDLESS: Final = {"type": "array", "items": _PERSON, "minItems": 1_000}
+Generate = Callable[[list[list[int]], int, bool], Any]
+"""(prompts, tokens to write, whether they follow the grammar) -> the steps."""
+
+
+def measure_steps(generate: Generate, batches: Sequence[int], steps: int, rounds: int) -> dict[str, list[float]]:
+    """Of each batch: milliseconds of a step of free text, and with grammars."""
+    from benchmarks.engine_cases import full_steps
+
+    taken = {}
+    for batch in batches:
+        rng = random.Random(0)
+        prompts = [[rng.randrange(2, VOCABULARIES[-1]) for _ in range(64)] for _ in range(batch)]
+        least = [float("inf"), float("inf")]
+        for _ in range(rounds):
+            for follows in (False, True):
+                found = generate(prompts, 1 + steps, follows)
+                least[follows] = min(least[follows], 1e3 * median(full_steps(found, batch)))
+        taken[str(batch)] = least
+    return taken
+
+
+def write_model(folder: Path, layers: int) -> Path:
+    from benchmarks.engine_cases import MODELS
+
+    size = VOCABULARIES[-1]
+    config = MODELS["473m"] | {"num_hidden_layers": layers, "vocab_size": size, "eos_token_id": size - 1}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about), encoding="utf-8")
+    write_tokenizer(folder / "tokenizer.json", vocabulary(size))
+    return folder
+
+
+def own_steps(args: argparse.Namespace) -> dict[str, list[float]]:
     import torch
 
-    from benchmarks.engine_cases import MODELS, full_steps
     from benchmarks.engine_own import OwnEngine
     from engine.grammar import GrammarCompiler
     from engine.types import Grammar, GrammarKind
 
-    torch.set_num_threads(threads)
-    size = VOCABULARIES[-1]
-    tokens, endless = vocabulary(size), {"type": "array", "items": _PERSON, "minItems": 10_000}
-    grammar = Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(endless))
+    torch.set_num_threads(args.threads)
+    grammar = Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(ENDLESS))
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        config = MODELS["473m"] | {"num_hidden_layers": layers, "vocab_size": size}
-        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        write_tokenizer(folder / "tokenizer.json", tokens)
+        folder, size = write_model(Path(name), args.layers), VOCABULARIES[-1]
         compiler = GrammarCompiler(folder / "tokenizer.json", vocab_size=size, eos_token_ids=frozenset({size - 1}))
         engine = OwnEngine(folder)
-    matcher = compiler.compile(grammar)
-    print("| batch | free text, ms | with grammars, ms | longer by |\n|" + " --- |" * 4)
-    for batch in batches:
-        rng = random.Random(0)
-        prompts = [[rng.randrange(2, size) for _ in range(64)] for _ in range(batch)]
-        least = {False: float("inf"), True: float("inf")}
-        for _ in range(rounds):
-            for follows in least:
-                found = engine.generate(
-                    prompts, 1 + steps, temperature=1.0, grammar=(grammar, matcher) if follows else None
-                )
-                least[follows] = min(least[follows], 1e3 * median(full_steps(found, batch)))
-        free, bound = least[False], least[True]
-        verdict = "" if bound <= free * (1 + LIMIT) else f" (over the limit of {LIMIT:.0%})"
-        print(f"| {batch} | {free:.2f} | {bound:.2f} | {bound / free - 1:.1%}{verdict} |", flush=True)
+    pair = (grammar, compiler.compile(grammar))
+
+    def generate(prompts: list[list[int]], tokens: int, follows: bool) -> Any:
+        return engine.generate(prompts, tokens, temperature=1.0, grammar=pair if follows else None)
+
+    return measure_steps(generate, args.batch, args.steps, args.rounds)
+
+
+def vllm_steps(args: argparse.Namespace) -> dict[str, list[float]]:
+    """By the interpreter of vLLM's environment."""
+    from itertools import count
+
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+    from vllm.sampling_params import StructuredOutputsParams  # type: ignore[import-not-found]
+
+    numbers, backend = count(), args.rest[0]
+    with tempfile.TemporaryDirectory() as folder:
+        llm = LLM(
+            model=str(write_model(Path(folder), args.layers)), load_format="dummy", dtype="bfloat16",
+            max_model_len=2048, max_num_seqs=ROWS, max_num_batched_tokens=2048, enable_prefix_caching=False,
+            disable_log_stats=True, structured_outputs_config={"backend": backend},
+        )  # fmt: skip
+
+    def generate(prompts: list[list[int]], tokens: int, follows: bool) -> Any:
+        form = StructuredOutputsParams(json=json.dumps(ENDLESS)) if follows else None
+        params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=not follows, structured_outputs=form)
+        started, steps = time.perf_counter(), []
+        for prompt in prompts:
+            llm.llm_engine.add_request(f"r{next(numbers)}", {"prompt_token_ids": prompt}, params)
+        while llm.llm_engine.has_unfinished_requests():
+            answers = len(llm.llm_engine.step())
+            steps.append((time.perf_counter() - started, answers))
+        return steps
+
+    return measure_steps(generate, args.batch, args.steps, args.rounds)
+
+
+def compare_steps(args: argparse.Namespace) -> None:
+    rows = {"Baton": own_steps(args)}
+    for backend in ("xgrammar", "guidance") if args.vllm else ():
+        options = [f"--{name}={getattr(args, name)}" for name in ("layers", "steps", "rounds")]
+        batches = ["--batch", *map(str, args.batch)]
+        command = [args.vllm, "-m", "benchmarks.structured", "vllm", backend, *options, *batches]
+        at = {"OMP_NUM_THREADS": str(args.threads), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | at)
+        rows[f"vLLM, {backend}"] = json.loads(done.stdout.strip().splitlines()[-1])
+    print("| engine | batch | free text, ms | with grammars, ms | longer by | |\n|" + " --- |" * 6)
+    for name, taken in rows.items():
+        for batch, (free, bound) in taken.items():
+            verdict = "" if bound <= free * (1 + LIMIT) else f"over the limit of {LIMIT:.0%}"
+            cells = f"{name} | {batch} | {free:.2f} | {bound:.2f} | {bound - free:.2f} ms, {bound / free - 1:.1%}"
+            print(f"| {cells} | {verdict} |", flush=True)
 
 
 def main() -> None:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["libraries", "library", "hostile", "steps"])
-    parser.add_argument("rest", nargs="*", help="of library: its name and the size of the vocabulary")
+    parser.add_argument("what", choices=["libraries", "library", "hostile", "steps", "vllm"])
+    parser.add_argument("rest", nargs="*", help="of library: name and size of the vocabulary; of vllm: a backend")
+    parser.add_argument("--vllm", help="interpreter of an environment with vLLM: its steps too, in the same run")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, ROWS])
@@ -368,8 +434,10 @@ def main() -> None:
         measure_hostile()
     elif args.what == "library":
         print(json.dumps(measure_library(args.rest[0], int(args.rest[1]))))
+    elif args.what == "vllm":
+        print(json.dumps(vllm_steps(args)))
     else:
-        compare_steps(args.threads, args.layers, args.batch, args.steps, args.rounds)
+        compare_steps(args)
 
 
 if __name__ == "__main__":

@@ -106,13 +106,12 @@ class DecodeNode:
         except TimeoutError:
             output.end(error="the request's deadline passed")
             self.receiver.cancel(job.key)
+        except BatonError as error:
+            self._break_off(job, error.message, Reason.GRAMMAR_TOO_COMPLEX)  # too much here, if not on the prefill node
         except Exception:
             # A bug of ours ends this request, and says so to its router.
             log.exception("request broke off", request=job.key.request)
-            output.end(error="internal error of the decode node; its log has the details")
-            self.receiver.cancel(job.key)
-            if not output.opened:
-                self.streams.open(output)
+            self._break_off(job, "internal error of the decode node; its log has the details")
         finally:
             if job.runs:
                 self._engine.abort(job.key)
@@ -370,6 +369,12 @@ class DecodeNode:
                 job.output.end(error=GRAMMAR_MESSAGE.format(problem), reason=Reason.GRAMMAR_TOO_COMPLEX)
             elif event.finish is not None:
                 job.output.end(finish=FINISH_TO_PROTO[event.finish])
+
+    def _break_off(self, job: Job, error: str, reason: Reason | None = None) -> None:
+        job.output.end(error=error, reason=reason)
+        self.receiver.cancel(job.key)
+        if not job.output.opened:
+            self.streams.open(job.output)
 
     # Upkeep.
 

@@ -11,6 +11,7 @@ llguidance is imported with the first grammar: a node that sees none does not pa
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -18,14 +19,21 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from baton.wire import JSON_WHITESPACE
 from engine.types import Grammar, GrammarKind, SequenceSlice
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits
 
-WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{1,32}"
-"""Between the parts of a JSON text. Bounded: a model may else write white space up to max_tokens."""
 MASK_THREADS: Final = 4
+MASK_MS_FREE: Final = 2
+"""Of the processor's time for one mask. All rows of a step wait for the slowest."""
+MASK_MS_OWED_MAX: Final = 200
+"""What an answer's masks may take beyond that before it ends; a fast mask pays back what it leaves."""
+MASK_MS_WATCHED: Final = 10
+"""What a row owes to begin with, once masks were slow and it is not known whose."""
+ROW_MS_MAX: Final = 0.1
+"""Of the masks of a step, for each row. Masks that take longer are looked at one by one."""
 ERROR_CHARS_MAX: Final = 300
 
 
@@ -35,34 +43,39 @@ class GrammarError(Exception):
 
 @cache
 def limits() -> LLParserLimits:
-    """Of one grammar: what it takes to compile (some 2 s), to compute one mask (some 50 ms), and its memory (some tens
-    of MB)."""
+    """Of one grammar: what it takes to compile (some 1 s), to compute one mask (some 50 ms), and its memory (some tens
+    of MB; of a long answer a few hundred)."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
-        max_items_in_row=2_000,
-        initial_lexer_fuel=300_000,
-        step_lexer_fuel=100_000,
+        max_items_in_row=1_000,
+        initial_lexer_fuel=100_000,
+        step_lexer_fuel=50_000,
         step_max_items=20_000,
-        max_lexer_states=250_000,
+        max_lexer_states=50_000,
         max_grammar_size=100_000,
         verbose_errors=False,
     )
 
 
 def _in_one_line(error: str) -> str:
-    return " ".join(error.replace("<non-verbose/>", "").split())[:ERROR_CHARS_MAX]
+    if "NoExtensionBias" in error:
+        return "no text follows it"
+    shown = error.split("<backtrace>")[0].replace("<non-verbose/>", "")  # of a broken assertion of llguidance
+    return " ".join(shown.split())[:ERROR_CHARS_MAX]
 
 
 class Matcher:
     """Follows one answer. Not thread-safe: the engine's while it has the sequence."""
 
-    __slots__ = ("_followed", "matcher", "words")
+    __slots__ = ("_followed", "matcher", "owed_ms", "words")
 
     def __init__(self, matcher: LLMatcher, words: int) -> None:
         self.matcher = matcher
         self.words = words
         """Of a mask."""
+        self.owed_ms = 0.0
+        """Of the masks' time: see MASK_MS_OWED_MAX. More than zero: the row's masks are timed."""
         self._followed = 0
 
     def copy(self) -> Matcher:
@@ -81,6 +94,8 @@ class Matcher:
     @property
     def problem(self) -> str:
         """See `GrammarMatcher.problem`."""
+        if self.owed_ms > MASK_MS_OWED_MAX:
+            return f"it takes more than {MASK_MS_FREE} ms a token"
         return _in_one_line(self.matcher.get_error())
 
     @property
@@ -111,11 +126,10 @@ class GrammarCompiler:
     def compile(self, grammar: Grammar) -> Matcher:
         """Within `limits`; releases the interpreter's lock for most of the time. Raises GrammarError."""
         from llguidance import LLMatcher
-        from llguidance.gbnf_to_lark import GbnfToLarkError
 
         try:
             source = _source(grammar)
-        except (GbnfToLarkError, ValueError, LookupError, RecursionError) as error:
+        except Exception as error:  # the GBNF reader raises whatever it meets, bare Exception too
             raise GrammarError(_in_one_line(str(error))) from error
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=limits())
         compiled = Matcher(matcher, -(-self._tokenizer.vocab_size // 32))
@@ -127,13 +141,13 @@ class GrammarCompiler:
 
 
 def _source(grammar: Grammar) -> str:
-    """In llguidance's own notation. Raises GbnfToLarkError, ValueError, LookupError, RecursionError."""
+    """In llguidance's own notation."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
     source: str
     if grammar.kind is GrammarKind.JSON_SCHEMA:
-        source = LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": WHITESPACE})
+        source = LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": JSON_WHITESPACE})
     elif grammar.kind is GrammarKind.REGEX:
         source = LLMatcher.grammar_from_regex(grammar.text)
     else:
@@ -146,28 +160,48 @@ def compute_masks(drawn: Sequence[SequenceSlice]) -> tuple[list[int], np.ndarray
 
     Releases the interpreter's lock. A row whose matcher cannot go on may be nothing (`Matcher.problem`).
     """
-    rows: list[int] = []
-    matchers: list[tuple[LLMatcher, int]] = []
-    words = 0
-    for row, piece in enumerate(drawn):
-        # The tokens of a sequence that is being given up may be fewer: nobody wants what it draws.
-        if piece.grammar is not None and piece.stop <= len(piece.tokens):
-            assert isinstance(piece.grammar, Matcher)
-            piece.grammar.follow(piece.tokens, piece.stop - piece.output_index, piece.stop)
-            matchers.append((piece.grammar.matcher, len(rows)))
-            rows.append(row)
-            words = piece.grammar.words
+    # The tokens of a sequence that is being given up may be fewer: nobody wants what it draws.
+    rows = [row for row, s in enumerate(drawn) if s.grammar is not None and s.stop <= len(s.tokens)]
     if not rows:
         return None
-    allowed_RI = np.zeros((len(rows), words), dtype=np.int32)
-    if len(rows) == 1:
-        matchers[0][0].unsafe_compute_mask_ptr(allowed_RI.ctypes.data, allowed_RI.nbytes)
-    else:
-        _executor().unsafe_compute_mask_ptr(matchers, allowed_RI.ctypes.data, 4 * words, len(rows))
-    for matcher, at in matchers:
-        if matcher.is_error():  # llguidance lets the answer end then
+    matchers: list[Matcher] = []
+    for row in rows:
+        piece = drawn[row]
+        assert isinstance(piece.grammar, Matcher)
+        piece.grammar.follow(piece.tokens, piece.stop - piece.output_index, piece.stop)
+        matchers.append(piece.grammar)
+    allowed_RI = np.zeros((len(rows), matchers[0].words), dtype=np.int32)
+    _fill([(each, at) for at, each in enumerate(matchers) if not each.owed_ms], allowed_RI)
+    for at, each in enumerate(matchers):
+        if each.owed_ms:
+            _fill_timed(each, allowed_RI[at])
+        if each.matcher.is_error():  # llguidance lets the answer end then
             allowed_RI[at] = 0
     return rows, allowed_RI
+
+
+def _fill(pairs: Sequence[tuple[Matcher, int]], allowed_RI: np.ndarray) -> None:
+    """All at a time. If that is slow, whose fault it is shows from the next mask on."""
+    began_s = time.perf_counter()
+    if len(pairs) == 1:
+        matcher, at = pairs[0]
+        matcher.matcher.unsafe_compute_mask_ptr(allowed_RI[at].ctypes.data, allowed_RI[at].nbytes)
+    elif pairs:
+        each_bytes = allowed_RI[0].nbytes
+        found = [(matcher.matcher, at) for matcher, at in pairs]
+        _executor().unsafe_compute_mask_ptr(found, allowed_RI.ctypes.data, each_bytes, len(allowed_RI))
+    if 1e3 * (time.perf_counter() - began_s) > MASK_MS_FREE + ROW_MS_MAX * len(pairs):
+        for matcher, _ in pairs:
+            matcher.owed_ms = MASK_MS_WATCHED
+
+
+def _fill_timed(matcher: Matcher, allowed_I: np.ndarray) -> None:
+    """One of a grammar that may be slow. A thread's own time: a machine that is busy or stopped ends no answer."""
+    if matcher.owed_ms > MASK_MS_OWED_MAX:
+        return
+    began_s = time.thread_time()
+    matcher.matcher.unsafe_compute_mask_ptr(allowed_I.ctypes.data, allowed_I.nbytes)
+    matcher.owed_ms = max(0.0, matcher.owed_ms + 1e3 * (time.thread_time() - began_s) - MASK_MS_FREE)
 
 
 @cache

@@ -1,8 +1,7 @@
 """Log-probabilities of a prompt's own tokens, for who asks: `SamplingParams.prompt_logprobs`.
 
-A step gives scores of the rows that draw, and of one row for each slice. So the slices of such a prompt are cut into
-single tokens that all draw: a layer stores the K and V of all rows before any attends, as it does for the rows of one
-slice. The scores are made for a few rows at a time, since each row has one for every token of the vocabulary.
+A step with such a prompt computes all of its rows to the end. The scores are made for a few rows at a time, since each
+row has one for every token of the vocabulary.
 """
 
 from __future__ import annotations
@@ -28,38 +27,30 @@ class PromptRows:
     """The rows of one step whose scores are wanted."""
 
     batch: Batch
-    """What to compute in place of the step's own batch."""
+    """The step's own, with all rows."""
     prompts: list[tuple[SequenceSlice, int]]
     """Slices whose tokens are scored, and the first row of each."""
     draws: list[int]
-    """The rows that tokens are drawn from."""
+    """The rows that tokens are drawn from, in the order of their slices."""
 
     @classmethod
     def of(cls, batch: Batch) -> PromptRows | None:
         """None where nobody asks."""
         if not any(s.is_scored for s in batch.slices):
             return None
-        pieces: list[SequenceSlice] = []
         prompts: list[tuple[SequenceSlice, int]] = []
-        draws: list[int] = []
         row = 0
         for s in batch.slices:
-            if not s.is_scored:
-                pieces.append(s)
-            else:
+            if s.is_scored:
                 prompts.append((s, row))
-                pieces += [replace(s, start=at, stop=at + 1, sample=True) for at in range(s.start, s.stop)]
-                row += s.stop - s.start - s.sample
-            if s.sample:
-                draws.append(row)
-                row += 1
-        return cls(batch=Batch(slices=tuple(pieces)), prompts=prompts, draws=draws)
+            row += s.stop - s.start
+        return cls(batch=replace(batch, every_row=True), prompts=prompts, draws=batch.drawing_rows)
 
     def logprobs(
         self, x_WE: torch.Tensor, logits: Callable[[torch.Tensor], torch.Tensor]
     ) -> dict[RequestKey, list[TokenLogprobs]]:
-        """Of each slice's known tokens behind its first one; waits for the device. `x_WE` are the last layer's rows of
-        `batch`."""
+        """Of each slice's known tokens behind its first one; waits for the device. `x_WE` are all of the last layer's
+        rows."""
         return {s.key: self._of_slice(s, x_WE[row : row + s.stop - s.start], logits) for s, row in self.prompts}
 
     def _of_slice(

@@ -126,11 +126,15 @@ def _distinct(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def allow_only(logits_BV: torch.Tensor, rows: Sequence[int], allowed_RI: np.ndarray, *, in_place: bool) -> torch.Tensor:
     """Minus infinity in these rows for the tokens whose bits are not set (`engine.grammar.compute_masks`)."""
     device, vocab_size = logits_BV.device, logits_BV.shape[1]
+    if not in_place:
+        logits_BV = logits_BV.clone()
+    kernel = draw_kernel() if device.type == "cpu" else None
+    if kernel is not None and kernel.takes(logits_BV):
+        kernel.allow_only(logits_BV, rows, allowed_RI)
+        return logits_BV
     bytes_RI = to_device(allowed_RI.view(np.uint8), device)
     bits = to_device(np.left_shift(1, np.arange(8)).astype(np.uint8), device)
     forbidden_RV = ((bytes_RI[:, :, None] & bits) == 0).view(len(rows), -1)[:, :vocab_size]
-    if not in_place:
-        logits_BV = logits_BV.clone()
     if len(rows) == len(logits_BV):
         return logits_BV.masked_fill_(forbidden_RV, float("-inf"))
     rows_R = _rows(rows, device)
@@ -560,6 +564,9 @@ class DrawKernel:
             *[Pointer, integer, integer, integer, Pointer, integer],
             *[Pointer, Pointer, Pointer, Pointer, integer, ctypes.c_int],
         ]
+        self._allow_only = handle.baton_allow_only
+        self._allow_only.restype = None
+        self._allow_only.argtypes = [Pointer, integer, integer, integer, Pointer, integer, Pointer, integer]
         self._scratch = handle.baton_draw_scratch
         self._scratch.restype, self._scratch.argtypes = integer, [integer, integer]
 
@@ -599,6 +606,17 @@ class DrawKernel:
             *(ids_P, scores_P, tokens_B, scratch, scratch_bytes, threads),
         )
         return tokens_B
+
+    def allow_only(self, logits_BV: torch.Tensor, rows: Sequence[int], allowed_RI: np.ndarray) -> None:
+        """Overwrites the scores of tokens that these rows may not be. Releases the interpreter's lock."""
+        assert self.takes(logits_BV), (logits_BV.device, logits_BV.dtype)
+        assert allowed_RI.shape[0] == len(rows) and allowed_RI.flags.c_contiguous, allowed_RI.shape
+        assert max(rows) < len(logits_BV) and 32 * allowed_RI.shape[1] >= logits_BV.shape[1], allowed_RI.shape
+        vocab_size, rows_R = logits_BV.shape[1], np.array(rows, dtype=np.int64)
+        self._allow_only(
+            *(logits_BV, _TYPES[logits_BV.dtype], logits_BV.stride(0), vocab_size, rows_R, len(rows)),
+            *(allowed_RI, allowed_RI.shape[1]),
+        )
 
 
 @cache

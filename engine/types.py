@@ -51,6 +51,8 @@ class Grammar:
 
     kind: GrammarKind
     text: str
+    source: int = 0
+    """Stands for whose it is: who waits behind whose grammars."""
 
 
 class GrammarMatcher(Protocol):
@@ -171,6 +173,8 @@ class Batch:
     """What one step computes, in order."""
 
     slices: tuple[SequenceSlice, ...]
+    every_row: bool = False
+    """All of its rows are computed to the end, not only those that tokens are drawn from."""
 
     @property
     def num_tokens(self) -> int:
@@ -178,7 +182,9 @@ class Batch:
 
     @property
     def drawing_rows(self) -> list[int]:
-        """Which of the T rows tokens are drawn from: the last of each slice with `sample`."""
+        """Which of the T rows are computed to the end: the last of each slice with `sample`, or `every_row`."""
+        if self.every_row:
+            return [*range(self.num_tokens)]
         ends = accumulate(s.stop - s.start for s in self.slices)
         return [end - 1 for s, end in zip(self.slices, ends, strict=True) if s.sample]
 
@@ -317,7 +323,10 @@ def params_from_proto(spec: common_pb2.SamplingSpec) -> SamplingParams:
     for name in ("logprobs", "prompt_logprobs"):
         values[name] = getattr(spec, name) if spec.HasField(name) else None
     kind = spec.grammar.WhichOneof("kind") if spec.HasField("grammar") else None
-    values["grammar"] = Grammar(kind=GrammarKind(kind), text=getattr(spec.grammar, kind)) if kind else None
+    values["grammar"] = None
+    if kind is not None:
+        text = getattr(spec.grammar, kind)
+        values["grammar"] = Grammar(kind=GrammarKind(kind), text=text, source=spec.grammar_source)
     return SamplingParams(**values)
 
 

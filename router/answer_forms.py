@@ -31,7 +31,7 @@ class ToolForm(Enum):
     """gpt-oss: messages to recipients, in channels. Reasoning is a channel too."""
 
 
-_MARKERS: Final[Mapping[ToolForm, tuple[str, ...]]] = {
+MARKERS: Final[Mapping[ToolForm, tuple[str, ...]]] = {
     ToolForm.HERMES: ("<tool_call>", "</tool_call>"),
     ToolForm.LLAMA3: ("<|python_tag|>",),
     ToolForm.MISTRAL: ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
@@ -100,7 +100,7 @@ def _string(value: str) -> str:
 
 
 def _hermes(reader: Reader) -> Steps[None]:
-    begin, end = _MARKERS[ToolForm.HERMES]
+    begin, end = MARKERS[ToolForm.HERMES]
     while marker := (yield from reader.until(begin)):
         held = marker + (yield from reader.space())
         if (yield from reader.peek()) == "{":
@@ -113,7 +113,7 @@ def _hermes(reader: Reader) -> Steps[None]:
 
 
 def _llama3(reader: Reader) -> Steps[None]:
-    (tag,) = _MARKERS[ToolForm.LLAMA3]
+    (tag,) = MARKERS[ToolForm.LLAMA3]
     marker = ""
     while True:
         yield from _objects(reader, marker, marked=bool(marker))
@@ -134,7 +134,7 @@ def _objects(reader: Reader, before: str, *, marked: bool) -> Steps[None]:
 
 
 def _mistral(reader: Reader) -> Steps[None]:
-    begin, arguments, call_id = _MARKERS[ToolForm.MISTRAL]
+    begin, arguments, call_id = MARKERS[ToolForm.MISTRAL]
     while marker := (yield from reader.until(begin)):
         held = marker + (yield from reader.space())
         char = yield from reader.peek()
@@ -162,7 +162,7 @@ def _mistral(reader: Reader) -> Steps[None]:
 
 
 def _deepseek(reader: Reader) -> Steps[None]:
-    begin, separator, *others = _MARKERS[ToolForm.DEEPSEEK]
+    begin, separator, *others = MARKERS[ToolForm.DEEPSEEK]
     while marker := (yield from reader.until(begin, *others)):
         if marker != begin:
             continue
@@ -186,7 +186,7 @@ _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
 
 def _harmony(reader: Reader) -> Steps[None]:
     """A message is a head, `<|message|>`, and a text that ends with a token. The first head began in the prompt."""
-    message, *ends = _MARKERS[ToolForm.HARMONY][:5]
+    message, *ends = MARKERS[ToolForm.HARMONY][:5]
     reader.turn(PieceKind.CONTENT)
     while True:
         head, found = yield from reader.head(message)
@@ -291,7 +291,7 @@ class AnswerForm:
     @property
     def markers(self) -> frozenset[str]:
         """A parser must see them, even where they are special tokens, which answers leave out."""
-        return frozenset((*(_MARKERS[self.tools] if self.tools is not None else ()), *(self.think or ())))
+        return frozenset((*(MARKERS[self.tools] if self.tools is not None else ()), *(self.think or ())))
 
     @property
     def splits(self) -> bool:

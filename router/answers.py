@@ -62,6 +62,11 @@ class Collected:
     on_open: Callable[[], None] | None = None
     is_open: bool = True
 
+    @property
+    def logprobs(self) -> int:
+        """How many it has, the prompt's with them."""
+        return sum(len(part.logprobs) for part in self.parts) + len(self.end.prompt_logprobs)
+
     def started(self, started: inference_pb2.Started, _place: Place | None) -> None:
         self.start = started
 

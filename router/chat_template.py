@@ -116,9 +116,10 @@ class ChatTemplate:
         )
 
 
-def _up_to_final(text: str, content: str, field: str) -> str:
+def _up_to_final(text: str, content: str | None, field: str) -> str:
     """What a template has made of a chat, up to the end of its last message, as transformers cuts it: the answer goes
     on with that. Raises BatonError of `field`."""
+    content = content or ""  # of calls alone some templates want none
     begin = text.rfind(content.strip())
     if not content.strip() or begin < 0:
         why = "its text is empty" if not content.strip() else "the model's chat template changes its text"

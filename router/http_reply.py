@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NoReturn
@@ -30,12 +31,13 @@ from router.resume import Place, Places
 log = get_log("http")
 
 ERROR_SEND_MS_MAX = 5_000
+LOGPROBS_INLINE_MAX: Final = 256
+"""Of a whole answer that is written at once. Those of a long prompt take a second, in a thread, while streams go on."""
 RECONNECT_MS: Final = 500
 """What clients of a resumable stream are told to wait for before they attach: EventSource's own is some seconds."""
 
 DONE: Final = "[DONE]"
-_JSON: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-"""As Starlette has it, made once."""
+_THREADS: Final = ThreadPoolExecutor(2, thread_name_prefix="answers")
 
 Answer = Callable[[Sequence[AnswerSink]], Coroutine[Any, Any, None]]
 """Runs a call, with a sink for each of its answers. Raises BatonError."""
@@ -121,10 +123,14 @@ class CallReply(Response):
     async def _whole(self) -> None:
         answers = [Collected() for _ in range(self._answers)]
         await self._answer(answers)
-        body = _JSON.encode(self.replies.whole(answers)).encode()
-        headers = {"content-type": "application/json", "content-length": str(len(body)), **self._extra}
-        await self._send({"type": "http.response.start", "status": 200, "headers": Headers(headers).raw})
-        await self._send({"type": "http.response.body", "body": body})
+        if sum(answer.logprobs for answer in answers) <= LOGPROBS_INLINE_MAX:
+            response = self._response(answers)
+        else:
+            response = await asyncio.get_running_loop().run_in_executor(_THREADS, self._response, answers)
+        await response(*self._asgi)
+
+    def _response(self, answers: Sequence[Collected]) -> Response:
+        return JSONResponse(self.replies.whole(answers), headers=self._extra)
 
     async def _stream(self) -> None:
         """Nothing is sent before the first token: until then an error still has a status of its own."""

@@ -182,7 +182,7 @@ class OpenAiApp:
             found = await self._read(request, tokenize, _may_spell(request), names, node.tokens_max())
         else:
             found = await self._read(request, detokenize, names, node.model().vocab_size)
-        return JSONResponse(found)
+        return Response(found, media_type="application/json")
 
     async def _attach(self, request: Request) -> Response:
         """The rest of a stream, without the body that asked for it."""

@@ -354,6 +354,7 @@ class RouterNode:
             key_salt=call.key_salt,
             said=said,
             names=self.config.served_model_name,
+            source=call.source_number,
         )
 
     def _deadline_error(self, job: Job | None, call: ClientCall) -> BatonError | None:

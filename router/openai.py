@@ -23,6 +23,8 @@ from router.structured import grammar_of
 
 CHOICES_MAX: Final = 128
 """Answers to one call: prompts times n."""
+PROMPT_SCORES_MAX: Final = 1 << 19
+"""Log-probabilities of all prompts of a call, counted for each answer. Each takes a router some 100 bytes."""
 _TEXT_ONLY: Final = "answers are text only"
 _DRAWN: Final = "answers are drawn, not searched"
 _Refused = Mapping[tuple[str, ...], tuple[tuple[object, ...], str]]
@@ -182,6 +184,8 @@ def parse_completion(
         raise bad_field(
             "echo", "A stream echoes text only: leave stream out for max_tokens 0, or for log-probabilities."
         )
+    if echo and typed(body, "resumable", False):
+        raise bad_field("echo", "A resumable stream does not echo: who goes on with it need not have the prompt.")
     texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts] if echo else []
     if (
         not special
@@ -192,6 +196,11 @@ def parse_completion(
         # Else a text becomes tokens where its request is checked.
         encoded = [encode(prompt, special) if isinstance(prompt, str) else prompt for prompt in prompts]
         prompts = [_cut(ids, body, context_len_max, sampling.max_tokens) for ids in encoded]
+    if sampling.HasField("prompt_logprobs"):
+        scores = n * sum(map(len, prompts)) * (sampling.prompt_logprobs + 1)
+        if scores > PROMPT_SCORES_MAX:
+            text = f"The prompts have {scores} log-probabilities in all; a call may ask for {PROMPT_SCORES_MAX}."
+            raise bad_field("echo", text)
     call = _call(body, prompts, sampling, chat=False)
     return replace(call, echoes=tuple(texts), no_answer=no_answer) if echo else call
 

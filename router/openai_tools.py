@@ -13,10 +13,6 @@ from router.openai import check_elements
 
 TOOLS_MAX: Final = 128
 _NAME: Final = re.compile(r"[\w.\-]{1,64}", re.ASCII)
-_ENFORCED: Final = (
-    "it needs answers that are held to a grammar while they are drawn, which is not there yet. Use 'auto', and say in "
-    "a message that a tool must be called"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +23,25 @@ class AskedTools:
     """As they came, for the template; empty where the model is to call none."""
     parallel: bool = True
     """An answer may have several calls."""
+    must: bool = False
+    """An answer has to be a call."""
+    named: str = ""
+    """And a call of this tool."""
+
+    @property
+    def callable(self) -> Sequence[Mapping[str, Any]]:
+        """Those that may be called."""
+        return [tool for tool in self.tools if self.named in ("", tool["function"]["name"])]
+
+    @property
+    def several(self) -> bool:
+        """Whether there may be several calls."""
+        return self.parallel and not self.named
+
+    @property
+    def held(self) -> bool:
+        """Whether calls must be what schemas say."""
+        return self.must or any(tool["function"].get("strict") is True for tool in self.tools)
 
 
 def parse_tools(body: Mapping[str, Any]) -> AskedTools:
@@ -40,13 +55,26 @@ def parse_tools(body: Mapping[str, Any]) -> AskedTools:
     if not isinstance(parallel, bool):
         raise bad_field("parallel_tool_calls", "parallel_tool_calls must be true or false.")
     choice = body.get("tool_choice", "auto")
-    if choice not in ("auto", "none"):
-        named = isinstance(choice, dict) and isinstance(choice.get("type"), str)
-        if choice != "required" and not named:
-            raise bad_field("tool_choice", "tool_choice must be 'auto', 'none', 'required', or an object with a type.")
-        what = "'required'" if choice == "required" else f"of type {choice['type'][:40]!r}"
-        raise bad_field("tool_choice", f"A tool_choice {what} is not supported: {_ENFORCED}.")
-    return AskedTools(tools=tools if choice == "auto" else (), parallel=parallel)
+    if choice in ("auto", "none"):
+        return AskedTools(tools=tools if choice == "auto" else (), parallel=parallel)
+    named = _named(choice)
+    if not tools:
+        raise bad_field("tool_choice", "tool_choice asks for a call, and there are no tools.")
+    if named and named not in (tool["function"]["name"] for tool in tools):
+        raise bad_field("tool_choice", f"tool_choice names the function {named[:64]!r}, which is none of tools.")
+    return AskedTools(tools=tools, parallel=parallel, must=True, named=named)
+
+
+def _named(choice: object) -> str:
+    """The function that a tool_choice names, or "" for any. Raises BatonError."""
+    if choice == "required":
+        return ""
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name:
+        what = "'auto', 'none', 'required', or an object of type 'function' with a function that has a name"
+        raise bad_field("tool_choice", f"tool_choice must be {what}.")
+    return name
 
 
 def _check_tool(tool: object, field: str, place: str) -> None:

@@ -123,7 +123,7 @@ class Replies:
     def _split_chunk(self, index: int, part: AnswerPart, *, first: bool) -> str | None:
         """The chunk for one part of an answer that is split: one, as it has one place to go on behind."""
         pieces, call = self._parser(index).feed(part.text), self.call
-        told = (call.logprobs or call.token_ids or call.continuous_usage) and part.ids
+        told = ((call.logprobs or call.token_ids) and part.ids) or (call.continuous_usage and (part.ids or pieces))
         if first or told or len(pieces) > 1 or any(piece.kind is PieceKind.CALL for piece in pieces):
             return self._full_chunk(index, {"delta": self._delta(index, pieces, first=first)}, part, first=first)
         if not pieces:
@@ -203,7 +203,8 @@ class Replies:
     def _finish(self, index: int, reason: common_pb2.FinishReason) -> str:
         finish = _FINISH[reason]
         calls = index in self._parsers and self._parsers[index].calls > 0
-        return "tool_calls" if calls and finish == "stop" else finish
+        named = self.call.reading is not None and self.call.reading.named  # OpenAI says "stop" then
+        return "tool_calls" if calls and finish == "stop" and not named else finish
 
     def last_chunk(self, index: int, finished: inference_pb2.Finished) -> Json:
         first = index not in self._offsets
@@ -223,14 +224,16 @@ class Replies:
         for index, answer in enumerate(answers):
             self.started(index, answer.start)
             self.finished(index, answer.end)
-            parts, finish = answer.parts, self._finish(index, answer.end.reason)
-            if self.call.no_answer:
-                parts, finish = [], "length"
+            parts = [] if self.call.no_answer else answer.parts
             text = "".join(part.text for part in parts)
             content = {"message": self._message(index, text)} if self.call.chat else {"text": self._echo(index) + text}
+            finish = "length" if self.call.no_answer else self._finish(index, answer.end.reason)
             logprobs = self._logprobs(index, parts, answer.end.prompt_logprobs)
+            finish = "length" if self.call.no_answer else self._finish(index, answer.end.reason)
             choice: Json = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
-            choice |= self._token_ids(parts) | _stop_reason(answer.end)
+            choice |= self._token_ids(parts) | _stop_reason(
+                inference_pb2.Finished() if self.call.no_answer else answer.end
+            )
             if self.call.token_ids and not self.call.chat:
                 choice["prompt_token_ids"] = self._prompt_ids(index)
             choices.append(choice)

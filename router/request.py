@@ -149,6 +149,12 @@ class ClientCall:
     had: Callable[[str], None] | None = None
     """Called with the text that its client, which attaches, has already: its sink does not get that."""
 
+    @property
+    def source_number(self) -> int:
+        """Stands for whose it is: the key's, or without one the address's."""
+        name = ("address", self.source) if self.key_name is None else ("key", self.key_name)
+        return int.from_bytes(hashlib.sha256(repr(name).encode()).digest()[:8])
+
 
 def with_priority(call: ClientCall, asked: Priority | None) -> ClientCall:
     """The call by the class that its request asks for. Nobody goes before what its key may."""
@@ -198,6 +204,7 @@ def check_request(
     key_salt: str | None = None,
     said: Sequence[int] = (),
     names: Sequence[str] = (),
+    source: int = 0,
 ) -> CheckedRequest:
     """Validate against the model that is served.
 
@@ -205,7 +212,7 @@ def check_request(
     with one seed. `max_tokens` is cut to what the model's context leaves after the prompt; `answer_tokens` gives it,
     from the length of the prompt, for a request that names none. `defaults` stand for sampling fields that are not set;
     a zero that is set counts. `key_salt` is that of the API key. `said` is what the client has of the answer. `names`
-    are those that the model is served by, if not its own. Raises BatonError naming the field.
+    are those that the model is served by, if not its own. `source` is the call's. Raises BatonError naming the field.
     """
     if request.HasField("model"):
         check_model_name(request.model, names or (model.name,))
@@ -217,6 +224,9 @@ def check_request(
     check_prompt(prompt, model, field=kind)
     sampling = request.sampling
     named = {field.name: value for field, value in sampling.ListFields()}  # one look: most requests name a few
+    if "prompt_logprobs" in named and request.resumable:
+        why = "prompt_logprobs do not outlive their router: leave them, or resumable, out."
+        raise bad_field("sampling.prompt_logprobs", why)
     if "max_tokens" in named:
         max_tokens = _in_range("max_tokens", sampling.max_tokens, 1, UINT32_MAX, "at least 1")
     else:
@@ -230,6 +240,7 @@ def check_request(
             choice=choice,
             ignore_eos=sampling.ignore_eos,
             grammar=named.get("grammar"),
+            grammar_source=source if "grammar" in named else 0,
             **_drawn_by(named, model, defaults),
             **_counts(named, len(prompt), max_tokens),
         ),
@@ -354,9 +365,9 @@ def check_prompt_length(tokens: int, context_len_max: int, *, field: str) -> Non
     if tokens >= context_len_max:
         raise bad_field(
             field,
-            # Frameworks look for these first words before they shorten a prompt.
+            # Frameworks look for the first words before they shorten a prompt, or for the last.
             f"This model's maximum context length is {context_len_max} tokens. The prompt has {tokens} tokens, "
-            "and one output token must fit in it too.",
+            "and one output token must fit in it too: the prompt is too long.",
             reason=Reason.PROMPT_TOO_LONG,
         )
 

@@ -148,6 +148,8 @@ class Resume:
     """What the client has, of a call that attaches. None: it begins."""
     chat: bool = False
     """Of a call over HTTP that attaches: its answers are of a chat, so `said` may have no special tokens."""
+    splits: bool = False
+    """Of a call over HTTP that attaches, however: special tokens of the model's form are in its text."""
     said: tuple[int, ...] = ()
     """The ids that the client says it has, all of them from index 0; empty where it does not say."""
 
@@ -162,8 +164,15 @@ class Resume:
                 f"The {len(said)} token ids are not the {place.tokens} that came with the events up to this resume "
                 "token. Send all that you have, from the first on, or none.",
             )
-        chat = token.http is not None and token.http.chat
-        return cls(secret=token.secret, seed=token.seed, digest=token.digest, place=place, said=tuple(said), chat=chat)
+        return cls(
+            secret=token.secret,
+            seed=token.seed,
+            digest=token.digest,
+            place=place,
+            said=tuple(said),
+            chat=token.http is not None and token.http.chat,
+            splits=token.http is not None and token.http.HasField("reading"),
+        )
 
     def token(self, *places: Place) -> ResumeToken:
         return ResumeToken(secret=self.secret, seed=self.seed, digest=self.digest, places=places)

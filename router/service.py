@@ -140,6 +140,7 @@ class InferenceService:
             whole=whole,
             source=self._source(context),
             resume=resume,
+            shown=self._node.prompts.shown if resume is not None and resume.splits else frozenset(),
         )
         asked = priority_from_proto(request.priority) if request is not None else None
         return with_priority(call if keyed is None else keyed.sign(call), asked)
@@ -197,8 +198,12 @@ class InferenceService:
         for part in answer.parts:
             response.ids.extend(part.ids)
             response.logprobs.extend(part.logprobs)
-        response.reason = answer.end.reason
-        response.stats.CopyFrom(answer.end.stats)
+        end = answer.end
+        response.reason = end.reason
+        response.stats.CopyFrom(end.stats)
+        response.prompt_logprobs.extend(end.prompt_logprobs)
+        if (stop := end.WhichOneof("stop")) is not None:
+            setattr(response, stop, getattr(end, stop))
         return response
 
 

@@ -16,12 +16,22 @@ _ANY_OBJECT: Final = '{"type":"object"}'
 
 def grammar_of(body: Mapping[str, Any]) -> Grammar | None:
     """What the answer's text has to be; None: any text. Raises BatonError naming the field."""
-    asked = {name: read(name, body[name]) for name, read in _FIELDS.items() if name in body}
-    found = {name: grammar for name, grammar in asked.items() if grammar is not None}
+    found = _found(body)
     if len(found) > 1:
         first, second = list(found)[:2]
         raise bad_field(second, f"{first} and {second} both say what the answer is: leave one out.")
     return next(iter(found.values()), None)
+
+
+def check_no_grammar(body: Mapping[str, Any], why: str) -> None:
+    """Raises BatonError naming the field that says what the answer is."""
+    for name in _found(body):
+        raise bad_field(name, f"{why}: leave {name} out.")
+
+
+def _found(body: Mapping[str, Any]) -> dict[str, Grammar]:
+    asked = {name: read(name, body[name]) for name, read in _FIELDS.items() if name in body}
+    return {name: grammar for name, grammar in asked.items() if grammar is not None}
 
 
 def _response_format(name: str, value: object) -> Grammar | None:

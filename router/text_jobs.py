@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from batonpb import inference_pb2, resume_pb2
 
+from baton.wire import GRAMMAR_BYTES_MAX
 from router import openai
+from router.answer_grammar import answer_rules, own_tokens
 from router.openai import OpenAiCall
-from router.openai_tools import parse_tools
+from router.openai_tools import AskedTools, parse_tools
 from router.prompts import PromptEncoder
 from router.request import check_prompt_length
+from router.resume import request_digest
+from router.structured import check_no_grammar
 
 
 def parse_call(
@@ -26,13 +32,41 @@ def parse_call(
         asked = parse_tools(body)
         encode = partial(prompts.encode_chat, tools=asked.tools, special_tokens=special_tokens)
         call = openai.parse_chat(body, encode, context_len_max)
+        if asked.must:
+            check_no_grammar(body, "A tool_choice that asks for a call says what the answer is")
         if asked.tools or prompts.form.splits:
-            reasons = prompts.opens_reasoning(call.requests[0].token_ids.ids)
-            reading = resume_pb2.AnswerReading(tools=bool(asked.tools), parallel=asked.parallel, reasons=reasons)
-            call = replace(call, reading=reading)
+            call = _with_parts(prompts, call, asked)
     for request in call.requests:
         check_prompt_length(len(request.token_ids.ids), context_len_max, field="token_ids")
     return call
+
+
+def _with_parts(prompts: PromptEncoder, call: OpenAiCall, asked: AskedTools) -> OpenAiCall:
+    """A chat whose answers have parts: how they are read, and what they are held to."""
+    (request,) = call.requests
+    begun = prompts.opens_reasoning(request.token_ids.ids)
+    reading = resume_pb2.AnswerReading(
+        tools=bool(asked.tools), parallel=asked.parallel, reasons=begun, named=bool(asked.named)
+    )
+    grammar, content, rules = request.sampling.grammar, None, None
+    if grammar.WhichOneof("kind") == "json_schema":
+        content = _schema(grammar.json_schema)
+    if content is not None or (asked.held and grammar.WhichOneof("kind") is None):
+        assert prompts.codec is not None
+        tokens = own_tokens(prompts.codec.special, prompts.codec.added)
+        rules = answer_rules(prompts.form, tokens, asked, begun=begun, content=content)
+    if rules is not None:
+        grammar.rules = rules
+    return replace(call, reading=reading, digest=request_digest(call.requests, call.n) if call.resumable else 0)
+
+
+def _schema(text: str) -> Mapping[str, Any] | None:
+    """None: it is none, which the node says that compiles it."""
+    try:
+        schema = json.loads(text) if len(text) <= GRAMMAR_BYTES_MAX else None
+    except (ValueError, RecursionError):
+        return None
+    return schema if isinstance(schema, dict) else None
 
 
 def encode_prompt(

@@ -56,6 +56,8 @@ class Sampling:
     ignore_eos: bool | None = None
     logprobs: int | None = None
     """Log-probabilities of each token and of this many of the best ones."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens, from the second one on. The prompt is computed as a whole for it."""
     grammar: Grammar | None = None
     """What the text has to be: `Grammar(json_schema=...)`, `Grammar(regex=...)` or `Grammar(rules=...)`."""
 
@@ -110,6 +112,7 @@ class Answer:
     finish: str = ""
     """stop: the model, or a stop string, has ended it; length: `max_tokens` has. Empty: it is not whole."""
     logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
     stats: Stats = field(default_factory=Stats)
     attaches: int = 0
     """How often the client has gone on with it at a router."""
@@ -131,6 +134,7 @@ class AnswerBuilder:
         self._attaches = 0
         self._texts: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
         self._request_id = self._finish = ""
         self._stats = Stats()
 
@@ -155,6 +159,7 @@ class AnswerBuilder:
         elif kind == "finished":
             self._finish = _FINISHES.get(event.finished.reason, "unknown")
             self._stats = event.finished.stats
+            self._prompt_logprobs = list(event.finished.prompt_logprobs)
             self.complete = True
         return None
 
@@ -166,6 +171,7 @@ class AnswerBuilder:
             text="".join(self._texts),
             finish=self._finish,
             logprobs=list(self._logprobs),
+            prompt_logprobs=self._prompt_logprobs,
             stats=self._stats,
             attaches=self._attaches,
         )

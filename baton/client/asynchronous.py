@@ -64,7 +64,8 @@ class RequestOptions(TypedDict, total=False):
     timeout_s: float | None
     """In place of the client's."""
     resumable: bool
-    """The answer outlives its router: the client goes on with it at another one. Default True."""
+    """The answer outlives its router: the client goes on with it at another one. Default: unless `prompt_logprobs` are
+    asked for, which do not."""
     request_id: str | None
     """What logs and traces call it. Default: the router's choice."""
 
@@ -92,8 +93,7 @@ class AsyncClient:
 
     async def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Answer:
         """The whole answer. Cancelling the task cancels the request. Raises BatonError."""
-        resumable = options.get("resumable", True)
-        async with self._stream(prompt, options, unary=not resumable) as stream:
+        async with self._stream(prompt, options, unary=not _resumable(options)) as stream:
             async for _ in stream:
                 pass
         return stream.answer
@@ -109,7 +109,7 @@ class AsyncClient:
             options.get("sampling"),
             options.get("model"),
             options.get("cache_salt"),
-            resumable=options.get("resumable", True),
+            resumable=_resumable(options),
         )
         timeout_s = options.get("timeout_s")
         if timeout_s is None:
@@ -362,11 +362,18 @@ class _Whole:
         event = inference_pb2.GenerateEvent
         yield event(started=inference_pb2.Started(request_id=answer.request_id))
         yield event(tokens=inference_pb2.Tokens(ids=answer.ids, text=answer.text, logprobs=answer.logprobs))
-        yield event(finished=inference_pb2.Finished(reason=answer.reason, stats=answer.stats))
+        finished = inference_pb2.Finished(reason=answer.reason, stats=answer.stats)
+        finished.prompt_logprobs.extend(answer.prompt_logprobs)
+        yield event(finished=finished)
 
 
 UNREACHED_KEY: Final = "unreached"
 """In the metadata of an error: the router that did not answer, or was lost."""
+
+
+def _resumable(options: RequestOptions) -> bool:
+    sampling = options.get("sampling")
+    return options.get("resumable", sampling is None or sampling.prompt_logprobs is None)
 
 
 def _check_options(given: Iterable[str], known: Iterable[str]) -> None:

@@ -293,6 +293,7 @@ class GpuRunner(ModelRunner):
             try:
                 in_flight = self._draw_late(in_flight)
             except BaseException:
+                self._undrawn = None  # or each step to come would fail with it
                 self._settle()
                 raise
         return in_flight.result()

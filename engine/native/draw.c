@@ -371,3 +371,28 @@ API void baton_draw(const void *scores, int64_t type, int64_t stride, int64_t n,
     if (threads > 1 && num_draws > 1 && GOMP_parallel) GOMP_parallel(tasks, &b, (unsigned)threads, 0);
     else tasks(&b);
 }
+
+#define FORBID(NAME, TYPE, VALUE)                                                        \
+    VECTORS static void NAME(TYPE *x, int64_t n, const uint32_t *allowed) {              \
+        for (int64_t at = 0; at < n; at += 32, x += 32) {                                \
+            uint32_t bits = *allowed++;                                                  \
+            int64_t count = n - at < 32 ? n - at : 32;                                   \
+            if (bits == 0xFFFFFFFFu) continue;                                           \
+            for (int64_t j = 0; j < count; j++) x[j] = bits >> j & 1 ? x[j] : (VALUE);   \
+        }                                                                                \
+    }
+FORBID(forbid_bfloat16, uint16_t, 0xFF80)
+FORBID(forbid_float32, float, -INFINITY)
+FORBID(forbid_float64, double, -INFINITY)
+
+/* Minus infinity in these rows of scores for the tokens whose bits are not set; `words` of 32 for each row. On one
+ * thread: it is over before others are awake. */
+API void baton_allow_only(void *scores, int64_t type, int64_t stride, int64_t n, const int64_t *rows, int64_t num_rows,
+                          const uint32_t *allowed, int64_t words) {
+    for (int64_t i = 0; i < num_rows; i++, allowed += words) {
+        int64_t at = rows[i] * stride;
+        if (type == BFLOAT16) forbid_bfloat16((uint16_t *)scores + at, n, allowed);
+        else if (type == FLOAT32) forbid_float32((float *)scores + at, n, allowed);
+        else forbid_float64((double *)scores + at, n, allowed);
+    }
+}

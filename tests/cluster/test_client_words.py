@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from openai.types.chat import ChatCompletionMessageParam
 from transformers import AutoModelForCausalLM
 
+from baton.client import AsyncClient, BatonError, Sampling
 from cli.services import Service
 from cli.supervisor import ClusterSpec
 from engine.build import EngineKind
@@ -348,6 +350,25 @@ def test_a_prompt_is_scored(client: openai.OpenAI, cluster: RunningCluster, mode
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (length, 0)
         assert answer.usage.prompt_tokens_details.cached_tokens == 0
     assert metrics_of(cluster).get(sent) == before
+
+
+def test_a_prompt_is_scored_over_grpc(cluster: RunningCluster) -> None:
+    """In one message and in a stream. A resumable one is refused: another router would not have the scores."""
+    sampling = Sampling(max_tokens=4, temperature=0, prompt_logprobs=1)
+
+    async def scenario() -> None:
+        async with AsyncClient(cluster.cluster.routers) as asked:
+            whole = await asked.generate([5, 6, 7, 8], sampling=sampling)
+            stream = asked.stream([5, 6, 7, 8], sampling=sampling)
+            assert len([piece async for piece in stream]) > 0
+            for answer in (whole, stream.answer):
+                assert [len(found.top_ids) for found in answer.prompt_logprobs] == [1, 1, 1]
+            assert list(whole.prompt_logprobs) == list(stream.answer.prompt_logprobs)
+            with pytest.raises(BatonError) as caught:
+                await asked.generate([5, 6], sampling=sampling, resumable=True)
+            assert caught.value.field == "sampling.prompt_logprobs"
+
+    asyncio.run(scenario())
 
 
 def test_a_prompt_is_echoed_before_its_answer(client: openai.OpenAI) -> None:

@@ -223,7 +223,7 @@ def test_many_async_calls_at_once(cluster: RunningCluster, endpoint: str) -> Non
 @pytest.mark.parametrize(
     ("chat", "fields", "status", "param", "code"),
     [
-        (False, {"echo": True}, 400, "echo", "bad_field"),
+        (True, {"echo": True}, 400, "echo", "bad_field"),
         (False, {"prompt_logprobs": 1}, 400, "prompt_logprobs", "bad_field"),
         (False, {"temperature": -1}, 400, "temperature", "sampling_out_of_range"),
         (False, {"max_tokens": 0}, 400, "max_tokens", "bad_field"),

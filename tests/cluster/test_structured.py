@@ -122,10 +122,10 @@ def test_clients_ask_over_http(cluster: RunningCluster) -> None:
 
 def test_an_answer_goes_on_when_its_decode_node_is_killed(cluster: RunningCluster) -> None:
     """The next decode node is given the tokens so far: the answer is that of an undisturbed cluster, and valid."""
-    wanted = {"type": "array", "items": {"type": "integer"}, "minItems": 400, "maxItems": 400}
+    wanted = r"\[(?:[0-9]{1,4},){399}[0-9]{1,4}\]"
 
     async def scenario() -> None:
-        request: dict[str, Any] = {"max_tokens": 2_500, "seed": 5, "temperature": 1.0, "grammar": schema(wanted)}
+        request: dict[str, Any] = {"max_tokens": 2_500, "seed": 5, "temperature": 1.0, "grammar": Grammar(regex=wanted)}
         first = await cluster.client.generate("a list", **request)
         asked = Asked(cluster, "a list", **request)
         await asked.tokens(40)
@@ -133,7 +133,7 @@ def test_an_answer_goes_on_when_its_decode_node_is_killed(cluster: RunningCluste
         answer = await asked.answer
         assert answer.stats.resumptions == 1
         assert answer.ids == first.ids
-        check_answer(wanted, answer.text)
+        assert re.fullmatch(wanted, answer.text)
         await assert_conserved(cluster)
 
     cluster.run(scenario())

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import Any, Final
 
+import jsonschema
 import openai
 import pytest
 
@@ -149,11 +150,41 @@ def test_one_call_at_most_and_an_answer_that_is_cut(client: openai.OpenAI) -> No
     assert A.startswith(call.function.arguments)
 
 
+BOUNDED: Final[Any] = {
+    "type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"enum": [1, 2, 30]}},
+    "required": ["city", "days"], "additionalProperties": False,
+}  # fmt: skip
+HELD: Final[Any] = [
+    {"type": "function", "function": {"name": name, "parameters": BOUNDED}} for name in ("get_weather", "get_time")
+]
+
+
+@pytest.mark.parametrize("choice", ["required", "get_time"])
+def test_an_answer_that_has_to_be_a_call(cluster: RunningCluster, client: openai.OpenAI, choice: str) -> None:
+    """It reasons by heart, and would go on with other arguments: its call is one of some function, or of the named one,
+    by the schema. In a stream too."""
+    named: Any = {"type": "function", "function": {"name": choice}}
+    how = {"tools": HELD, "tool_choice": "required" if choice == "required" else named, "parallel_tool_calls": False}
+    asked = ask("[weather]", **how, max_tokens=500)
+    (whole,) = client.chat.completions.create(**asked).choices
+    with client.chat.completions.stream(**asked) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    for made in (whole, streamed):
+        assert made.finish_reason == ("tool_calls" if choice == "required" else "stop")
+        assert (made.message.content or "", made.message.model_dump()["reasoning_content"]) == ("", "They ask of Rome.")
+        (call,) = made.message.tool_calls or []
+        assert call.type == "function"
+        assert call.function.name in (["get_weather", "get_time"] if choice == "required" else ["get_time"])
+        jsonschema.validate(json.loads(call.function.arguments), BOUNDED)
+    cluster.run(assert_conserved(cluster))
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"tool_choice": "required"}, "tool_choice", "held to a grammar"),
-        ({"tool_choice": {"type": "function", "function": {"name": "get_time"}}}, "tool_choice", "held to a grammar"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice", "no tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "get_rain"}}}, "tool_choice", "none of tools"),
+        ({"tool_choice": "required", "guided_regex": "a"}, "guided_regex", "leave guided_regex out"),
         ({"tool_choice": "sometimes"}, "tool_choice", "must be 'auto'"),
         ({"tools": [{"type": "web_search"}]}, "tools.0", "type 'function'"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "letters"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from tests.fuzz import edge_targets, http_targets, request_targets
+from tests.fuzz import edge_targets, grammar_targets, http_targets, request_targets
 from tests.fuzz.target import Target
 
 TARGETS: Final[Mapping[str, Target]] = {
@@ -24,5 +24,6 @@ TARGETS: Final[Mapping[str, Target]] = {
         edge_targets.ENDPOINTS,
         edge_targets.RECORDS,
         edge_targets.ANSWERS,
+        grammar_targets.GRAMMARS,
     )
 }

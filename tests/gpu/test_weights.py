@@ -37,7 +37,6 @@ from engine.models.decoder import Decoder, fused_rms_norm, rms_norm
 from engine.models.matmul import Linear
 from engine.runner import TorchForward
 from engine.types import Batch, KvSpec, NullSink
-from tests.support.every_row import EveryRow
 from tests.unit.engine.test_native import piece
 
 CONFIG = tiny_config()
@@ -298,7 +297,7 @@ def scores(folder: Path, dtype: torch.dtype, quantisation: Quantisation = Quanti
     pool = KvPool(torch.full((spec.num_layers * 96 * record,), 0xFF, dtype=torch.uint8), 96, spec)
     forward = TorchForward(Decoder(config, tensors, weights, fused_rms_norm), pool)
     tokens = random.Random(3).choices(range(2, config.vocab_size), k=480)
-    x_TE = forward.forward(EveryRow(slices=(piece(0, tokens, 0, 480),)), NullSink())
+    x_TE = forward.forward(Batch(slices=(piece(0, tokens, 0, 480),), every_row=True), NullSink())
     return forward.logits(x_TE).float()
 
 

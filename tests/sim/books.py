@@ -1,6 +1,6 @@
 """A ledger's books, watched: what has changed is looked at after every callback of the simulation (I4).
 
-The ledger's own lists are replaced by ones that tell which blocks were written. Of those each is judged by itself: it
+The ledger's own arrays are replaced by ones that tell which blocks were written. Of those each is judged by itself: it
 is in one class, it is in the free list if and only if nobody has it, and its writer is a grant that is open here. What
 that leaves out (a change that went past the lists, a grant whose blocks were never given) the full recount of `checks`
 finds, which comes at longer intervals.
@@ -8,6 +8,7 @@ finds, which comes at longer intervals.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -38,10 +39,12 @@ class LedgerWatch:
         self._idle = ledger.num_blocks
         assert len(self.free) == ledger.num_blocks and not ledger._promises, "to be watched from the start"
         books: Any = ledger
-        self._holds = books._holds = _Blocks(list(ledger._holds), self)
-        self._writer = books._writer = _Blocks(ledger._writer, self)
-        self._cached = books._cached = _Blocks(list(ledger._cached), self)
-        self._quarantined = books._quarantined = _Blocks(list(ledger._quarantined), self)
+        self._holds = books._holds = _Counts("I", ledger._holds)
+        self._writer = books._writer = _Writers(ledger._writer)
+        self._cached = books._cached = _Flags(ledger._cached)
+        self._quarantined = books._quarantined = _Flags(ledger._quarantined)
+        for watched in (self._holds, self._writer, self._cached, self._quarantined):
+            watched.watch = self
         books._free = _FreeList(ledger._free, self)
         books._promises = _Promises(self)
 
@@ -65,7 +68,7 @@ class LedgerWatch:
             process.cluster.violation(f"{process.name}: {self.promised} blocks promised, {self._idle} could be given")
 
     def _judge(self, block: BlockId) -> str | None:
-        holds, writer, cached = self._holds[block], self._writer[block], self._cached[block]
+        holds, writer, cached = self._holds[block], self._writer[block], bool(self._cached[block])
         busy = bool(holds) or writer is not None
         if (busy or cached) is (block in self.free) or holds < 0 or (writer is not None and cached):
             free = block in self.free
@@ -99,22 +102,36 @@ def _never(*_: object, **__: object) -> NoReturn:
     raise AssertionError("a change that is not watched")
 
 
-class _Blocks(list[Any]):
+class _Watched:
     """A value for each block."""
 
-    def __init__(self, values: list[Any], watch: LedgerWatch) -> None:
-        super().__init__(values)
-        self._watch = watch
+    watch: LedgerWatch
 
-    def __setitem__(self, block: Any, value: Any, _set: Any = list.__setitem__) -> None:
-        _set(self, block, value)
-        watch = self._watch
+    def noted(self, block: BlockId) -> None:
+        watch = self.watch
         if not watch.changed:
             watch.touch()
         watch.changed.append(block)
 
-    append = extend = insert = remove = clear = sort = reverse = __delitem__ = __iadd__ = _never
-    pop: Any = _never
+    append = extend = insert = remove = clear = sort = reverse = pop = __delitem__ = __iadd__ = _never
+
+
+class _Writers(_Watched, list[Any]):
+    def __setitem__(self, block: Any, value: Any, _set: Any = list.__setitem__) -> None:
+        _set(self, block, value)
+        self.noted(block)
+
+
+class _Flags(_Watched, bytearray):
+    def __setitem__(self, block: Any, value: Any, _set: Any = bytearray.__setitem__) -> None:
+        _set(self, block, value)
+        self.noted(block)
+
+
+class _Counts(_Watched, array):  # type: ignore[type-arg]
+    def __setitem__(self, block: Any, value: Any, _set: Any = array.__setitem__) -> None:
+        _set(self, block, value)
+        self.noted(block)
 
 
 class _FreeList(list[Any]):

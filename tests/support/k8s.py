@@ -275,7 +275,8 @@ DIRECTORY_S: Final = 1.0
 """A node that leaves tells the directory: one call."""
 PROBES: Final = "probes"
 """The port of nodes for the kubelet, which needs no policy."""
-_PROBES: Final = {"startupProbe": LIVENESS, "livenessProbe": LIVENESS, "readinessProbe": READINESS}
+_ALIVE: Final = LIVENESS[0]
+_PROBES: Final = {"startupProbe": _ALIVE, "livenessProbe": _ALIVE, "readinessProbe": READINESS}
 _NODES: Final = (Service.PREFILL, Service.DECODE)
 _CLUSTER_WIDE: Final = frozenset({"Namespace"})
 
@@ -457,8 +458,8 @@ def check_probes(manifests: Manifests, folder: Path) -> Iterator[str]:
         assert pod.baton is not None
         for name, service in _PROBES.items():
             grpc = pod.baton[name]["grpc"]
-            if grpc.get("service", LIVENESS) != service:
-                yield f"{pod.name}: {name} asks for '{grpc.get('service', LIVENESS)}', not '{service}'"
+            if grpc.get("service", _ALIVE) != service:
+                yield f"{pod.name}: {name} asks for '{grpc.get('service', _ALIVE)}', not '{service}'"
             health = pod.ports().get(PROBES, pod.ports()["grpc"])
             if grpc["port"] != health:
                 yield f"{pod.name}: {name} asks at {grpc['port']}, health is at {health}"

@@ -73,6 +73,10 @@ def _cut(answers: Mapping[str, str], special: Sequence[str]) -> dict[str, list[s
                 while text[at : at + size] in used and at + size < end:
                     size += 1
                 piece = text[at : min(at + size, end)]
+                while piece in used and pieces and pieces[-1] not in special:
+                    at -= len(pieces[-1])
+                    used.remove(pieces[-1])
+                    piece = pieces.pop() + piece
             assert piece not in used, piece
             used.add(piece)
             pieces.append(piece)

@@ -141,7 +141,7 @@ def parsed(*arguments: str) -> Sampling | str:
 
 
 def test_every_sampling_flag_arrives() -> None:
-    """Each field of baton.v1.Sampling but `choice`, which is `--answers`, has its flag."""
+    """Each field of baton.v1.Sampling has its flag but `choice`, which is `--answers`, and those for programs."""
     drawn = parsed(
         "--temperature", "0.5", "--top-k", "7", "--top-p", "0.9", "--min-p", "0.1", "--repetition-penalty", "1.1",
         "--presence-penalty", "-0.5", "--frequency-penalty", "0.25", "--logit-bias", "7=-1.5", "--logit-bias", "8=2",
@@ -152,7 +152,7 @@ def test_every_sampling_flag_arrives() -> None:
     message = drawn.message()
     assert {field.name for field, _ in message.ListFields()} == {
         field.name for field in inference_pb2.Sampling.DESCRIPTOR.fields
-    } - {"choice"}
+    } - {"choice", "grammar", "prompt_logprobs"}
     assert (message.presence_penalty, dict(message.logit_bias), list(message.stop)) == (
         -0.5, {7: -1.5, 8: 2.0}, ["end", "\n"],
     )  # fmt: skip

@@ -193,3 +193,31 @@ def test_a_bad_commit_ends_its_own_request_only(name: str) -> None:
             await assert_conserved(cluster)
 
     asyncio.run(scenario())
+
+
+def test_a_grammar_that_a_decode_node_cannot_compile() -> None:
+    """As its prefill node could: the request is over here, and its writer and its router, which may try elsewhere, hear
+    why. It is no bug of the node's."""
+
+    async def scenario() -> None:
+        async with inprocess(mock_spec()) as cluster:
+            decode = cluster.decode["decode-0"]
+            asker = Asker(decode)
+            request = transfer_pb2.ReserveRequest(
+                number=1,
+                lowest_live=1,
+                key=common_pb2.RequestKey(request=id_of(1), attempt=1),
+                prompt=[1] * 20,
+                sampling=spec_of(grammar=common_pb2.Grammar(regex="[0-9]+")),
+                deadline_left_ms=60_000,
+            )
+            granted = decode.reserve(request, asker.pair).granted
+            (job,) = decode._jobs.values()
+            await until(cluster, "the request to be forgotten", lambda: not decode.requests)
+            assert job.output.error == "The grammar cannot be used: this node's engine has no tokenizer."
+            assert not await decode.commit(transfer_pb2.CommitRequest(grant=granted.grant, first_token=1), asker.pair)
+            await decode.receiver.release(asker.pair, ReserveNumber(1), ReserveNumber(2))
+            await until(cluster, "its answer to be forgotten", lambda: not decode.answers_unacknowledged)
+            await assert_conserved(cluster)
+
+    asyncio.run(scenario())

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampler import draw_kernel
+from engine import sampler
+from engine.sampler import allow_only, draw_kernel
 from engine.types import NO_TOKEN, SamplingParams
 from tests.support.sampler_ways import sample, sample_by_torch
 
@@ -104,3 +105,22 @@ def test_the_kernel_is_used() -> None:
     assert all(kernel.takes(torch.zeros(2, 8, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32))
     assert not kernel.takes(torch.zeros(8, 2).T)
     assert not kernel.takes(torch.zeros(2, 8, device="meta"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("vocab_size", [31, 64, 3_001, 40_000])
+def test_tokens_that_a_mask_leaves_out_are_those_of_pytorch(
+    dtype: torch.dtype, vocab_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some rows of a part of a larger tensor, with words of all kinds; the other rows and columns stay."""
+    rng, words = np.random.default_rng(vocab_size), -(-vocab_size // 32)
+    whole_BV = torch.from_numpy(rng.standard_normal((5, vocab_size + 7))).to(dtype)
+    allowed_RI = rng.integers(-(2**31), 2**31, (3, words), dtype=np.int64).astype(np.int32)
+    allowed_RI[:, ::3], allowed_RI[:, 1::3] = 0, -1
+    found, wanted = whole_BV.clone(), whole_BV.clone()
+    assert allow_only(found[:, :vocab_size], [0, 2, 4], allowed_RI, in_place=True).data_ptr() == found.data_ptr()
+    kept = allow_only(whole_BV[:, :vocab_size], [0, 2, 4], allowed_RI, in_place=False)
+    monkeypatch.setattr(sampler, "draw_kernel", lambda: None)
+    allow_only(wanted[:, :vocab_size], [0, 2, 4], allowed_RI, in_place=True)
+    assert torch.equal(found, wanted) and torch.equal(kept, wanted[:, :vocab_size])
+    assert found.isinf().any() and torch.equal(whole_BV[1::2], found[1::2])

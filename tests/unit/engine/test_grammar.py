@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+import engine.grammar as engine_grammar
 from baton.ids import Attempt, RequestId, RequestKey
 from cachestore.block_manager import BlockManager, growth_blocks
 from cachestore.ledger import Ledger
@@ -198,7 +199,32 @@ def test_a_token_that_the_grammar_does_not_allow_ends_the_request(model: Model) 
     assert model.engine.counters.not_finite == 0
 
 
-EXPONENTIAL = schema({"allOf": [{"anyOf": [{"required": [f"a{i}"]}, {"required": [f"b{i}"]}]} for i in range(20)]})
+def test_an_answer_whose_masks_take_too_long_ends(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It owes what its masks take beyond what is free; beside it, an answer of the same steps goes on."""
+    monkeypatch.setattr(engine_grammar, "ROW_MS_MAX", -1e9)  # all are watched
+    monkeypatch.setattr(engine_grammar, "MASK_MS_FREE", -10.0)
+    seq = model.submit("slow", replace(DRAWN, grammar=regex("[a-z]{500}")))
+    free = model.submit("free", replace(DRAWN, max_tokens=60, ignore_eos=True))
+    model.run()
+    assert (model.finishes["slow"], model.finishes["free"]) == (FinishReason.GRAMMAR, FinishReason.LENGTH)
+    assert 15 <= seq.output_count <= 20  # of 200 ms, 10 and more a mask
+    assert seq.grammar is not None and "ms a token" in seq.grammar.problem
+    assert free.output_count == 60
+
+
+def test_masks_that_are_timed_are_the_same(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are watched are computed one by one, and are not once they have paid back."""
+    texts = {}
+    for watched in (False, True):
+        if watched:
+            monkeypatch.setattr(engine_grammar, "ROW_MS_MAX", -1e9)
+            monkeypatch.setattr(engine_grammar, "MASK_MS_FREE", 1e3)
+        seqs = [model.submit(f"{i}", replace(DRAWN, seed=i, grammar=regex("[a-z]{9}-[0-9]{9}"))) for i in range(3)]
+        model.run()
+        texts[watched] = [model.answer(seq) for seq in seqs]
+        for seq in seqs if watched else ():
+            assert isinstance(seq.grammar, Matcher) and seq.grammar.owed_ms in (0, 10)
+    assert texts[False] == texts[True]
 
 
 @pytest.mark.parametrize(
@@ -215,13 +241,35 @@ EXPONENTIAL = schema({"allOf": [{"anyOf": [{"required": [f"a{i}"]}, {"required":
             schema({"allOf": [{"anyOf": [{"required": [f"a{i}"]}, {"required": [f"b{i}"]}]} for i in range(20)]}),
             "schema too large",
         ),
+        (schema({"$ref": "#"}), "no text follows it"),
+        (schema({"oneOf": [{"type": "string"}, {"minLength": 2}]}), "oneOf constraints are not supported"),
+        (rules("  "), "No 'root' rule found"),
+        (rules('root ::= "\\'), "string index out of range"),
+        (rules("root ::= " + "(" * 20_000), "maximum recursion depth"),
+        (rules('start: a "x"\na[lazy]: /.*/'), "panic: assertion failed"),
     ],
-    ids=["type", "keyword", "no JSON", "nested", "regex", "Lark", "GBNF", "exponential"],
+    ids=[
+        "type",
+        "keyword",
+        "no JSON",
+        "nested",
+        "regex",
+        "Lark",
+        "GBNF",
+        "exponential",
+        "loop",
+        "oneOf",
+        "no rule",
+        "no end",
+        "deep",
+        "panic",
+    ],
 )
 def test_what_is_wrong_with_a_grammar_is_said(model: Model, grammar: Grammar, problem: str) -> None:
     """Mistakes, keywords that are not supported, and what takes too much to compile."""
-    with pytest.raises(GrammarError, match=re.escape(problem)):
+    with pytest.raises(GrammarError, match=re.escape(problem)) as caught:
         model.compiler.compile(grammar)
+    assert "backtrace" not in str(caught.value)
 
 
 def test_a_model_without_end_or_tokenizer_takes_no_grammar(tmp_path: Path) -> None:

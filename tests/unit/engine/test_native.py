@@ -23,7 +23,6 @@ from engine.native import kernels as kernels_module
 from engine.native.kernels import Epilogue, Workspace, native_kernels
 from engine.runner import Forward, TorchForward, TorchRunner
 from engine.types import NO_TOKEN, Batch, KvSink, NullSink, SamplingParams, SequenceSlice
-from tests.support.every_row import EveryRow
 
 NUM_BLOCKS = 96
 GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0, max_tokens=64)
@@ -105,12 +104,12 @@ class Side:
     @torch.inference_mode()
     def score(self, *slices: SequenceSlice, sink: KvSink | None = None) -> torch.Tensor:
         """Of every row."""
-        return self.forward.logits(self.output(*slices, batch=EveryRow, sink=sink)).float().clone()
+        return self.forward.logits(self.output(*slices, every_row=True, sink=sink)).float().clone()
 
     @torch.inference_mode()
-    def output(self, *slices: SequenceSlice, batch: type[Batch] = Batch, sink: KvSink | None = None) -> torch.Tensor:
+    def output(self, *slices: SequenceSlice, every_row: bool = False, sink: KvSink | None = None) -> torch.Tensor:
         """The last layer's."""
-        return self.forward.forward(batch(slices=slices), sink or NullSink()).clone()
+        return self.forward.forward(Batch(slices=slices, every_row=every_row), sink or NullSink()).clone()
 
 
 class Listening:
@@ -281,7 +280,7 @@ def test_rows_that_draw_are_those_of_a_whole_last_layer(
             replace(piece(number, texts[number], start, stop), sample=draws) for number, start, stop, draws in step
         ]
         rows = Batch(slices=tuple(slices)).drawing_rows
-        assert torch.equal(few.output(*slices), every.output(*slices, batch=EveryRow)[rows])
+        assert torch.equal(few.output(*slices), every.output(*slices, every_row=True)[rows])
     assert np.array_equal(few.region_U8, every.region_U8)
 
 
@@ -291,7 +290,7 @@ def test_the_last_row_of_a_short_task(rows: int) -> None:
     config, tensors = model("many of 64")
     few, every = (Side(TorchRunner(config=config, tensors=tensors, block_size=16), None, None) for _ in range(2))
     prompt = piece(0, text(rows, 5), 0, rows)
-    assert torch.equal(few.output(prompt), every.output(prompt, batch=EveryRow)[-1:])
+    assert torch.equal(few.output(prompt), every.output(prompt, every_row=True)[-1:])
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -304,7 +303,7 @@ def test_rows_that_draw_with_rounded_weights(bits: int) -> None:
         for _ in range(2)
     )
     prompt = piece(0, text(70, 6), 0, 70)
-    assert torch.equal(few.output(prompt), every.output(prompt, batch=EveryRow)[-1:])
+    assert torch.equal(few.output(prompt), every.output(prompt, every_row=True)[-1:])
     assert np.array_equal(few.region_U8, every.region_U8)
 
 

@@ -32,8 +32,8 @@ def piece(
 
 
 def test_the_rows_of_a_step() -> None:
-    """A usual slice keeps its one row, or none; a scored one has all of its rows, the last of which draws; a slice of
-    one new token, as in decoding, is not scored."""
+    """All are computed to the end. Those of scored slices are found again, and those that draw; a slice of one new
+    token, as in decoding, is not scored."""
     tokens = list(range(10))
     slices = (
         piece("a", tokens, 0, 10, GREEDY), piece("b", tokens, 4, 7, SCORED), piece("c", tokens, 0, 5, GREEDY),
@@ -41,13 +41,9 @@ def test_the_rows_of_a_step() -> None:
     )  # fmt: skip
     rows = PromptRows.of(Batch(slices=slices))
     assert rows is not None
-    cut = [(s.key.request, s.start, s.stop, s.sample) for s in rows.batch.slices]
-    assert cut == [
-        ("a", 0, 10, True), ("b", 4, 5, True), ("b", 5, 6, True), ("b", 6, 7, True), ("c", 0, 5, False),
-        ("d", 7, 8, True), ("d", 8, 9, True), ("d", 9, 10, True), ("e", 9, 10, True),
-    ]  # fmt: skip
-    assert [(s.key.request, row) for s, row in rows.prompts] == [("b", 1), ("d", 4)]
-    assert rows.draws == [0, 6, 7]
+    assert (rows.batch.slices, rows.batch.drawing_rows) == (slices, [*range(22)])
+    assert [(s.key.request, row) for s, row in rows.prompts] == [("b", 10), ("d", 18)]
+    assert rows.draws == [9, 20, 21]
     assert PromptRows.of(Batch(slices=(slices[0], slices[2], slices[4]))) is None
 
 

@@ -17,7 +17,7 @@ from baton.ids import Attempt, BlockId, RequestId, RequestKey
 from engine.demo_model import DemoModelParams, write_demo_model
 from engine.runner import TorchRunner
 from engine.types import Batch, NullSink, Runner, SamplingParams, SequenceSlice
-from tests.support.every_row import EveryRow, score
+from tests.support.every_row import score
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
@@ -382,7 +382,9 @@ def test_rows_that_draw_are_those_of_a_whole_last_layer(
             rows_seen.clear()
             every_row = engine is engines[1]
             with torch.inference_mode():
-                x_WE = runner._forward.forward(EveryRow(slices=batch.slices) if every_row else batch, NullSink())
+                x_WE = runner._forward.forward(
+                    Batch(slices=batch.slices, every_row=True) if every_row else batch, NullSink()
+                )
             found.append(x_WE[batch.drawing_rows] if every_row else x_WE)
             for (seq, _), s in zip(step, batch.slices, strict=True):
                 seq.computed = s.stop

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,24 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(GrammarCompiler, "compile", compile_one)
     return found
+
+
+@pytest.fixture
+def held(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Nothing is compiled until it is set."""
+    go_on, real = threading.Event(), GrammarCompiler.compile
+
+    def compile_late(self: GrammarCompiler, grammar: Grammar) -> Matcher:
+        assert go_on.wait(60)
+        return real(self, grammar)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", compile_late)
+    yield go_on
+    go_on.set()
+
+
+def regex(text: str, *, source: int = 0) -> Grammar:
+    return Grammar(kind=GrammarKind.REGEX, text=text, source=source)
 
 
 def make(tokenizer: Path | None) -> Grammars:
@@ -85,28 +104,67 @@ def test_a_matcher_follows_what_there_is_of_the_answer(tokenizer: Path) -> None:
 
 
 def test_a_grammar_that_takes_too_long_is_refused_and_the_loop_goes_on(
-    tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Path, held: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those behind it wait no longer than they may either; once it is compiled, it is there."""
+    """Those behind it wait for their turn; once it is compiled, it is there."""
     monkeypatch.setattr(grammars, "COMPILE_MS_MAX", 20)
-    go_on = threading.Event()
-    real = GrammarCompiler.compile
-
-    def compile_late(self: GrammarCompiler, grammar: Grammar) -> Matcher:
-        assert go_on.wait(60)
-        return real(self, grammar)
-
-    monkeypatch.setattr(GrammarCompiler, "compile", compile_late)
 
     async def scenario() -> None:
         node = make(tokenizer)
         try:
-            errors = await asyncio.gather(refused(node, DIGITS), refused(node, BROKEN))
-            assert [error.message for error in errors] == [LATE, LATE]
+            behind = asyncio.create_task(node.matcher(BROKEN, []))
+            assert [(await refused(node, DIGITS)).message for _ in range(2)] == [LATE, LATE]
+            assert not behind.done()
         finally:
-            go_on.set()
-        monkeypatch.setattr(grammars, "COMPILE_MS_MAX", 60_000)
+            monkeypatch.setattr(grammars, "COMPILE_MS_MAX", 60_000)
+            held.set()
+        with pytest.raises(BatonError, match="unclosed group"):
+            await behind
         assert not (await node.matcher(DIGITS, [])).accepts
+
+    asyncio.run(scenario())
+
+
+def test_sources_take_turns(tokenizer: Path, compiled: list[str], held: threading.Event) -> None:
+    """One that sends many grammars waits for them itself; a grammar that nobody waits for any more is not compiled."""
+
+    async def scenario() -> None:
+        node = make(tokenizer)
+        flood = [asyncio.create_task(node.matcher(regex(f"a{i}", source=1), [])) for i in range(4)]
+        await asyncio.sleep(0)
+        others = [asyncio.create_task(node.matcher(regex("b", source=source), [])) for source in (2, 3)]
+        await asyncio.sleep(0)
+        flood[1].cancel()
+        await asyncio.wait([flood[1]])
+        held.set()
+        await asyncio.gather(*others, flood[0], *flood[2:])
+        assert compiled == ["a0", "b", "a2", "b", "a3"]
+
+    asyncio.run(scenario())
+
+
+def test_a_source_has_its_own_grammars(tokenizer: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one has compiled tells another nothing, and many of one do not push out another's."""
+    monkeypatch.setattr(grammars, "KEPT_MAX", 3)
+
+    async def scenario() -> None:
+        node = make(tokenizer)
+        for text, source in (("a", 1), ("a", 2), ("b", 2), ("c", 2), ("d", 2), ("a", 1), ("d", 2), ("a", 2)):
+            await node.matcher(regex(text, source=source), [])
+        assert compiled == ["a", "a", "b", "c", "d", "a"]
+
+    asyncio.run(scenario())
+
+
+def test_a_long_answer_is_followed_piece_by_piece(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token once."""
+    monkeypatch.setattr(grammars, "REPLAY_TOKENS", 3)
+
+    async def scenario() -> None:
+        node, tokens = make(tokenizer), Tokenizer.from_file(str(tokenizer)).encode("7654321").ids
+        for count in range(len(tokens) + 1):
+            assert (await node.matcher(regex("7?6?5?4?3?2?1?"), tokens[:count])).accepts
+            assert (await refused(node, regex("7?6?5?4?3?2?"), tokens)).field == "output"
 
     asyncio.run(scenario())
 

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 from baton.errors import BatonError, Code, Reason
 from engine.demo_model import CHAT_TEMPLATE, DemoModelParams, write_demo_model
-from router.answers import AnswerPart
+from router.answers import AnswerPart, Collected
 from router.chat_template import ChatTemplate
 from router.openai import (
     CHOICES_MAX,
     JSON_COMMAS_MAX,
     JSON_ELEMENTS_MAX,
     JSON_STRINGS_MAX,
+    PROMPT_SCORES_MAX,
     OpenAiCall,
     error_headers,
     error_json,
@@ -202,6 +203,31 @@ def test_a_prompt_counts_once_however_many_answers_it_has() -> None:
         replies.finished(index, inference_pb2.Finished(stats=stats))
     assert (replies.prompt_tokens, replies.cached_tokens, replies.completion_tokens) == (20, 8, 12)
     assert replies.usage()["total_tokens"] == 32
+
+
+def test_a_prompt_alone_has_no_end_of_an_answer() -> None:
+    """The token that is drawn and dropped may be one that stops."""
+    call = parse_completion({"prompt": [1, 2], "echo": True, "max_tokens": 0, "stop_token_ids": [7]})
+    answer = Collected(end=inference_pb2.Finished(reason=common_pb2.FINISH_REASON_STOP, stop_token=7))
+    replies = Replies(request_id="i", call=call, model="m", created=1, token_text=str)
+    (choice,) = replies.whole([answer])["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
+
+
+def test_what_a_call_may_have_echoed() -> None:
+    """So many log-probabilities of all its prompts together, and none in a stream that another router may go on with:
+    that one need not have the prompt."""
+    most = PROMPT_SCORES_MAX // (2 * 2 * 8)  # two prompts, two answers, eight alternatives with the token itself
+    scored = {"echo": True, "logprobs": 7, "n": 2, "max_tokens": 0}
+    taken = attempt(parse_completion, json.dumps({"prompt": [[1] * most] * 2, **scored}).encode())
+    assert isinstance(taken, OpenAiCall)
+    for body in (
+        {"prompt": [[1] * most, [1] * (most + 1)], **scored},
+        {"prompt": "hi", "echo": True, "stream": True, "resumable": True},
+    ):
+        refused = attempt(parse_completion, json.dumps(body).encode())
+        assert isinstance(refused, BatonError)
+        assert (refused.reason, refused.field) == (Reason.BAD_FIELD, "echo")
 
 
 def template_of(folder: Path, config: object, own: str | None = None) -> ChatTemplate | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from batonpb import resume_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,6 +52,17 @@ def test_a_chunk_that_has_only_text_is_as_json_writes_it(
         **({"usage": None} if usage else {}),
     }
     assert [made.chunk(index, part(text)) for _ in range(2)] == [json.dumps(expected)] * 2
+
+
+def test_each_chunk_of_a_split_answer_has_the_usage_so_far() -> None:
+    """The one with text that was held back to the end, and so has no token of its own, too."""
+    call = OpenAiCall(
+        chat=True, requests=(), n=1, stream=True, include_usage=True, continuous_usage=True, logprobs=False,
+        reading=resume_pb2.AnswerReading(tools=True),
+    )  # fmt: skip
+    made = Replies(request_id="r", call=call, model=MODEL, created=7, token_text=str)
+    chunks = [made.chunk(0, part("a", 1)), made.chunk(0, part("b", 2)), made.chunk(0, part("c"))]
+    assert [json.loads(chunk or "")["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 2]
 
 
 def test_ids_are_in_the_chunk_of_a_call_that_wants_them() -> None:

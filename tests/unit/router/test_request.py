@@ -36,9 +36,12 @@ def check(
     tokenizer: bool = True,
     randomness: int = 0,
     defaults: SamplingDefaults = NEUTRAL,
+    resumable: bool = False,
     **sampling: Any,
 ) -> CheckedRequest:
-    request = inference_pb2.GenerateRequest(sampling=inference_pb2.Sampling(**sampling), model=model)
+    request = inference_pb2.GenerateRequest(
+        sampling=inference_pb2.Sampling(**sampling), model=model, resumable=resumable
+    )
     if isinstance(prompt, str):
         request.text = prompt
     elif prompt is not None:
@@ -222,6 +225,12 @@ def test_text_without_a_tokenizer_is_refused() -> None:
     assert (error.code, error.reason, error.field) == (Code.FAILED_PRECONDITION, Reason.NO_TOKENIZER, "text")
     assert "--model" in error.message
     assert check([5], tokenizer=False).prompt == (5,)
+
+
+def test_scores_of_a_prompt_and_a_router_that_may_change() -> None:
+    """Another router would not have them: refused, rather than left out of the end that it writes."""
+    assert check(prompt_logprobs=0).sampling.prompt_logprobs == 0
+    assert refused(prompt_logprobs=0, resumable=True).field == "sampling.prompt_logprobs"
 
 
 def test_another_model_is_not_found() -> None:

@@ -209,6 +209,14 @@ def test_what_chunks_say_is_checked() -> None:
         assert (raised.value.reason, raised.value.field) == (Reason.BAD_FIELD, "Last-Event-ID")
 
 
+def test_whoever_goes_on_with_an_answer_knows_whether_its_text_has_special_tokens() -> None:
+    """Of an HTTP chat that is split, over gRPC too: places count its characters."""
+    for reading in (None, resume_pb2.AnswerReading()):
+        http = resume_pb2.HttpCall(id="mine", n=1, reading=reading)
+        token = replace(Resume(secret=SECRET, seed=1, digest=2).token(Place()), http=http)
+        assert Resume.attach(ResumeToken.decode(token.encode())).splits is (reading is not None)
+
+
 def test_only_the_key_that_began_it_has_the_tag() -> None:
     """Another key's, and one whose name runs into the secret's end, are others."""
     assert len({tag(SECRET, None), tag(SECRET, "a"), tag(SECRET, "b"), tag(SECRET[:-1], "\x0f")}) == 4

@@ -70,6 +70,16 @@ def test_tools_are_in_the_prompt_unless_none_is_to_be_called() -> None:
     assert list(call.requests[0].token_ids.ids).count(end) == 1
 
 
+def test_calls_alone_are_no_text_to_go_on_with() -> None:
+    """In a template that wants no content beside them."""
+    calls = "{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}{% endfor %}"
+    text = "{% if m.content is none %}" + calls + "{% else %}{{ m.content }}{% endif %}"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [CALL]}]
+    prompts = encoder(TURN.replace("{{ m.content }}", text))
+    field, why = refused(prompts, messages=messages, continue_final_message=True)
+    assert (field, "its text is empty" in why) == ("messages", True)
+
+
 def test_models_that_know_no_tools_are_asked_for_none() -> None:
     """By the template, or because the form of its calls is not known and nobody has named it."""
     assert refused(encoder(TURN), tools=[TOOL])[0] == "tools"
@@ -106,7 +116,7 @@ def test_calls_are_given_to_the_template_as_it_wants_them(written: str, shown: s
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": "x"}}]},
          "tools.0.function.parameters"),
         ({"tools": [{"type": "function", "function": {"name": "é"}}]}, "tools.0.function.name"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"tool_choice": 5}, "tool_choice"),
         ({"parallel_tool_calls": "yes"}, "parallel_tool_calls"),
@@ -163,10 +173,10 @@ def test_markers_that_are_special_tokens_are_text_where_they_are_read(byte_fallb
     assert "[TOOL_CALLS]" not in without
 
 
-def replies(form: AnswerForm, **asked: Any) -> Replies:
+def replies(form: AnswerForm, *, named: bool = False, **asked: Any) -> Replies:
     call = OpenAiCall(
         chat=True, requests=(), n=1, stream=True, include_usage=False, logprobs=False,
-        reading=resume_pb2.AnswerReading(tools=True, parallel=True), **asked,
+        reading=resume_pb2.AnswerReading(tools=True, parallel=True, named=named), **asked,
     )  # fmt: skip
     return Replies(request_id="r", call=call, model="m", created=7, token_text=str, form=form, secret=b"s" * 16)
 
@@ -181,7 +191,7 @@ def collected(text: str) -> Collected:
     return answer
 
 
-THOUGHT: Final = '<think>é</think>Look: <tool_call>{"name": "f", "arguments": {"a": "\u2028\\"}}</tool_call> <'
+THOUGHT: Final = '<think>é</think>Look: <tool_call>{"name": "f", "arguments": {"a": "\u2028\\\\"}}</tool_call> <'
 FORM: Final = AnswerForm(tools=ToolForm.HERMES, think=("<think>", "</think>"))
 
 
@@ -209,7 +219,7 @@ def test_chunks_add_up_to_the_message(cuts: set[int], token_ids: bool, had: int)
     whole = replies(FORM).whole([collected(THOUGHT)])["choices"][0]
     message = whole["message"]
     assert (whole["finish_reason"], message["content"], message["reasoning_content"]) == ("tool_calls", "Look:  <", "é")
-    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": "\u2028\\"}'}
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": "\u2028\\\\"}'}
     made, cut = replies(FORM, token_ids=token_ids), sorted({0, *cuts, had, len(THOUGHT)})
     chunks = []
     for begin, end in pairwise(cut):
@@ -225,6 +235,16 @@ def test_chunks_add_up_to_the_message(cuts: set[int], token_ids: bool, had: int)
     assert message_of(chunks) == message
     assert {chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]} <= {None}
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_an_answer_that_had_to_be_a_named_call_ends_with_stop() -> None:
+    """As OpenAI has it, whole and in a stream; one of any tool ends with tool_calls."""
+    for named, finish in ((False, "tool_calls"), (True, "stop")):
+        assert replies(FORM, named=named).whole([collected(THOUGHT)])["choices"][0]["finish_reason"] == finish
+        made = replies(FORM, named=named)
+        made.chunk(0, part(THOUGHT, 1))
+        last = made.last_chunk(0, inference_pb2.Finished(reason=common_pb2.FINISH_REASON_STOP))
+        assert last["choices"][0]["finish_reason"] == finish
 
 
 def test_ids_of_calls() -> None:
