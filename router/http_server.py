@@ -33,7 +33,7 @@ from baton.tracing import (
     new_request_id,
     read_metadata,
 )
-from router import http_tokens, openai, openapi
+from router import http_tokens, openai, openapi, responses
 from router.answers import AnswerSink
 from router.byte_shares import TextOwner
 from router.choices import run_choices
@@ -53,8 +53,9 @@ from router.openai import Json, OpenAiCall
 from router.prompts import PromptEncoder
 from router.replies import Replies
 from router.request import ClientCall, check_model_name, with_priority
+from router.responses import ResponseReplies
 from router.resume import SECRET_BYTES, Places, ResumeToken
-from router.text_jobs import parse_call
+from router.text_jobs import parse_call, parse_response
 from router.text_workers import INLINE_BYTES_MAX, SHORT_BYTES_MAX
 
 log = get_log("http")
@@ -108,6 +109,7 @@ class OpenAiApp:
                 *(Route(path, self._complete, methods=["POST"]) for path in sorted(_ANSWERED)),
                 Route(REQUESTS_PATH + "{call}/stream", self._attach, methods=["GET"]),
                 Route(REQUESTS_PATH + "{call}", self._forget, methods=["DELETE"]),
+                Route(responses.PATH + "/{id:path}", _not_stored, methods=["GET", "DELETE", "POST"]),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._model),
                 *(Route(path, self._tokens, methods=["POST"]) for path in sorted(http_tokens.PATHS)),
@@ -136,16 +138,20 @@ class OpenAiApp:
         await response(scope, receive, send)
 
     async def _complete(self, request: Request) -> Response:
-        """Both endpoints. What is refused here is logged with the id that the client is given: there is no request
-        yet."""
-        chat = _is_chat(request)
+        """Completions, chats and responses. What is refused here is logged with the id that the client is given: there
+        is no request yet."""
+        chat, is_response = _is_chat(request), request.scope["path"] == responses.PATH
         state = request.scope["state"]
         request_id = state[REQUEST_ID] = new_request_id(self._node.rng)
         try:
             called = _read_metadata(request)
             request_id = state[REQUEST_ID] = called.request_id or request_id
             self._node.check_open()
-            call = await self._read(request, parse_call, chat, _may_spell(request), self._node.context_len_max())
+            spells, most = _may_spell(request), self._node.context_len_max()
+            if is_response:
+                call = await self._read(request, parse_response, spells, most)
+            else:
+                call = await self._read(request, parse_call, chat, spells, most)
             token = None
             sent = [value for value in request.headers.getlist(LAST_EVENT_ID) if value] if call.resumable else []
             if sent:
@@ -154,7 +160,7 @@ class OpenAiApp:
                 raise bad_field("resume_token_ids", f"resume_token_ids goes with the header {LAST_EVENT_ID}.")
             return await self._reply(request, call, called.traceparent, token)
         except BatonError as error:
-            return self._refused(request, error, chat=chat)
+            return self._refused(request, responses.renamed(error) if is_response else error, chat=chat)
 
     async def _read(
         self,
@@ -302,7 +308,7 @@ class OpenAiApp:
                 await node.run(call.requests[prompt] if call.requests else None, client, sink)
 
         codec, model = node.prompts.codec, node.model_of(attaches=attaches)
-        replies = Replies(
+        replies = (Replies if call.echo is None else ResponseReplies)(
             request_id=request_id,
             call=call,
             model=(call.requests[0].model if call.requests else "") or (*node.config.served_model_name, model.name)[0],
@@ -464,7 +470,7 @@ class HttpServer:
 
 _METADATA: Final = frozenset(key.encode() for key in (REQUEST_ID_KEY, TRACEPARENT_KEY))
 _HTTP_CODES: Final = {404: "not_found", 405: "method_not_allowed"}
-_ANSWERED: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
+_ANSWERED: Final = frozenset({"/v1/completions", "/v1/chat/completions", responses.PATH})
 _FOR_PROBES: Final = frozenset({"/live", "/health", "/ping"})
 """Answered on every connection: a full router is not to be restarted."""
 
@@ -494,6 +500,10 @@ def _may_spell(request: Request) -> bool:
     """Whether messages may spell special tokens."""
     keyed: KeyedCall | None = request.scope["state"].get(KEYED_CALL)
     return keyed is not None and keyed.key.special_tokens
+
+
+async def _not_stored(_request: Request) -> Response:
+    raise HTTPException(404, "Responses are not stored here")
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
