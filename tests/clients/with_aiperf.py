@@ -19,7 +19,10 @@ def measured(kind: str) -> Any:
     arguments += ["--request-count", str(REQUESTS), "--prompt-input-tokens-mean", str(PROMPT_TOKENS)]
     arguments += ["--prompt-output-tokens-mean", str(ANSWER_TOKENS), "--extra-inputs", "ignore_eos:true"]
     arguments += ["--use-server-token-count", "--no-gpu-telemetry", "--no-server-metrics", "--ui", "none"]
-    program("aiperf", *arguments, "--output-artifact-dir", str(out), folder=HERE)
+    arguments += ["--output-artifact-dir", str(out)]
+    program(
+        "aiperf", *arguments, folder=HERE, env={"HF_HUB_OFFLINE": ""}
+    )  # else it takes a folder for a name on the hub
     (path,) = out.rglob("profile_export_aiperf.json")
     return json.loads(path.read_text())
 
