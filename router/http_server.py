@@ -66,6 +66,8 @@ KEYED_CALL: Final = "keyed call"
 """In the state of a call that came with an API key, where it counts for it."""
 KEY: Final = "key"
 """In the state of every call that came with an API key."""
+REQUEST_ID: Final = "request id"
+"""In the state of a call that has got one."""
 REQUESTS_PATH: Final = "/v1/requests/"
 """Of resumable requests."""
 
@@ -139,10 +141,11 @@ class OpenAiApp:
         """Completions, chats and responses. What is refused here is logged with the id that the client is given: there
         is no request yet."""
         chat, is_response = _is_chat(request), request.scope["path"] == responses.PATH
-        request_id = request.state.request_id = new_request_id(self._node.rng)
+        state = request.scope["state"]
+        request_id = state[REQUEST_ID] = new_request_id(self._node.rng)
         try:
             called = _read_metadata(request)
-            request_id = request.state.request_id = called.request_id or request_id
+            request_id = state[REQUEST_ID] = called.request_id or request_id
             self._node.check_open()
             spells, most = _may_spell(request), self._node.context_len_max()
             if is_response:
@@ -167,10 +170,14 @@ class OpenAiApp:
         **kwargs: _P.kwargs,
     ) -> _T:
         """What text workers make of the call's body. Raises BatonError, also where the client leaves."""
-        keyed: KeyedCall | None = getattr(request.state, KEYED_CALL, None)
+        direct = request.scope.get("extensions", {}).get(STREAM)
+        whole = direct.take_body() if direct is not None else None
+        if whole is not None and len(whole) <= min(INLINE_BYTES_MAX, self._node.config.http_body_bytes_max):
+            return work(self._node.prompts, whole, *args, **kwargs)  # which is what becomes of it below
+        keyed: KeyedCall | None = request.scope["state"].get(KEYED_CALL)
         owner = TextOwner(address=request.scope["state"][SOURCE], key=keyed.key.name if keyed is not None else None)
         with self._node.texts.holding(owner) as hold:
-            raw = await self._read_body(request, hold)
+            raw = await self._read_body(request, hold, whole)
             parsed = self._node.texts.run_held(owner, work, raw, *args, **kwargs)
             return await parsed if len(raw) <= INLINE_BYTES_MAX else await first_of(parsed, left(request.receive))
 
@@ -187,7 +194,7 @@ class OpenAiApp:
         """The rest of a stream, without the body that asked for it."""
         if request.method == "HEAD":  # which would take the answer over and read nothing of it
             raise HTTPException(405, headers={"allow": "GET"})
-        request.state.request_id = new_request_id(self._node.rng)
+        request.scope["state"][REQUEST_ID] = new_request_id(self._node.rng)
         try:
             self._node.check_open()
             called = _read_metadata(request)
@@ -198,20 +205,20 @@ class OpenAiApp:
 
     async def _forget(self, request: Request) -> Response:
         """The client has the whole answer, or wants no more of it."""
-        request.state.request_id = new_request_id(self._node.rng)
+        request.scope["state"][REQUEST_ID] = new_request_id(self._node.rng)
         try:
             token, _ = _shown(request)
-            key: ApiKey | None = getattr(request.state, KEY, None)
+            key: ApiKey | None = request.scope["state"].get(KEY)
             if key is None or self._desk is None:
                 await self._node.forget(token, None)
             else:
                 await self._node.forget(token, key.name, partial(self._desk.came_back, key))
         except BatonError as error:
             return self._refused(request, error)
-        return Response(status_code=204, headers={"x-request-id": request.state.request_id})
+        return Response(status_code=204, headers={"x-request-id": request.scope["state"][REQUEST_ID]})
 
     def _refused(self, request: Request, error: BatonError, *, chat: bool = False) -> Response:
-        request_id = request.state.request_id
+        request_id = request.scope["state"][REQUEST_ID]
         if error.reason is not Reason.CANCELLED:
             self._node.request_log.refused(error, door="http", request_id=request_id)
         return error_response(error, chat=chat, headers={"x-request-id": request_id})
@@ -266,16 +273,16 @@ class OpenAiApp:
         """`token` is that of a client that attaches. Raises BatonError."""
         node, now_s, attaches = self._node, asyncio.get_running_loop().time, token is not None
         answers = len(token.places) if token is not None else len(call.requests) * call.n
-        keyed: KeyedCall | None = getattr(request.state, KEYED_CALL, None)
+        keyed: KeyedCall | None = request.scope["state"].get(KEYED_CALL)
         if keyed is not None:
             await keyed.widen(answers)
-        request_id, created = request.state.request_id, int(time.time())
+        request_id, created = request.scope["state"][REQUEST_ID], int(time.time())
         set_seeds(call.requests, node.rng.getrandbits(64) if token is None else token.seed, attaches=attaches)
         if call.resumable and token is None:
             token = new_token(call, request_id, created, secret=node.token_bytes(SECRET_BYTES))
         if token is not None and token.http is not None:
             request_id, created = RequestId(token.http.id), token.http.created_unix_s
-            request.state.request_id = request_id
+            request.scope["state"][REQUEST_ID] = request_id
         each = resumes(call, token, attaches=attaches) if token is not None else [None] * answers
         trace = parent or Traceparent.new(node.rng, sampled=False)
         timeout_s = node.config.rpc.public_deadline_ms_default / 1000
@@ -323,8 +330,8 @@ class OpenAiApp:
             timeout_s=timeout_s,
         )
 
-    async def _read_body(self, request: Request, hold: Callable[[int], None]) -> bytearray:
-        """The whole body. Raises BatonError where it is too long, or does not come."""
+    async def _read_body(self, request: Request, hold: Callable[[int], None], whole: bytearray | None) -> bytearray:
+        """The body, of which `whole` is all, or nothing. Raises BatonError where it is too long, or does not come."""
         config = self._node.config
 
         def look(body: bytearray) -> bytearray:
@@ -334,8 +341,7 @@ class OpenAiApp:
                 hold(len(body))
             return body
 
-        direct = request.scope.get("extensions", {}).get(STREAM)
-        if direct is not None and (whole := direct.take_body()) is not None:
+        if whole is not None:
             return look(whole)
         body = bytearray()
         began_s = asyncio.get_running_loop().time()
@@ -492,7 +498,7 @@ def _is_chat(request: Request) -> bool:
 
 def _may_spell(request: Request) -> bool:
     """Whether messages may spell special tokens."""
-    keyed: KeyedCall | None = getattr(request.state, KEYED_CALL, None)
+    keyed: KeyedCall | None = request.scope["state"].get(KEYED_CALL)
     return keyed is not None and keyed.key.special_tokens
 
 
@@ -506,11 +512,11 @@ async def _on_bug(request: Request, error: Exception) -> Response:
 
 
 def _known(request: Request) -> dict[str, Any]:
-    request_id = getattr(request.state, "request_id", None)
+    request_id = request.scope["state"].get(REQUEST_ID)
     return {"path": request.scope["path"], **({"request": request_id} if request_id is not None else {})}
 
 
 def _internal_error(request: Request) -> Response:
-    request_id = getattr(request.state, "request_id", None)
+    request_id = request.scope["state"].get(REQUEST_ID)
     internal = BatonError(Reason.INTERNAL, "This router failed to answer the call; its log says why.")
     return error_response(internal, headers={"x-request-id": request_id} if request_id is not None else None)

@@ -44,6 +44,7 @@ _REFUSED: Final[_Refused] = {
     ("thinking_token_budget", "repetition_detection"): ((), "nothing ends an answer but its tokens, stop and limits"),
     ("no_repeat_ngram_size",): ((0,), "repetition_penalty and frequency_penalty keep repetitions down"),
 }  # fmt: skip
+_REFUSED_NAMES: Final = frozenset(name for names in _REFUSED for name in names)
 _REFUSED_IN_COMPLETIONS: Final[_Refused] = {
     ("suffix",): (("",), "text can only be continued at its end"),
 }
@@ -167,7 +168,8 @@ def parse_completion(
     """/v1/completions. `body` as `parse_body` gives it. Raises BatonError naming the field."""
     n = _integer("n", body.get("n", 1), 1, CHOICES_MAX)
     refuse(body, _REFUSED_IN_COMPLETIONS)
-    refuse(body, {("best_of",): ((n,), "every answer that is drawn is returned: ask for n of them")})
+    if "best_of" in body:
+        refuse(body, {("best_of",): ((n,), "every answer that is drawn is returned: ask for n of them")})
     sampling = _sampling(body)
     echo = typed(body, "echo", False)
     no_answer = echo and not isinstance(body.get("max_tokens"), bool) and body.get("max_tokens") == 0
@@ -317,7 +319,8 @@ def _request(
 
 def _sampling(body: Mapping[str, Any]) -> inference_pb2.Sampling:
     """What both endpoints share, our own extensions too. Ranges are checked where every client's are."""
-    refuse(body, _REFUSED)
+    if not _REFUSED_NAMES.isdisjoint(body):
+        refuse(body, _REFUSED)
     sampling = inference_pb2.Sampling()
     for name in _FLOATS:
         if name in body:
