@@ -52,7 +52,11 @@ ANSWERS: Final[Mapping[str, str]] = {
     "[snow]": " white",
     "[two and two]": " four\n\nAnd so on.",
 }
-"""By the last word of the prompt. `[sunny]` is what tools return, so that the answer to their result is known too."""
+"""By the last word of the prompt. `[sunny]` is what tools return, so that the answer to their result is known too.
+
+Where a grammar leaves no choice of the text it leaves none of its tokens either, and the script's are others: an answer
+with such parts (calls that must be made, strict functions) is valid, but not always the script's.
+"""
 TOOLS: Final[list[dict[str, Any]]] = [
     {
         "type": "function",

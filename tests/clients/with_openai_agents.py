@@ -28,14 +28,14 @@ class Person(BaseModel):
     age: int
 
 
-@function_tool
+@function_tool(strict_mode=False)
 def get_weather(city: str) -> str:
     """The weather of a city."""
     asked.append(f"weather {city}")
     return "[sunny]"
 
 
-@function_tool
+@function_tool(strict_mode=False)
 def get_time(city: str) -> str:
     """The time in a city."""
     asked.append(f"time {city}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cases import ANSWERS, MODEL, api_key, base_url, run
 from pydantic import BaseModel
-from pydantic_ai import Agent, NativeOutput, PromptedOutput, ToolOutput
+from pydantic_ai import Agent, NativeOutput, PromptedOutput, Tool, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -36,6 +36,9 @@ def get_time(city: str) -> str:
     return "[sunny]"
 
 
+TOOLS = [Tool(function, strict=False) for function in (get_weather, get_time)]
+
+
 async def case_text() -> None:
     result = await agent(system_prompt="Be brief.").run("[hello]")
     assert result.output == ANSWERS["[hello]"]
@@ -51,7 +54,7 @@ async def case_stream() -> None:
 async def case_tools() -> None:
     """Two calls in one turn, and the answer to their results."""
     asked.clear()
-    result = await agent(tools=[get_weather, get_time]).run("[both]")
+    result = await agent(tools=TOOLS).run("[both]")
     assert (sorted(asked), result.output) == (["time Oslo", "weather Rome"], ANSWERS["[sunny]"])
 
 
@@ -80,7 +83,7 @@ async def case_reasoning() -> None:
 async def case_responses() -> None:
     """The same by /v1/responses."""
     asked.clear()
-    result = await agent(OpenAIResponsesModel, tools=[get_weather, get_time]).run("[both]")
+    result = await agent(OpenAIResponsesModel, tools=TOOLS).run("[both]")
     assert (sorted(asked), result.output) == (["time Oslo", "weather Rome"], ANSWERS["[sunny]"])
 
 
