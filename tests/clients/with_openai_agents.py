@@ -77,7 +77,8 @@ async def tool_choice(api: type) -> None:
     asked.clear()
     settings = ModelSettings(temperature=0, tool_choice="get_weather")
     result = await Runner.run(agent(api, tools=[get_weather, get_time], model_settings=settings), "[weather]")
-    assert (asked, result.final_output) == (["weather Rome"], ANSWERS["[sunny]"])
+    assert {each.split()[0] for each in asked} == {"weather"}
+    assert result.final_output == ANSWERS["[sunny]"]
 
 
 async def structured(api: type) -> None:
