@@ -1,7 +1,8 @@
 """What the store costs where nothing is reused: random prompts, with the store and without, alternating.
 
 `baton bench` starts one prefill and one decode node and sends prompts that share no prefix. Every block goes down to
-host memory and, as nothing is used twice, none to the disk. The region is so small that everything is evicted.
+host memory, and to the disk as that fills. The region is so small that everything is evicted. Processor time is that of
+the whole cluster, less that of a run of one request, the least of two: the start, which makes and fills the tiers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, help="keep the samples there")
 
 
-def once(engine: list[str], folder: Path, options: argparse.Namespace, *, store: bool, seed: int) -> dict[str, float]:
+def once(
+    engine: list[str], folder: Path, concurrency: int, *, requests: int, store: bool, seed: int
+) -> dict[str, float]:
     """One run -> tokens a second of prompts and answers, P99 of gaps, and processor time of the whole cluster with its
     start, which says more than the clock where other work runs beside it."""
     config, figures = folder / "nodes.toml", folder / "run.json"
@@ -45,8 +49,9 @@ def once(engine: list[str], folder: Path, options: argparse.Namespace, *, store:
     config.write_text(f"[prefill]\n{settings}[decode]\n{settings}" if store else "")
     command = [
         sys.executable, "-m", "cli.main", "bench", *engine, "--blocks", str(BLOCKS), "--config", str(config),
-        "--prompt-tokens", "256", "--output-tokens", "32", "--requests", str(options.requests), "--warm-up", "20",
-        "--concurrency", str(options.concurrency), "--seed", str(seed), "--json", str(figures),
+        "--prompt-tokens", "256", "--output-tokens", "32", "--requests", str(requests),
+        "--warm-up", str(min(20, requests - 1)), "--concurrency", str(concurrency), "--seed", str(seed),
+        "--json", str(figures),
     ]  # fmt: skip
     path = os.pathsep.join([str(ROOT), str(ROOT / "proto")])
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -71,9 +76,17 @@ def run(options: argparse.Namespace) -> None:
         write_demo_model(folder / "model", DemoModelParams())
         for kind in options.engine:
             engine = ["--mock"] if kind == "mock" else ["--model", str(folder / "model")]
+            one = partial(once, engine, folder, options.concurrency)
+            start_s = {
+                store: min(one(requests=1, store=store, seed=seed)["cpu_s"] for seed in range(2))
+                for store in (False, True)
+            }
+            print(f"{kind:6} start: processor {start_s[True]:.1f} s with the store, {start_s[False]:.1f} without")
             for seed in range(options.rounds):
                 order = (True, False) if seed % 2 else (False, True)
-                pair = {store: once(engine, folder, options, store=store, seed=seed) for store in order}
+                pair = {store: one(requests=options.requests, store=store, seed=seed) for store in order}
+                for store, found in pair.items():
+                    found["cpu_s"] -= start_s[store]
                 samples.append({"engine": kind, "with": pair[True], "without": pair[False]})
                 _print(samples[-1])
             _summary(kind, [sample for sample in samples if sample["engine"] == kind])

@@ -400,20 +400,22 @@ def vllm_steps(args: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def compare_steps(args: argparse.Namespace) -> None:
-    rows = {"Baton": own_steps(args)}
+    print("| engine | batch | free text, ms | with grammars, ms | longer by | |\n|" + " --- |" * 6)
+    print_steps("Baton", own_steps(args))
     for backend in ("xgrammar", "guidance") if args.vllm else ():
         options = [f"--{name}={getattr(args, name)}" for name in ("layers", "steps", "rounds")]
         batches = ["--batch", *map(str, args.batch)]
         command = [args.vllm, "-m", "benchmarks.structured", "vllm", backend, *options, *batches]
         at = {"OMP_NUM_THREADS": str(args.threads), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | at)
-        rows[f"vLLM, {backend}"] = json.loads(done.stdout.strip().splitlines()[-1])
-    print("| engine | batch | free text, ms | with grammars, ms | longer by | |\n|" + " --- |" * 6)
-    for name, taken in rows.items():
-        for batch, (free, bound) in taken.items():
-            verdict = "" if bound <= free * (1 + LIMIT) else f"over the limit of {LIMIT:.0%}"
-            cells = f"{name} | {batch} | {free:.2f} | {bound:.2f} | {bound - free:.2f} ms, {bound / free - 1:.1%}"
-            print(f"| {cells} | {verdict} |", flush=True)
+        print_steps(f"vLLM, {backend}", json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def print_steps(name: str, taken: Mapping[str, Sequence[float]]) -> None:
+    for batch, (free, bound) in taken.items():
+        verdict = "" if bound <= free * (1 + LIMIT) else f"over the limit of {LIMIT:.0%}"
+        cells = f"{name} | {batch} | {free:.2f} | {bound:.2f} | {bound - free:.2f} ms, {bound / free - 1:.1%}"
+        print(f"| {cells} | {verdict} |", flush=True)
 
 
 def main() -> None:

@@ -1,9 +1,11 @@
 """Which blocks are worth a place on disk: while it has room, those that were computed here; then those that have been
-used before. Pure.
+used before, and as many others as that pays for. Pure.
 
 Most prompts are seen once, and a drive wears out by writing. Filling it costs one writing of the whole drive; from then
-on a block goes there after its second use: computed once, found once. What another node brought needs one use more, as
-that node has it too.
+on a block goes there after its second use: computed once, found or computed again. Each such block lets
+`ONCE_PER_REUSE` others go there after their first use: where prompts come again, those would be evicted everywhere
+before they do; where none does, nothing is written. What another node brought needs one use more, as that node has it
+too.
 """
 
 from __future__ import annotations
@@ -11,6 +13,10 @@ from __future__ import annotations
 from typing import Final
 
 USES_MIN: Final = 2
+ONCE_PER_REUSE: Final = 8
+"""Blocks used once that each block used again lets a full disk take."""
+CREDIT_MAX: Final = 1 << 12
+"""Of these, at any time."""
 REMEMBERED_MAX: Final = 1 << 18
 """Digests that uses are counted of, about 150 bytes each."""
 
@@ -25,6 +31,8 @@ class Admission:
         self._young_max = remembered_max // 2
         self._young: dict[bytes, int] = {}
         self._old: dict[bytes, int] = {}
+        self.credit = 0
+        """Blocks used once that may be written now though each evicts another. The caller takes off what it writes."""
 
     def __len__(self) -> int:
         """Digests remembered; one that was used lately may count twice."""
@@ -32,7 +40,10 @@ class Admission:
 
     def use(self, digest: bytes) -> None:
         """A prompt has this block: computed now, or found in any tier."""
-        self._count(digest, self._uses(digest) + 1)
+        uses = self._uses(digest) + 1
+        if uses == self._uses_min > 1:
+            self.credit = min(CREDIT_MAX, self.credit + ONCE_PER_REUSE)
+        self._count(digest, uses)
 
     def brought(self, digest: bytes) -> None:
         """It came from elsewhere, and a prompt is going to use it."""

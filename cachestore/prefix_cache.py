@@ -242,10 +242,12 @@ class PrefixCache:
         """Request references of these blocks have been dropped. Those nobody holds may now be evicted, the least
         recently released first. `used`: by a request, and not only brought here for one."""
         self._now += 1
+        before = None
         for block in blocks:
             entry = self._by_block.get(block)
-            if entry is None:
+            if entry is None or entry is before:  # another group's block of the same position
                 continue
+            before = entry
             self._touch(entry)
             if not entry.in_heap and self._is_evictable(entry):
                 self._push(entry)

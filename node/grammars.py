@@ -17,9 +17,11 @@ from baton.errors import bad_field
 from engine.grammar import GrammarCompiler, GrammarError, Matcher
 from engine.types import Grammar
 
-KEPT_MAX: Final = 128
-"""Compiled grammars, and what is wrong with those that cannot be. Beyond so many the source that has most loses the one
-that it has not used for longest."""
+KEPT_CHARS_MAX: Final = 1 << 20
+"""Of compiled grammars, and of those that cannot be. Beyond it the source that has most loses the one that it has not
+used for longest. What is compiled takes up to some 350 bytes for each."""
+KEPT_CHARS_EACH: Final = 8_192
+"""A shorter one counts as so many."""
 COMPILE_MS_MAX: Final = 5_000
 """Of a request's wait for its grammar, once its turn has come. What takes longer by itself is ended by
 `engine.grammar.limits`."""
@@ -110,8 +112,17 @@ class Grammars:
         begun.task = asyncio.create_task(self._compile(grammar))
         begun.task.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be nobody's by then
         begun.begun.set()
-        if len(self._begun) > KEPT_MAX:
-            ((most, _),) = Counter(each.source for each in self._begun).most_common(1)
+        self._forget()
+
+    def _forget(self) -> None:
+        """What is too much to keep."""
+        while True:
+            kept = Counter[int]()
+            for each in self._begun:
+                kept[each.source] += max(len(each.text), KEPT_CHARS_EACH)
+            if kept.total() <= KEPT_CHARS_MAX:
+                return
+            ((most, _),) = kept.most_common(1)
             del self._begun[next(each for each in self._begun if each.source == most)]
 
     async def _compile(self, grammar: Grammar) -> Matcher:

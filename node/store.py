@@ -175,7 +175,7 @@ class Store:
         self._to_disk: OrderedDict[bytes, None] = OrderedDict()
         """Blocks in host memory that are to be written."""
         self._once: OrderedDict[bytes, None] = OrderedDict()
-        """Blocks in host memory alone that are worth a place where the disk has room, the first first."""
+        """Blocks in host memory alone that are worth a place where there is room, the first first."""
         self._admitted = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._coming: dict[bytes, asyncio.Future[int]] = {}
@@ -337,7 +337,7 @@ class Store:
     def _wait_for_disk(self, disk: DiskTier) -> int:
         """How many blocks are to be written now."""
         once = len(self._once) - ONCE_MAX * self.host.books.free
-        return len(self._to_disk) + max(0, min(once, disk.books.free))
+        return len(self._to_disk) + max(0, min(once, disk.books.free + disk.admission.credit))
 
     async def _write_down(self, disk: DiskTier) -> None:
         while True:
@@ -358,12 +358,15 @@ class Store:
         found: list[tuple[BlockKey, TierSlot, TierSlot]] = []
         piece_max = max(1, min(PIECE_BLOCKS_MAX, PIECE_BYTES_MAX // books.block_bytes, disk.file.room))
         for _ in range(min(piece_max, self._wait_for_disk(disk))):
-            digest, _ = (self._to_disk or self._once).popitem(last=False)
+            once = not self._to_disk
+            digest, _ = (self._once if once else self._to_disk).popitem(last=False)
+            once &= not disk.books.free  # nor missed where it does not come
             source = books.find(digest)
             if source is None:
-                disk.counters.lost_blocks += 1
+                disk.counters.lost_blocks += not once
                 continue
             key = books.key_of(source)
+            disk.admission.credit -= once
             slot = disk.books.begin_store(key)
             if slot is None:
                 disk.counters.refused_blocks += not disk.books.known(digest)

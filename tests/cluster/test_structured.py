@@ -14,7 +14,7 @@ import openai
 import pytest
 from batonpb import common_pb2
 
-from baton.errors import Code, Reason
+from baton.errors import BatonError, Code, Reason
 from cli.services import Service
 from cli.supervisor import ClusterSpec
 from engine.build import EngineKind
@@ -92,6 +92,48 @@ def test_a_grammar_that_cannot_be_used_is_refused_at_once(cluster: RunningCluste
         assert (error.reason, error.code, error.field) == (Reason.BAD_FIELD, Code.INVALID_ARGUMENT, "sampling.grammar")
         assert problem in error.message
     cluster.run(assert_conserved(cluster))
+
+
+HOSTILE = (
+    schema({"type": "integer", "multipleOf": 99_991}),
+    schema({"properties": {f"p{i}": {"type": "integer"} for i in range(2_000)}}),
+    schema({"anyOf": [{"type": "string", "pattern": f"^.*{i}.*{i + 7}.*$"} for i in range(1_000)]}),
+    schema({"const": "x" * 60_000}),
+    Grammar(regex="(.*a.{40})+(.*b.{50})+(.*c.{60})+"),
+    Grammar(regex="((a{1,1000}){1,1000}){1,1000}"),
+    Grammar(rules='start: e\ne: e e e | e e | "a" | ""'),
+    Grammar(rules='start: ("a"{1,100000}){1,100000}'),
+    Grammar(rules='start: a "x"\na[lazy]: /.*/'),
+    Grammar(rules='root ::= root root | "a" |'),
+)
+"""Made to take long, or to break llguidance."""
+
+
+def test_hostile_grammars_harm_nobody_else(cluster: RunningCluster) -> None:
+    """Each ends with an answer, or an error of its sender's; the answers beside them are what they always are."""
+    digits = Grammar(regex="[0-9]{20}")
+
+    async def others() -> list[list[int]]:
+        free = [cluster.client.generate(f"number {i}", max_tokens=60, seed=i, ignore_eos=True) for i in range(3)]
+        answers = await asyncio.gather(*free, cluster.client.generate("digits", max_tokens=60, seed=9, grammar=digits))
+        return [answer.ids for answer in answers]
+
+    async def hostile(grammar: common_pb2.Grammar) -> Reason | None:
+        try:
+            await cluster.client.generate("hi", max_tokens=150, seed=1, grammar=grammar)
+        except BatonError as error:
+            return error.reason
+        return None
+
+    async def scenario() -> None:
+        undisturbed = await others()
+        *reasons, found = await asyncio.gather(*map(hostile, HOSTILE), others())
+        assert found == undisturbed
+        assert set(reasons) <= {None, Reason.BAD_FIELD, Reason.GRAMMAR_TOO_COMPLEX}
+        assert Reason.BAD_FIELD in reasons
+        await assert_conserved(cluster)
+
+    cluster.run(scenario())
 
 
 def test_clients_ask_over_http(cluster: RunningCluster) -> None:

@@ -117,7 +117,7 @@ def test_tiers_keep_what_the_device_evicts() -> None:
 
 def test_a_disk_with_room_has_what_was_used_once() -> None:
     """Of 12 chats in turn on one node with room for 3 prompts and 6 below it none is used again before it leaves host
-    memory. The disk has room for all, and so they are on it."""
+    memory. They go to the disk before, which has room for all."""
     room = replace(sizes(nodes=1, prompts=3), host_share=2.0, disk_share=5.0)
     tally = run(chats(4, 12, every_s=10.0), PLACED_ALL, room)
     assert (hit_blocks(tally), missed_blocks(tally)) == ({"disk": 3 * 12 * 7}, {})

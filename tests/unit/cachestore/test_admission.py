@@ -7,7 +7,7 @@ from collections import OrderedDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachestore.admission import Admission
+from cachestore.admission import CREDIT_MAX, ONCE_PER_REUSE, Admission
 
 REMEMBERED = 8
 
@@ -28,6 +28,21 @@ def test_while_there_is_room_one_use_is_enough() -> None:
     admission = Admission()
     admission.use(b"a")
     assert admission.admits(b"a", room=True) and not admission.admits(b"b", room=True)
+
+
+def test_a_block_used_again_pays_for_others_once() -> None:
+    """Blocks that are used once pay for nothing; the second use pays, later ones do not. There is an end to it."""
+    admission = Admission()
+    admission.use(b"a")
+    admission.use(b"b")
+    assert admission.credit == 0
+    admission.use(b"a")
+    admission.use(b"a")
+    assert admission.credit == ONCE_PER_REUSE
+    for number in range(CREDIT_MAX):
+        admission.use(b"%d" % number)
+        admission.use(b"%d" % number)
+    assert admission.credit == CREDIT_MAX
 
 
 def test_what_was_brought_needs_one_use_more() -> None:

@@ -383,6 +383,23 @@ def test_indexing_in_pieces_equals_indexing_at_once(tokens: list[int], cuts: lis
     assert len(cache) == len(tokens) // SIZE
 
 
+def test_a_position_of_two_groups_is_used_once_by_a_request() -> None:
+    """It is idle when both of its blocks have been let go of, together or one by one, and that is said once."""
+    ledger = Ledger(8)
+    cache = PrefixCache(ledger, block_size=SIZE, kv_root=b"model", groups=2)
+    idle: list[tuple[BlockId, ...]] = []
+    cache.on_idle = lambda entry, used: idle.append(entry.blocks)
+    table = ledger.take(4)
+    cache.index([1, 2, 3, 4], table, 4, b"", IndexCursor())
+    first, second = (table[0], table[1]), (table[2], table[3])
+    leave(ledger, cache, table[3:])
+    leave(ledger, cache, table[:3])
+    assert idle == [first, second]
+    ledger.hold(table)
+    leave(ledger, cache, table)
+    assert idle == [first, second] * 2
+
+
 def test_statistics_count_admitted_prompts_only() -> None:
     """Two prompts admitted, one with a hit; the matches in between count nothing."""
     ledger, cache = make(4)

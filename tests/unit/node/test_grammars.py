@@ -74,7 +74,7 @@ async def refused(node: Grammars, grammar: Grammar, output: list[int] | None = N
 
 def test_each_grammar_is_compiled_once(tokenizer: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """By requests that come together too, and what is wrong with one is remembered; the oldest makes room."""
-    monkeypatch.setattr(grammars, "KEPT_MAX", 2)
+    monkeypatch.setattr(grammars, "KEPT_CHARS_MAX", 2 * grammars.KEPT_CHARS_EACH)
 
     async def scenario() -> None:
         node = make(tokenizer)
@@ -145,13 +145,17 @@ def test_sources_take_turns(tokenizer: Path, compiled: list[str], held: threadin
 
 def test_a_source_has_its_own_grammars(tokenizer: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What one has compiled tells another nothing, and many of one do not push out another's."""
-    monkeypatch.setattr(grammars, "KEPT_MAX", 3)
+    monkeypatch.setattr(grammars, "KEPT_CHARS_MAX", 3 * grammars.KEPT_CHARS_EACH)
 
     async def scenario() -> None:
         node = make(tokenizer)
         for text, source in (("a", 1), ("a", 2), ("b", 2), ("c", 2), ("d", 2), ("a", 1), ("d", 2), ("a", 2)):
             await node.matcher(regex(text, source=source), [])
         assert compiled == ["a", "a", "b", "c", "d", "a"]
+        long = "a?" * grammars.KEPT_CHARS_EACH
+        for text, source in ((long, 2), ("a", 1), (long, 2), ("d", 2)):  # it counts as two
+            await node.matcher(regex(text, source=source), [])
+        assert compiled[6:] == [long, "d"]
 
     asyncio.run(scenario())
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from baton.errors import BatonError
 from baton.ids import BlockId
+from cachestore import admission as admission_module
 from cachestore.block_manager import BlockManager, prefix_blocks_max
 from cachestore.holdings import Tier
 from cachestore.layout import kv_layout
@@ -452,6 +453,32 @@ def test_what_was_used_once_goes_to_the_disk_before_host_memory_evicts_it(tmp_pa
         assert (books.blocks, books.evicted) == (6, 0)
 
     play_on_disk(tmp_path / "blocks", story, slots=6, host=4)
+
+
+def test_where_a_block_is_used_again_a_full_disk_takes_others_used_once(tmp_path: Path) -> None:
+    """Host memory and the disk have four blocks each. Of eight prompts of a block the first four go down; the others
+    wait, as they would evict those. One of them comes again: it goes down, and so do the two that wait for longest."""
+    prompts = [[first, first + 1, 0] for first in range(0, 80, 10)]
+
+    async def story(scene: Scene) -> None:
+        assert scene.store.disk is not None
+        books, cache = scene.store.disk.books, scene.blocks.prefix_cache
+        for four in (prompts[:4], prompts[4:]):
+            for prompt in four:
+                scene.compute(prompt)
+                await scene.idle()
+            await on_disk(scene, 4)
+        await turns()
+        assert books.evicted == 0
+        scene.compute(prompts[-1])
+        await wait_until(lambda: books.evicted == 3 and books.blocks == 4)
+        await turns()
+        there = [books.known(digest) for prompt in prompts for digest in cache.chain(prompt, b"")]
+        assert there == [False, False, False, True, True, True, False, True]
+        assert (books.evicted, scene.store.disk.admission.credit) == (3, 0)
+
+    with patch.object(admission_module, "ONCE_PER_REUSE", 2):
+        play_on_disk(tmp_path / "blocks", story, slots=4, host=4)
 
 
 def test_a_block_that_the_disk_has_lost_is_forgotten(tmp_path: Path) -> None:
