@@ -278,9 +278,9 @@ class ResponseReplies(Replies):
         self._is_open = True
         self._tell("response.output_item.added", output_index=number, item=item)
         if form.part:
-            part = {"type": form.part, "text": ""} | (
-                {"annotations": [], "logprobs": []} if kind is PieceKind.CONTENT else {}
-            )
+            part: Json = {"type": form.part, "text": ""}
+            if kind is PieceKind.CONTENT:
+                part |= {"annotations": [], "logprobs": []}
             self._tell_part("added", part)
             item["content"].append(part)
 

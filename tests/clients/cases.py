@@ -118,9 +118,9 @@ def program(name: str, *arguments: str, folder: Path, stdin: str = "", env: Mapp
 
 def run(names: Mapping[str, Any]) -> None:
     """Run the functions `case_...` among a script's names, and say of each what came of it. Ends the process."""
-    cases: list[Callable[[], Any]] = [thing for name, thing in names.items() if name.startswith("case_")]
+    cases: dict[str, Callable[[], Any]] = {name: it for name, it in names.items() if name.startswith("case_")}
     failed = 0
-    for case in cases:
+    for name, case in cases.items():
         began_s = time.monotonic()
         try:
             result = case()
@@ -128,7 +128,7 @@ def run(names: Mapping[str, Any]) -> None:
                 asyncio.run(result)
         except Exception:  # noqa: BLE001 - whatever the client raises is what is wrong with the case
             failed += 1
-            print(f"FAILED {case.__name__}\n{traceback.format_exc()}", flush=True)
+            print(f"FAILED {name}\n{traceback.format_exc()}", flush=True)
         else:
-            print(f"ok {case.__name__} {time.monotonic() - began_s:.1f}", flush=True)
+            print(f"ok {name} {time.monotonic() - began_s:.1f}", flush=True)
     sys.exit(failed > 0)

@@ -118,6 +118,14 @@ def case_tool_choice_any() -> None:
     assert (call["name"], call["args"]) == ("get_weather", {"city": "Rome"})
 
 
+def case_responses() -> None:
+    """The same by /v1/responses: text, and a call."""
+    model = ChatOpenAI(**OPTIONS, use_responses_api=True)
+    assert model.invoke("[hello]").text == ANSWERS["[hello]"]
+    (call,) = model.bind_tools([get_weather]).invoke("[weather]").tool_calls
+    assert (call["name"], call["args"]) == ("get_weather", {"city": "Rome"})
+
+
 def case_context_exceeded() -> None:
     """The package has a class of its own for it, which it knows by the words of the error."""
     raised(ContextOverflowError, model.invoke, "sea " * 2 * CONTEXT)
