@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
@@ -297,6 +298,7 @@ async def main() -> None:
     print(port, flush=True)
     # Until whoever started it closes this pipe, or ends.
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    os._exit(0)  # gRPC's servers would go on without a loop
 
 
 if __name__ == "__main__":

@@ -247,9 +247,9 @@ class HolderIndex:
             return
         keys = _keys(b"".join(digests))
         count = len(keys)
-        ends = self._find(keys[[0, -1]])
-        if not any(starts[0] < stops[0] for _, starts, stops in ends):
+        if not self._is_known(keys[0]):
             return  # as of most prompts
+        ends = self._find(keys[[0, -1]])
         if all(stops[0] - starts[0] == stops[1] - starts[1] for _, starts, stops in ends):
             holders = _holders(ends, 0)
             if all(map(np.array_equal, holders, _holders(ends, 1))):
@@ -265,6 +265,15 @@ class HolderIndex:
             end = first + sum(1 for _ in alike)
             yield from self._alike(parts, first, end)
             first = end
+
+    def _is_known(self, key: np.uint64) -> bool:
+        """Whether there is an entry of this block."""
+        end = key | _LOW_MASK
+        for part in self._parts():
+            at = part.searchsorted(key)
+            if at < part.size and part[at] < end:
+                return True
+        return False
 
     def _find(self, keys: _Entries) -> list[_Part]:
         """Where the entries of these blocks are, the oldest part first; only parts that have any."""

@@ -338,7 +338,8 @@ class DecodeNode:
         job = self._jobs.get(grant)
         if job is None:
             return
-        self._blocks.prefix_cache.released((*job.prefix, *job.blocks))
+        # Of what the engine had, it has said so itself: that is one use, not two.
+        self._blocks.prefix_cache.released((*job.prefix, *job.blocks), used=not job.resumed)
         self._engine.changed()  # a sequence may wait for these blocks
         if not job.committed.done():
             job.committed.set_result(False)

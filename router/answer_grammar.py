@@ -43,6 +43,7 @@ def answer_rules(
     """
     rules = _Rules(tokens)
     names = {tool["function"]["name"]: rules.arguments(tool["function"]) for tool in asked.callable}
+    start: str | None
     if form.tools is ToolForm.HARMONY:
         start = _harmony(rules, names, asked, content)
     else:

@@ -36,7 +36,6 @@ LOGPROBS_INLINE_MAX: Final = 256
 RECONNECT_MS: Final = 500
 """What clients of a resumable stream are told to wait for before they attach: EventSource's own is some seconds."""
 
-DONE: Final = "[DONE]"
 _THREADS: Final = ThreadPoolExecutor(2, thread_name_prefix="answers")
 
 Answer = Callable[[Sequence[AnswerSink]], Coroutine[Any, Any, None]]
@@ -112,12 +111,13 @@ class CallReply(Response):
 
     async def _fail(self, error: BatonError) -> None:
         if self._begun or self._lines:
-            self.put(json.dumps(openai.error_json(error, chat=self._call.chat)))
-            self.put(DONE)
+            self.put(self.replies.failure(error))
+            self._put_done()
             with suppress(TimeoutError):  # a client that reads nothing: its connection is closed
                 async with asyncio.timeout(ERROR_SEND_MS_MAX / 1000):
                     await self._flush(more=False)
         else:
+            error = self.replies.renamed(error)
             await error_response(error, chat=self._call.chat, headers=self._extra)(*self._asgi)
 
     async def _whole(self) -> None:
@@ -141,11 +141,15 @@ class CallReply(Response):
             self._sinks.clear()  # they refer to this
         if self._call.include_usage:
             self.put(json.dumps(self.replies.usage_chunk()))
-        self.put(DONE)
+        self._put_done()
         await self._flush(more=False)
 
+    def _put_done(self) -> None:
+        if self.replies.done:
+            self.put(self.replies.done)
+
     def put(self, data: str) -> None:
-        lines = f"data: {data}\n\n"
+        lines = self.replies.framed(data)
         if self.places is not None:
             lines = f"id: {self.places.token()}\n{lines}"
         if self._is_open and self._begun and self._direct is not None:
@@ -214,9 +218,9 @@ class _Choice:
     def finished(self, finished: inference_pb2.Finished, place: Place | None) -> None:
         replies = self._reply.replies
         replies.finished(self._index, finished)
-        chunk = replies.last_chunk(self._index, finished)
+        chunk = replies.last(self._index, finished)
         self._follow(place)
-        self._reply.put(json.dumps(chunk))
+        self._reply.put(chunk)
 
     def _follow(self, place: Place | None) -> None:
         replies, places = self._reply.replies, self._reply.places

@@ -33,7 +33,7 @@ from baton.tracing import (
     new_request_id,
     read_metadata,
 )
-from router import http_tokens, openai, openapi
+from router import http_tokens, openai, openapi, responses
 from router.answers import AnswerSink
 from router.byte_shares import TextOwner
 from router.choices import run_choices
@@ -53,8 +53,9 @@ from router.openai import Json, OpenAiCall
 from router.prompts import PromptEncoder
 from router.replies import Replies
 from router.request import ClientCall, check_model_name, with_priority
+from router.responses import ResponseReplies
 from router.resume import SECRET_BYTES, Places, ResumeToken
-from router.text_jobs import parse_call
+from router.text_jobs import parse_call, parse_response
 from router.text_workers import INLINE_BYTES_MAX, SHORT_BYTES_MAX
 
 log = get_log("http")
@@ -65,6 +66,8 @@ KEYED_CALL: Final = "keyed call"
 """In the state of a call that came with an API key, where it counts for it."""
 KEY: Final = "key"
 """In the state of every call that came with an API key."""
+REQUEST_ID: Final = "request id"
+"""In the state of a call that has got one."""
 REQUESTS_PATH: Final = "/v1/requests/"
 """Of resumable requests."""
 
@@ -106,6 +109,7 @@ class OpenAiApp:
                 *(Route(path, self._complete, methods=["POST"]) for path in sorted(_ANSWERED)),
                 Route(REQUESTS_PATH + "{call}/stream", self._attach, methods=["GET"]),
                 Route(REQUESTS_PATH + "{call}", self._forget, methods=["DELETE"]),
+                Route(responses.PATH + "/{id:path}", _not_stored, methods=["GET", "DELETE", "POST"]),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._model),
                 *(Route(path, self._tokens, methods=["POST"]) for path in sorted(http_tokens.PATHS)),
@@ -134,15 +138,20 @@ class OpenAiApp:
         await response(scope, receive, send)
 
     async def _complete(self, request: Request) -> Response:
-        """Both endpoints. What is refused here is logged with the id that the client is given: there is no request
-        yet."""
-        chat = _is_chat(request)
-        request_id = request.state.request_id = new_request_id(self._node.rng)
+        """Completions, chats and responses. What is refused here is logged with the id that the client is given: there
+        is no request yet."""
+        chat, is_response = _is_chat(request), request.scope["path"] == responses.PATH
+        state = request.scope["state"]
+        request_id = state[REQUEST_ID] = new_request_id(self._node.rng)
         try:
             called = _read_metadata(request)
-            request_id = request.state.request_id = called.request_id or request_id
+            request_id = state[REQUEST_ID] = called.request_id or request_id
             self._node.check_open()
-            call = await self._read(request, parse_call, chat, _may_spell(request), self._node.context_len_max())
+            spells, most = _may_spell(request), self._node.context_len_max()
+            if is_response:
+                call = await self._read(request, parse_response, spells, most)
+            else:
+                call = await self._read(request, parse_call, chat, spells, most)
             token = None
             sent = [value for value in request.headers.getlist(LAST_EVENT_ID) if value] if call.resumable else []
             if sent:
@@ -151,7 +160,7 @@ class OpenAiApp:
                 raise bad_field("resume_token_ids", f"resume_token_ids goes with the header {LAST_EVENT_ID}.")
             return await self._reply(request, call, called.traceparent, token)
         except BatonError as error:
-            return self._refused(request, error, chat=chat)
+            return self._refused(request, responses.renamed(error) if is_response else error, chat=chat)
 
     async def _read(
         self,
@@ -161,10 +170,14 @@ class OpenAiApp:
         **kwargs: _P.kwargs,
     ) -> _T:
         """What text workers make of the call's body. Raises BatonError, also where the client leaves."""
-        keyed: KeyedCall | None = getattr(request.state, KEYED_CALL, None)
+        direct = request.scope.get("extensions", {}).get(STREAM)
+        whole = direct.take_body() if direct is not None else None
+        if whole is not None and len(whole) <= min(INLINE_BYTES_MAX, self._node.config.http_body_bytes_max):
+            return work(self._node.prompts, whole, *args, **kwargs)  # which is what becomes of it below
+        keyed: KeyedCall | None = request.scope["state"].get(KEYED_CALL)
         owner = TextOwner(address=request.scope["state"][SOURCE], key=keyed.key.name if keyed is not None else None)
         with self._node.texts.holding(owner) as hold:
-            raw = await self._read_body(request, hold)
+            raw = await self._read_body(request, hold, whole)
             parsed = self._node.texts.run_held(owner, work, raw, *args, **kwargs)
             return await parsed if len(raw) <= INLINE_BYTES_MAX else await first_of(parsed, left(request.receive))
 
@@ -181,7 +194,7 @@ class OpenAiApp:
         """The rest of a stream, without the body that asked for it."""
         if request.method == "HEAD":  # which would take the answer over and read nothing of it
             raise HTTPException(405, headers={"allow": "GET"})
-        request.state.request_id = new_request_id(self._node.rng)
+        request.scope["state"][REQUEST_ID] = new_request_id(self._node.rng)
         try:
             self._node.check_open()
             called = _read_metadata(request)
@@ -192,20 +205,20 @@ class OpenAiApp:
 
     async def _forget(self, request: Request) -> Response:
         """The client has the whole answer, or wants no more of it."""
-        request.state.request_id = new_request_id(self._node.rng)
+        request.scope["state"][REQUEST_ID] = new_request_id(self._node.rng)
         try:
             token, _ = _shown(request)
-            key: ApiKey | None = getattr(request.state, KEY, None)
+            key: ApiKey | None = request.scope["state"].get(KEY)
             if key is None or self._desk is None:
                 await self._node.forget(token, None)
             else:
                 await self._node.forget(token, key.name, partial(self._desk.came_back, key))
         except BatonError as error:
             return self._refused(request, error)
-        return Response(status_code=204, headers={"x-request-id": request.state.request_id})
+        return Response(status_code=204, headers={"x-request-id": request.scope["state"][REQUEST_ID]})
 
     def _refused(self, request: Request, error: BatonError, *, chat: bool = False) -> Response:
-        request_id = request.state.request_id
+        request_id = request.scope["state"][REQUEST_ID]
         if error.reason is not Reason.CANCELLED:
             self._node.request_log.refused(error, door="http", request_id=request_id)
         return error_response(error, chat=chat, headers={"x-request-id": request_id})
@@ -260,16 +273,16 @@ class OpenAiApp:
         """`token` is that of a client that attaches. Raises BatonError."""
         node, now_s, attaches = self._node, asyncio.get_running_loop().time, token is not None
         answers = len(token.places) if token is not None else len(call.requests) * call.n
-        keyed: KeyedCall | None = getattr(request.state, KEYED_CALL, None)
+        keyed: KeyedCall | None = request.scope["state"].get(KEYED_CALL)
         if keyed is not None:
             await keyed.widen(answers)
-        request_id, created = request.state.request_id, int(time.time())
+        request_id, created = request.scope["state"][REQUEST_ID], int(time.time())
         set_seeds(call.requests, node.rng.getrandbits(64) if token is None else token.seed, attaches=attaches)
         if call.resumable and token is None:
             token = new_token(call, request_id, created, secret=node.token_bytes(SECRET_BYTES))
         if token is not None and token.http is not None:
             request_id, created = RequestId(token.http.id), token.http.created_unix_s
-            request.state.request_id = request_id
+            request.scope["state"][REQUEST_ID] = request_id
         each = resumes(call, token, attaches=attaches) if token is not None else [None] * answers
         trace = parent or Traceparent.new(node.rng, sampled=False)
         timeout_s = node.config.rpc.public_deadline_ms_default / 1000
@@ -295,7 +308,7 @@ class OpenAiApp:
                 await node.run(call.requests[prompt] if call.requests else None, client, sink)
 
         codec, model = node.prompts.codec, node.model_of(attaches=attaches)
-        replies = Replies(
+        replies = (Replies if call.echo is None else ResponseReplies)(
             request_id=request_id,
             call=call,
             model=(call.requests[0].model if call.requests else "") or (*node.config.served_model_name, model.name)[0],
@@ -317,8 +330,8 @@ class OpenAiApp:
             timeout_s=timeout_s,
         )
 
-    async def _read_body(self, request: Request, hold: Callable[[int], None]) -> bytearray:
-        """The whole body. Raises BatonError where it is too long, or does not come."""
+    async def _read_body(self, request: Request, hold: Callable[[int], None], whole: bytearray | None) -> bytearray:
+        """The body, of which `whole` is all, or nothing. Raises BatonError where it is too long, or does not come."""
         config = self._node.config
 
         def look(body: bytearray) -> bytearray:
@@ -328,8 +341,7 @@ class OpenAiApp:
                 hold(len(body))
             return body
 
-        direct = request.scope.get("extensions", {}).get(STREAM)
-        if direct is not None and (whole := direct.take_body()) is not None:
+        if whole is not None:
             return look(whole)
         body = bytearray()
         began_s = asyncio.get_running_loop().time()
@@ -458,7 +470,7 @@ class HttpServer:
 
 _METADATA: Final = frozenset(key.encode() for key in (REQUEST_ID_KEY, TRACEPARENT_KEY))
 _HTTP_CODES: Final = {404: "not_found", 405: "method_not_allowed"}
-_ANSWERED: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
+_ANSWERED: Final = frozenset({"/v1/completions", "/v1/chat/completions", responses.PATH})
 _FOR_PROBES: Final = frozenset({"/live", "/health", "/ping"})
 """Answered on every connection: a full router is not to be restarted."""
 
@@ -486,8 +498,12 @@ def _is_chat(request: Request) -> bool:
 
 def _may_spell(request: Request) -> bool:
     """Whether messages may spell special tokens."""
-    keyed: KeyedCall | None = getattr(request.state, KEYED_CALL, None)
+    keyed: KeyedCall | None = request.scope["state"].get(KEYED_CALL)
     return keyed is not None and keyed.key.special_tokens
+
+
+async def _not_stored(_request: Request) -> Response:
+    raise HTTPException(404, "Responses are not stored here")
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
@@ -496,11 +512,11 @@ async def _on_bug(request: Request, error: Exception) -> Response:
 
 
 def _known(request: Request) -> dict[str, Any]:
-    request_id = getattr(request.state, "request_id", None)
+    request_id = request.scope["state"].get(REQUEST_ID)
     return {"path": request.scope["path"], **({"request": request_id} if request_id is not None else {})}
 
 
 def _internal_error(request: Request) -> Response:
-    request_id = getattr(request.state, "request_id", None)
+    request_id = request.scope["state"].get(REQUEST_ID)
     internal = BatonError(Reason.INTERNAL, "This router failed to answer the call; its log says why.")
     return error_response(internal, headers={"x-request-id": request_id} if request_id is not None else None)

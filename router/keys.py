@@ -45,7 +45,7 @@ HOW_TO_SEND: Final = (
     "Send one as 'Authorization: Bearer KEY' (over gRPC: metadata 'authorization'; Baton's commands: --api-key-file "
     "FILE)."
 )
-_GONE: Final = "The API key is not a key of this cluster, or no longer one."
+_GONE: Final = "Incorrect API key provided: it is not a key of this cluster, or no longer one."
 _FORM: Final = re.compile(PREFIX + "[A-Za-z0-9_-]{43}")
 _HASH: Final = re.compile(r"[0-9a-f]{64}")
 _PROBLEMS_SHOWN: Final = 5

@@ -44,6 +44,7 @@ _REFUSED: Final[_Refused] = {
     ("thinking_token_budget", "repetition_detection"): ((), "nothing ends an answer but its tokens, stop and limits"),
     ("no_repeat_ngram_size",): ((0,), "repetition_penalty and frequency_penalty keep repetitions down"),
 }  # fmt: skip
+_REFUSED_NAMES: Final = frozenset(name for names in _REFUSED for name in names)
 _REFUSED_IN_COMPLETIONS: Final[_Refused] = {
     ("suffix",): (("",), "text can only be continued at its end"),
 }
@@ -106,6 +107,8 @@ class OpenAiCall:
     """What the client says that it has, of each answer. Empty: it does not say."""
     reading: resume_pb2.AnswerReading | None = None
     """How the answers of a chat are split into content, reasoning and calls of tools. None: all is content."""
+    echo: dict[str, Any] | None = None
+    """What the answer repeats of a call of /v1/responses. None: it is none."""
 
 
 JSON_ELEMENTS_MAX: Final = 1 << 16
@@ -164,8 +167,9 @@ def parse_completion(
 ) -> OpenAiCall:
     """/v1/completions. `body` as `parse_body` gives it. Raises BatonError naming the field."""
     n = _integer("n", body.get("n", 1), 1, CHOICES_MAX)
-    _refuse(body, _REFUSED_IN_COMPLETIONS)
-    _refuse(body, {("best_of",): ((n,), "every answer that is drawn is returned: ask for n of them")})
+    refuse(body, _REFUSED_IN_COMPLETIONS)
+    if "best_of" in body:
+        refuse(body, {("best_of",): ((n,), "every answer that is drawn is returned: ask for n of them")})
     sampling = _sampling(body)
     echo = typed(body, "echo", False)
     no_answer = echo and not isinstance(body.get("max_tokens"), bool) and body.get("max_tokens") == 0
@@ -219,7 +223,7 @@ def _cut(prompt: Sequence[int], body: Mapping[str, Any], context_len_max: int, m
 
 def parse_chat(body: Mapping[str, Any], encode: EncodeChat, context_len_max: int = UINT32_MAX) -> OpenAiCall:
     """/v1/chat/completions. `body` as `parse_body` gives it. Raises BatonError naming the field."""
-    _refuse(body, _REFUSED_IN_CHATS)
+    refuse(body, _REFUSED_IN_CHATS)
     sampling = _sampling(body)
     _set_integer(sampling, body, "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens")
     if typed(body, "logprobs", False):
@@ -315,7 +319,8 @@ def _request(
 
 def _sampling(body: Mapping[str, Any]) -> inference_pb2.Sampling:
     """What both endpoints share, our own extensions too. Ranges are checked where every client's are."""
-    _refuse(body, _REFUSED)
+    if not _REFUSED_NAMES.isdisjoint(body):
+        refuse(body, _REFUSED)
     sampling = inference_pb2.Sampling()
     for name in _FLOATS:
         if name in body:
@@ -398,7 +403,7 @@ def _content(content: object, i: int) -> str:
     return "\n".join(part["text"] for part in content)
 
 
-def _refuse(body: Mapping[str, Any], refused: _Refused) -> None:
+def refuse(body: Mapping[str, Any], refused: _Refused) -> None:
     for names, (neutral, why) in refused.items():
         for name in names:
             if name in body and body[name] not in neutral:

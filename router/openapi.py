@@ -22,6 +22,7 @@ _ENDPOINTS: Final[_Endpoints] = (
      ("prompt",)),
     ("post", "/v1/chat/completions", "Answers a chat; with `stream` as server-sent events.", {"messages": _MESSAGES},
      ("messages",)),
+    ("post", "/v1/responses", "Answers a chat in OpenAI's newer form; stores nothing.", {"input": {}}, ("input",)),
     ("get", "/v1/models", "The names that the model is served by.", {}, ()),
     ("get", "/v1/models/{name}", "One of them.", {}, ()),
     ("get", "/v1/requests/{id}/stream", "The rest of a resumable stream, behind `Last-Event-ID`.", {}, ()),

@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import accumulate
 from json.encoder import encode_basestring_ascii
-from typing import Final
+from typing import ClassVar, Final
 
 from batonpb import common_pb2, inference_pb2
 
+from baton.errors import BatonError
 from router.answer_forms import AnswerForm, AnswerParser, ToolForm
 from router.answer_reader import Piece, PieceKind
 from router.answers import AnswerPart, Collected
-from router.openai import Json, OpenAiCall
+from router.openai import Json, OpenAiCall, error_json
 from router.resume import Place
 
 LOGPROB_MIN: Final = -9999.0
@@ -36,6 +37,8 @@ def chunks_id(request_id: str, *, chat: bool) -> str:
 class Replies:
     """Makes the JSON of one call's answers. Mutable: knows which choices have begun, and how long each is."""
 
+    done: ClassVar[str] = "[DONE]"
+    """The last event of a stream; empty: there is none."""
     request_id: str
     call: OpenAiCall
     model: str
@@ -206,6 +209,22 @@ class Replies:
         named = self.call.reading is not None and self.call.reading.named  # OpenAI says "stop" then
         return "tool_calls" if calls and finish == "stop" and not named else finish
 
+    def last(self, index: int, finished: inference_pb2.Finished) -> str:
+        """The last chunk of an answer, as JSON."""
+        return json.dumps(self.last_chunk(index, finished))
+
+    def failure(self, error: BatonError) -> str:
+        """What a stream that fails ends with."""
+        return json.dumps(error_json(error, chat=self.call.chat))
+
+    def renamed(self, error: BatonError) -> BatonError:
+        """The error with the names that the call's fields have."""
+        return error
+
+    def framed(self, data: str) -> str:
+        """A chunk as server-sent events."""
+        return f"data: {data}\n\n"
+
     def last_chunk(self, index: int, finished: inference_pb2.Finished) -> Json:
         first = index not in self._offsets
         content = self._content(index, "", first=first)
@@ -227,7 +246,6 @@ class Replies:
             parts = [] if self.call.no_answer else answer.parts
             text = "".join(part.text for part in parts)
             content = {"message": self._message(index, text)} if self.call.chat else {"text": self._echo(index) + text}
-            finish = "length" if self.call.no_answer else self._finish(index, answer.end.reason)
             logprobs = self._logprobs(index, parts, answer.end.prompt_logprobs)
             finish = "length" if self.call.no_answer else self._finish(index, answer.end.reason)
             choice: Json = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}

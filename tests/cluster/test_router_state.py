@@ -45,9 +45,9 @@ def test_a_text_is_measured_first_and_encoded_off_the_loop(tmp_path: Path) -> No
         threads: list[int] = []
         real_encode = TextCodec.encode
 
-        def encode(self: TextCodec, text: str) -> Sequence[int]:
+        def encode(self: TextCodec, text: str, **options: bool) -> Sequence[int]:
             threads.append(threading.get_ident())
-            return real_encode(self, text)
+            return real_encode(self, text, **options)
 
         flags = {"model": str(tmp_path), "prompt_chars_max": CHARS_MAX}
         no_text_is_short = patch.object(text_workers, "INLINE_BYTES_MAX", 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
@@ -111,6 +112,24 @@ def test_what_the_region_has_no_room_for_comes_back_from_host_memory(mixed: bool
         counters = store_of(cluster).host.counters
         assert counters.hit_blocks >= (PROMPTS - 4) * PROMPT_BLOCKS
         assert counters.promotions >= PROMPTS - 4
+
+    play(story, mixed=mixed)
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["prefill and decode", "mixed"])
+def test_a_request_is_one_use_of_its_blocks(mixed: bool) -> None:
+    """At every node that has them: a prompt that is seen once must not look as if it had come twice."""
+
+    async def story(cluster: InProcessCluster) -> None:
+        caches = [node.pool.blocks.prefix_cache for node in {**cluster.prefill, **cluster.decode}.values()]
+        uses: list[Counter[bytes]] = [Counter() for _ in caches]
+        for cache, counts in zip(caches, uses, strict=True):
+            cache.on_idle = lambda entry, used, counts=counts: counts.update([entry.digest] * used)
+        (prompt,) = prompts(5, count=1)
+        await ask(cluster, prompt)
+        await assert_conserved(cluster)
+        once = Counter(caches[0].chain(prompt, b""))
+        assert uses == [once for _ in caches]
 
     play(story, mixed=mixed)
 

@@ -258,7 +258,8 @@ def test_a_stream_that_goes_on_in_the_midst_of_a_call(cluster: RunningCluster, w
     whole = joined(events)
     assert (whole.pop("calls"), len(set(whole.pop("ids").values()))) == ({0: NAMES[0], 1: NAMES[1]}, 2)
     assert whole == {"content": "I look.", "reasoning_content": "They ask of Rome.", "end": "tool_calls"}
-    for taken in range(1, len(events) - 2, 4):
+    # The first event has prefill's token: who leaves then may find no decode node that has the answer.
+    for taken in range(1 if way == "POST" else 2, len(events) - 2, 4):
         begun = read(cluster, "router-0", post, body, events=taken)
         name = json.loads(begun[0][1])["id"]
         call = post if way == "POST" else f"GET /v1/requests/{name}/stream"

@@ -28,6 +28,7 @@ from router.replies import Replies
 from router.request import ROLES, check_request
 from router.resume import RESUMABLE_ANSWERS_MAX, TOKEN_CHARS_MAX, ResumeToken
 from router.text import TextCodec
+from router.text_jobs import parse_response
 from tests.fuzz.target import Target, jsons, refusal_is_typed, written
 from tests.support import chat_tokenizers
 from tests.support.chat_tokenizers import BEGIN, END
@@ -69,7 +70,7 @@ def _said(pieces: list[Piece]) -> dict[tuple[PieceKind, int], str]:
 
 
 def check_body(data: bytes) -> None:
-    """Of either endpoint."""
+    """Of any of the endpoints."""
     before = sys.get_int_max_str_digits()
     sys.set_int_max_str_digits(640)  # as routers do
     try:
@@ -79,6 +80,10 @@ def check_body(data: bytes) -> None:
             with refusal_is_typed():
                 body = openai.parse_body(data)
                 _sent(openai.parse_chat(body, partial(encoder.encode_chat, tools=parse_tools(body).tools)))
+            with refusal_is_typed():
+                call = parse_response(encoder, data, False, 4_096)
+                assert call.echo is not None
+                _sent(call)
     finally:
         sys.set_int_max_str_digits(before)
 

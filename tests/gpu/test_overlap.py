@@ -3,6 +3,7 @@ and a launch that looks at nothing."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
@@ -46,6 +47,7 @@ from engine.scheduler import SchedulerConfig, SequenceMode
 from engine.scheduler import Sequence as EngineSequence
 from engine.types import (
     Batch,
+    FinishReason,
     Grammar,
     GrammarKind,
     NullSink,
@@ -54,6 +56,7 @@ from engine.types import (
     SamplingParams,
     TokenLogprobs,
 )
+from node.engine_loop import EngineLoop
 from tests.support.schemas import write_byte_tokenizer
 
 CONFIG = tiny_config()
@@ -242,6 +245,54 @@ def test_answers_with_grammars_overlap(graph_rows_max: int, tmp_path: Path) -> N
     counters = server.engine.counters
     assert (counters.steps_held_back, counters.steps_overlapped) == (0, counters.steps - 1)
     assert counters.tokens_surplus == 2
+
+
+def test_a_step_that_cannot_be_drawn_costs_its_own_requests_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was launched, and is drawn when the step before it is collected, which fails however often it is tried. The
+    next request is served."""
+    eos = write_byte_tokenizer(tmp_path / "tokenizer.json")
+    config = replace(CONFIG, vocab_size=eos + 1, eos_token_ids=frozenset({eos}))
+    grammars = GrammarCompiler(
+        tmp_path / "tokenizer.json", vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids
+    )
+    runner = gpu_runner(config=config, tensors=random_tensors(config, 1))
+    server = Server(runner, grammars)
+    draw = runner.draw
+
+    def fail(drawn: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(s.key.request == "broken" and s.token_pending for s in drawn):
+            raise RuntimeError("no masks")
+        return draw(drawn, *args, **kwargs)
+
+    monkeypatch.setattr(runner, "draw", fail)
+    params = replace(GREEDY, max_tokens=6, grammar=Grammar(kind=GrammarKind.REGEX, text="[0-9]{2,4}"))
+    ended: dict[str, FinishReason | None] = {}
+
+    class Host:
+        def step_begins(self, batch: Batch) -> NullSink:
+            return NullSink()
+
+        def step_ended(self, sink: Any, events: list[Any]) -> None:
+            ended.update({event.seq.key.request: event.finish for event in events if event.finish is not None})
+            if "broken" in ended and "whole" not in server.answers:
+                server.submit("whole", [1, 2, 3], params)
+            if "whole" in ended:
+                asyncio.get_running_loop().call_soon(over.set)
+
+    async def scenario() -> None:
+        loop = EngineLoop(server.engine, Host(), name="test")
+        running = asyncio.create_task(loop.run())
+        server.submit("broken", [1, 2, 3], params)
+        async with asyncio.timeout(120):
+            await over.wait()
+        await loop.stop(running)
+        assert loop.steps_failed <= 2
+
+    over = asyncio.Event()
+    asyncio.run(scenario())
+    assert ended == {"broken": FinishReason.ABORTED, "whole": FinishReason.STOP}
 
 
 @pytest.mark.parametrize("graph_rows_max", [0, 4], ids=["kernel by kernel", "graphs"])

@@ -61,7 +61,9 @@ class Model:
         path = folder / f"{kind}.json"
         tokenizer.save(str(path))
         self.tokenizer = Tokenizer.from_file(str(path))
-        self.eos = self.tokenizer.token_to_id(END)
+        eos = self.tokenizer.token_to_id(END)
+        assert eos is not None
+        self.eos: int = eos
         self.compiler = GrammarCompiler(
             path, vocab_size=self.tokenizer.get_vocab_size(), eos_token_ids=frozenset({self.eos})
         )
