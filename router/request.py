@@ -280,7 +280,7 @@ def _drawn_by(named: Mapping[str, Any], model: ModelInfo, defaults: SamplingDefa
     return found
 
 
-def _counts(named: Mapping[str, Any], prompt_tokens: int, max_tokens: int) -> dict[str, int]:
+def _counts(named: Mapping[str, Any], prompt_tokens: int, max_tokens: int) -> dict[str, Any]:
     """Fields of a SamplingSpec: how many tokens, and how many log-probabilities. Raises BatonError."""
     found = {}
     if "min_tokens" in named:
