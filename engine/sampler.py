@@ -566,7 +566,7 @@ class DrawKernel:
         ]
         self._allow_only = handle.baton_allow_only
         self._allow_only.restype = None
-        self._allow_only.argtypes = [*[Pointer, integer, integer, integer, Pointer, integer, Pointer, integer]]
+        self._allow_only.argtypes = [*[Pointer, integer, integer, integer, Pointer, integer], *[Pointer, integer]]
         self._scratch = handle.baton_draw_scratch
         self._scratch.restype, self._scratch.argtypes = integer, [integer, integer]
 
