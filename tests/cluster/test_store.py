@@ -8,7 +8,7 @@ import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -121,7 +121,8 @@ def test_a_request_is_one_use_of_its_blocks(mixed: bool) -> None:
     """At every node that has them: a prompt that is seen once must not look as if it had come twice."""
 
     async def story(cluster: InProcessCluster) -> None:
-        caches = [node.pool.blocks.prefix_cache for node in {**cluster.prefill, **cluster.decode}.values()]
+        nodes: list[Any] = [*cluster.prefill.values(), *cluster.decode.values()]
+        caches = [node.pool.blocks.prefix_cache for node in nodes]
         uses: list[Counter[bytes]] = [Counter() for _ in caches]
         for cache, counts in zip(caches, uses, strict=True):
             cache.on_idle = lambda entry, used, counts=counts: counts.update([entry.digest] * used)
