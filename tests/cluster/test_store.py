@@ -118,7 +118,8 @@ def test_what_the_region_has_no_room_for_comes_back_from_host_memory(mixed: bool
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["prefill and decode", "mixed"])
 def test_a_request_is_one_use_of_its_blocks(mixed: bool) -> None:
-    """At every node that has them: a prompt that is seen once must not look as if it had come twice."""
+    """At every node that has them: a prompt that is seen once must not look as if it had come twice. One mixed node may
+    do both parts."""
 
     async def story(cluster: InProcessCluster) -> None:
         nodes: list[Any] = [*cluster.prefill.values(), *cluster.decode.values()]
@@ -130,7 +131,9 @@ def test_a_request_is_one_use_of_its_blocks(mixed: bool) -> None:
         await ask(cluster, prompt)
         await assert_conserved(cluster)
         once = Counter(caches[0].chain(prompt, b""))
-        assert uses == [once for _ in caches]
+        had = [counts for counts in uses if counts]
+        assert len(had) == len(caches) or (mixed and len(had) == 1)
+        assert had == [once] * len(had)
 
     play(story, mixed=mixed)
 
