@@ -219,12 +219,12 @@ class DecodeNode:
         `notify_router`: somebody else cancels, and the router may be waiting for tokens.
         """
         job = self._by_key.get(key)
-        self.receiver.cancel(key)
-        self.reserving.resumed_first.waits_no_more(key)
         if job is not None:
             job.output.end(error=f"cancelled: {reason}")
-            if not notify_router:
-                job.output.forgotten.set()
+        self.receiver.cancel(key)
+        self.reserving.resumed_first.waits_no_more(key)
+        if job is not None and not notify_router:
+            job.output.forgotten.set()
         return job is not None
 
     def is_router_of(self, key: RequestKey, sender: Incarnation, epoch: int) -> bool:
@@ -332,6 +332,9 @@ class DecodeNode:
 
     def cancelled(self, key: RequestKey, grant: GrantId) -> None:
         del grant
+        job = self._by_key.get(key)
+        if job is not None:  # at once, so that no router takes over what the engine is about to end
+            job.output.end(error="cancelled: a newer attempt has come")
         self._engine.abort(key)
 
     def let_go(self, grant: GrantId) -> None:

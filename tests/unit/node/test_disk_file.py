@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from hashlib import blake2b
@@ -604,12 +605,14 @@ class Stopping(PlainBlockIo):
     """A drive on which the file is closed while a block is being moved."""
 
     def __init__(self) -> None:
-        self.begun, self.may_go = threading.Event(), threading.Event()
+        self.begun = threading.Event()
 
     def write(self, fd: int, blocks: Blocks, slot_at_B: Offsets, headers_U8: np.ndarray) -> tuple[Results, Sums]:
         self.begun.set()
-        assert self.may_go.wait(WAIT_S)
-        assert blocks.stop_1[0]
+        until_s = time.monotonic() + WAIT_S
+        while not blocks.stop_1[0]:
+            assert time.monotonic() < until_s
+            os.sched_yield()
         return super().write(fd, blocks, slot_at_B, headers_U8)
 
 
@@ -626,9 +629,7 @@ def test_a_stop_does_not_begin_another_block(
         file.start_store(
             bench.memory_U8, [TierSlot(s) for s in range(8)], keys(0, 8), bench.places(range(8)), told.append
         )
-        await asyncio.to_thread(io.begun.wait)
-        file._stop_1[0] = 1
-        io.may_go.set()
+        assert await asyncio.to_thread(io.begun.wait, WAIT_S)
         await asyncio.to_thread(file.close)
         assert told == []
         file = bench.open(tmp_path / "kv", 8)
