@@ -11,6 +11,7 @@ class KernelSet(Enum):
     AUTO = "auto"  # the best one that this CPU has
     AVX2 = "avx2"  # AVX2, FMA and F16C
     AVX512 = "avx512"  # AVX-512 F, BW, DQ and VL, without BF16
-    AVX512BF16 = "avx512bf16"  # with BF16; a CPU with AMX multiplies by oneDNN
+    AVX512BF16 = "avx512bf16"  # with BF16 too
+    AMX = "amx"  # the same, and products by oneDNN
     NEON = "neon"  # aarch64
     TORCH = "torch"  # PyTorch's operations, in float32
