@@ -25,15 +25,20 @@ from engine.types import Grammar, GrammarKind, SequenceSlice
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits
 
-MASK_THREADS: Final = 4
 MASK_MS_FREE: Final = 2
 """Of the processor's time for one mask. All rows of a step wait for the slowest."""
 MASK_MS_OWED_MAX: Final = 200
 """What an answer's masks may take beyond that before it ends; a fast mask pays back what it leaves."""
+ROWS_ALONE_MAX: Final = 32
+"""Masks that the engine's thread computes by itself: some 40 microseconds each, where a thread that has to be woken may
+wait milliseconds for a processor that one of the model's threads holds while it spins."""
+MASK_THREADS: Final = 4
+PROCESSORS_SHARED_MIN: Final = 4
+"""With fewer, all masks are computed by the engine's thread."""
 MASK_MS_WATCHED: Final = 10
-"""What a row owes to begin with, once masks were slow and it is not known whose."""
+"""What a row owes to begin with, once masks that were computed together were slow and it is not known whose."""
 ROW_MS_MAX: Final = 0.1
-"""Of the masks of a step, for each row. Masks that take longer are looked at one by one."""
+"""Of masks that are computed together, for each row. Those that take longer are looked at one by one."""
 ERROR_CHARS_MAX: Final = 300
 
 
@@ -75,7 +80,7 @@ class Matcher:
         self.words = words
         """Of a mask."""
         self.owed_ms = 0.0
-        """Of the masks' time: see MASK_MS_OWED_MAX. More than zero: the row's masks are timed."""
+        """Of the masks' time: see MASK_MS_OWED_MAX. More than zero: the row's masks are computed by themselves."""
         self._followed = 0
 
     def copy(self) -> Matcher:
@@ -171,32 +176,36 @@ def compute_masks(drawn: Sequence[SequenceSlice]) -> tuple[list[int], np.ndarray
         piece.grammar.follow(piece.tokens, piece.stop - piece.output_index, piece.stop)
         matchers.append(piece.grammar)
     allowed_RI = np.zeros((len(rows), matchers[0].words), dtype=np.int32)
-    _fill([(each, at) for at, each in enumerate(matchers) if not each.owed_ms], allowed_RI)
+    fill_masks(matchers, allowed_RI)
     for at, each in enumerate(matchers):
-        if each.owed_ms:
-            _fill_timed(each, allowed_RI[at])
         if each.matcher.is_error():  # llguidance lets the answer end then
             allowed_RI[at] = 0
     return rows, allowed_RI
 
 
-def _fill(pairs: Sequence[tuple[Matcher, int]], allowed_RI: np.ndarray) -> None:
-    """All at a time. If that is slow, whose fault it is shows from the next mask on."""
-    began_s = time.perf_counter()
-    if len(pairs) == 1:
-        matcher, at = pairs[0]
-        matcher.matcher.unsafe_compute_mask_ptr(allowed_RI[at].ctypes.data, allowed_RI[at].nbytes)
-    elif pairs:
-        each_bytes = allowed_RI[0].nbytes
-        found = [(matcher.matcher, at) for matcher, at in pairs]
-        _executor().unsafe_compute_mask_ptr(found, allowed_RI.ctypes.data, each_bytes, len(allowed_RI))
+def fill_masks(matchers: Sequence[Matcher], allowed_RI: np.ndarray) -> None:
+    """One mask for each. Many at a time where there are processors for it, but for rows that owe something."""
+    together = [(each, at) for at, each in enumerate(matchers) if not each.owed_ms]
+    executor = _executor() if len(together) > ROWS_ALONE_MAX else None
+    alone = [(each, at) for at, each in enumerate(matchers) if each.owed_ms or executor is None]
+    if executor is not None:
+        _fill_together(executor, together, allowed_RI)
+    for each, at in alone:
+        _fill_alone(each, allowed_RI[at])
+
+
+def _fill_together(executor: LLExecutor, pairs: Sequence[tuple[Matcher, int]], allowed_RI: np.ndarray) -> None:
+    """If that is slow, whose fault it is shows from the next mask on."""
+    began_s, each_bytes = time.perf_counter(), allowed_RI[0].nbytes
+    found = [(matcher.matcher, at) for matcher, at in pairs]
+    executor.unsafe_compute_mask_ptr(found, allowed_RI.ctypes.data, each_bytes, len(allowed_RI))
     if 1e3 * (time.perf_counter() - began_s) > MASK_MS_FREE + ROW_MS_MAX * len(pairs):
         for matcher, _ in pairs:
             matcher.owed_ms = MASK_MS_WATCHED
 
 
-def _fill_timed(matcher: Matcher, allowed_I: np.ndarray) -> None:
-    """One of a grammar that may be slow. A thread's own time: a machine that is busy or stopped ends no answer."""
+def _fill_alone(matcher: Matcher, allowed_I: np.ndarray) -> None:
+    """Counts a thread's own time: a machine that is busy or stopped ends no answer."""
     if matcher.owed_ms > MASK_MS_OWED_MAX:
         return
     began_s = time.thread_time()
@@ -205,8 +214,9 @@ def _fill_timed(matcher: Matcher, allowed_I: np.ndarray) -> None:
 
 
 @cache
-def _executor() -> LLExecutor:
-    """Its threads sleep between masks."""
+def _executor() -> LLExecutor | None:
+    """Its threads sleep between masks. None: there are too few processors."""
     from llguidance import LLExecutor
 
-    return LLExecutor(min(MASK_THREADS, len(os.sched_getaffinity(0))))
+    processors = len(os.sched_getaffinity(0))
+    return LLExecutor(MASK_THREADS) if processors >= PROCESSORS_SHARED_MIN else None
