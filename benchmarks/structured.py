@@ -152,7 +152,8 @@ class Ours:
     @property
     def mask_U8(self) -> np.ndarray:
         """Of the one matcher of the last `fill`."""
-        return self._masks[0].view(np.uint8)
+        mask_U8: np.ndarray = self._masks[0].view(np.uint8)
+        return mask_U8
 
     def compile(self, kind: str, grammar: Any) -> Any:
         from engine.types import Grammar, GrammarKind

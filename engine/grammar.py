@@ -29,12 +29,10 @@ MASK_MS_FREE: Final = 2
 """Of the processor's time for one mask. All rows of a step wait for the slowest."""
 MASK_MS_OWED_MAX: Final = 200
 """What an answer's masks may take beyond that before it ends; a fast mask pays back what it leaves."""
-ROWS_ALONE_MAX: Final = 32
-"""Masks that the engine's thread computes by itself: some 40 microseconds each, where a thread that has to be woken may
-wait milliseconds for a processor that one of the model's threads holds while it spins."""
+ALONE_MS_MAX: Final = 2
+"""Of a step's masks, by those before them: so much the engine's thread computes by itself, each mask by its own clock.
+Threads that have to be woken may wait as long for a processor, as the model's threads spin on theirs."""
 MASK_THREADS: Final = 4
-PROCESSORS_SHARED_MIN: Final = 4
-"""With fewer, all masks are computed by the engine's thread."""
 MASK_MS_WATCHED: Final = 10
 """What a row owes to begin with, once masks that were computed together were slow and it is not known whose."""
 ROW_MS_MAX: Final = 0.1
@@ -73,7 +71,7 @@ def _in_one_line(error: str) -> str:
 class Matcher:
     """Follows one answer. Not thread-safe: the engine's while it has the sequence."""
 
-    __slots__ = ("_followed", "matcher", "owed_ms", "words")
+    __slots__ = ("_followed", "mask_ms", "matcher", "owed_ms", "words")
 
     def __init__(self, matcher: LLMatcher, words: int) -> None:
         self.matcher = matcher
@@ -81,6 +79,8 @@ class Matcher:
         """Of a mask."""
         self.owed_ms = 0.0
         """Of the masks' time: see MASK_MS_OWED_MAX. More than zero: the row's masks are computed by themselves."""
+        self.mask_ms = 0.0
+        """Of a processor, for its last mask."""
         self._followed = 0
 
     def copy(self) -> Matcher:
@@ -184,9 +184,9 @@ def compute_masks(drawn: Sequence[SequenceSlice]) -> tuple[list[int], np.ndarray
 
 
 def fill_masks(matchers: Sequence[Matcher], allowed_RI: np.ndarray) -> None:
-    """One mask for each. Many at a time where there are processors for it, but for rows that owe something."""
+    """One mask for each. Where they take long all at a time, but for rows that owe something."""
     together = [(each, at) for at, each in enumerate(matchers) if not each.owed_ms]
-    executor = _executor() if len(together) > ROWS_ALONE_MAX else None
+    executor = _executor() if sum(each.mask_ms for each, _ in together) > ALONE_MS_MAX else None
     alone = [(each, at) for at, each in enumerate(matchers) if each.owed_ms or executor is None]
     if executor is not None:
         _fill_together(executor, together, allowed_RI)
@@ -199,8 +199,10 @@ def _fill_together(executor: LLExecutor, pairs: Sequence[tuple[Matcher, int]], a
     began_s, each_bytes = time.perf_counter(), allowed_RI[0].nbytes
     found = [(matcher.matcher, at) for matcher, at in pairs]
     executor.unsafe_compute_mask_ptr(found, allowed_RI.ctypes.data, each_bytes, len(allowed_RI))
-    if 1e3 * (time.perf_counter() - began_s) > MASK_MS_FREE + ROW_MS_MAX * len(pairs):
-        for matcher, _ in pairs:
+    taken_ms = 1e3 * (time.perf_counter() - began_s)
+    for matcher, _ in pairs:
+        matcher.mask_ms = taken_ms * min(_mask_threads(), len(pairs)) / len(pairs)
+        if taken_ms > MASK_MS_FREE + ROW_MS_MAX * len(pairs):
             matcher.owed_ms = MASK_MS_WATCHED
 
 
@@ -210,13 +212,18 @@ def _fill_alone(matcher: Matcher, allowed_I: np.ndarray) -> None:
         return
     began_s = time.thread_time()
     matcher.matcher.unsafe_compute_mask_ptr(allowed_I.ctypes.data, allowed_I.nbytes)
-    matcher.owed_ms = max(0.0, matcher.owed_ms + 1e3 * (time.thread_time() - began_s) - MASK_MS_FREE)
+    matcher.mask_ms = 1e3 * (time.thread_time() - began_s)
+    matcher.owed_ms = max(0.0, matcher.owed_ms + matcher.mask_ms - MASK_MS_FREE)
+
+
+@cache
+def _mask_threads() -> int:
+    return min(MASK_THREADS, len(os.sched_getaffinity(0)))
 
 
 @cache
 def _executor() -> LLExecutor | None:
-    """Its threads sleep between masks. None: there are too few processors."""
+    """Its threads sleep between masks. None: there is one processor."""
     from llguidance import LLExecutor
 
-    processors = len(os.sched_getaffinity(0))
-    return LLExecutor(MASK_THREADS) if processors >= PROCESSORS_SHARED_MIN else None
+    return LLExecutor(_mask_threads()) if _mask_threads() > 1 else None

@@ -230,12 +230,14 @@ def test_masks_that_are_computed_together_are_the_same(
     monkeypatch.setattr(engine_grammar, "_fill_together", watched)
     executor = LLExecutor(2)
     monkeypatch.setattr(engine_grammar, "_executor", lambda: executor)
+    monkeypatch.setattr(engine_grammar, "_mask_threads", lambda: 2)
     monkeypatch.setattr(engine_grammar, "MASK_MS_FREE", 1e9)
     for shared in (False, True):
-        monkeypatch.setattr(engine_grammar, "ROWS_ALONE_MAX", 1 if shared else 32)
+        monkeypatch.setattr(engine_grammar, "ALONE_MS_MAX", -1.0 if shared else 1e9)
         monkeypatch.setattr(engine_grammar, "ROW_MS_MAX", 0.0 if fast else -1e10)
         seqs = [model.submit(f"{i}", replace(DRAWN, seed=i, grammar=regex("[a-z]{9}-[0-9]{9}"))) for i in range(3)]
         model.run()
+        assert all(isinstance(seq.grammar, Matcher) and seq.grammar.mask_ms > 0 for seq in seqs)
         texts[shared] = [model.answer(seq) for seq in seqs]
         assert shared or not together
     assert texts[False] == texts[True]
@@ -243,18 +245,46 @@ def test_masks_that_are_computed_together_are_the_same(
     assert together and all(each == {owed} for each in together), together
 
 
-def test_too_few_processors_compute_no_masks_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two, which the model's own threads are on; with four there are threads for masks."""
-    for processors, has_threads in ((2, False), (4, True)):
+def test_masks_that_take_long_are_computed_together(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes 1 ms by the thread's clock: those of one or two rows are computed by the engine's thread, and of three
+    together from the second step on."""
+    together: list[int] = []
+    fill_together = engine_grammar._fill_together
+
+    def watched(executor: LLExecutor, pairs: list[tuple[Matcher, int]], allowed_RI: np.ndarray) -> None:
+        fill_together(executor, pairs, allowed_RI)
+        together.append(len(pairs))
+        for each, _ in pairs:
+            each.mask_ms = 1.0
+
+    clock = count()
+    clocks = SimpleNamespace(perf_counter=lambda: 0.0, thread_time=lambda: next(clock) / 1e3)
+    monkeypatch.setattr(engine_grammar, "time", clocks)
+    monkeypatch.setattr(engine_grammar, "_fill_together", watched)
+    executor = LLExecutor(2)
+    monkeypatch.setattr(engine_grammar, "_executor", lambda: executor)
+    for rows, wanted in ((2, []), (3, [3] * 3)):
+        for i in range(rows):
+            model.submit(f"{rows} {i}", replace(DRAWN, seed=i, max_tokens=4, grammar=regex("[a-z]{40}")))
+        model.run()
+        assert together == wanted
+
+
+def test_one_processor_computes_no_masks_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two do."""
+    for processors, has_threads in ((1, False), (2, True)):
         engine_grammar._executor.cache_clear()
+        engine_grammar._mask_threads.cache_clear()
         here = SimpleNamespace(sched_getaffinity=lambda _, count=processors: set(range(count)))
         monkeypatch.setattr(engine_grammar, "os", here)
         assert (engine_grammar._executor() is not None) == has_threads
     engine_grammar._executor.cache_clear()
+    engine_grammar._mask_threads.cache_clear()
 
 
 def test_a_machine_that_is_busy_makes_no_answer_owe(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock on the wall runs a second with each look at it, a thread's own does not: no row is slower than it may."""
+    """The clock on the wall runs a second with each look at it, a thread's own does not: no row is slower than it
+    may."""
     clock = count()
     clocks = SimpleNamespace(perf_counter=lambda: float(next(clock)), thread_time=lambda: 0.0)
     monkeypatch.setattr(engine_grammar, "time", clocks)
