@@ -40,8 +40,10 @@ _OWN: Final = frozenset({
 })  # fmt: skip
 """Fields that a chat has not, or means something else by."""
 _TEXT_PARTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-_NAMES: Final = {"messages": "input", "response_format": "text.format", "max_completion_tokens": "max_output_tokens",
-                 "max_tokens": "max_output_tokens", "token_ids": "input", "reasoning_effort": "reasoning.effort"}  # fmt: skip
+_NAMES: Final = {
+    "messages": "input", "response_format": "text.format", "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens", "token_ids": "input", "reasoning_effort": "reasoning.effort",
+}  # fmt: skip
 """Of a chat's fields, in errors."""
 
 

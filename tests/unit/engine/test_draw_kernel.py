@@ -101,8 +101,8 @@ def test_rows_that_no_model_should_give_have_no_token() -> None:
 @pytest.mark.parametrize("where", [0, 511, 512, 1_300])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_of_tokens_that_are_forbidden_none_is_drawn(where: int, dtype: torch.dtype) -> None:
-    """A grammar leaves a few tokens of a row, or one: the first, the last, on both sides of a block's edge. It draws what
-    the definition draws, with each filter."""
+    """A grammar leaves a few tokens of a row, or one: the first, the last, on both sides of a block's edge. What is
+    drawn is what the definition draws."""
     scores = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(where)).to(dtype)
     for left in ({where}, {where, 3, 700}, {where, *range(600, 1_200, 7)}):
         masked = torch.full_like(scores, float("-inf"))
