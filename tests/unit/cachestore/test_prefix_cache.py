@@ -388,7 +388,7 @@ def test_a_position_of_two_groups_is_used_once_by_a_request() -> None:
     ledger = Ledger(8)
     cache = PrefixCache(ledger, block_size=SIZE, kv_root=b"model", groups=2)
     idle: list[tuple[BlockId, ...]] = []
-    cache.on_idle = lambda entry, used: idle.append(entry.blocks)
+    cache.on_idle = lambda entries, used: idle.extend(entry.blocks for entry in entries)
     table = ledger.take(4)
     cache.index([1, 2, 3, 4], table, 4, b"", IndexCursor())
     first, second = (table[0], table[1]), (table[2], table[3])
