@@ -348,8 +348,8 @@ class TierBooks:
         return swept
 
     def clear(self, count: int = SWEPT_MAX) -> Iterator[list[TierSlot]]:
-        """Forget every block that is not pinned, a slice of slots at a time -> the slots of those that were stored. Those
-        being stored or loaded keep their slots until the end."""
+        """Forget every block that is not pinned, a slice of slots at a time -> the slots of those that were stored.
+        Those being stored or loaded keep their slots until the end."""
         for first in range(0, self.num_slots, count):
             gone: list[TierSlot] = []
             for slot in map(TierSlot, range(first, min(first + count, self._untouched))):

@@ -157,7 +157,7 @@ class Fetches:
     @property
     def tokens_per_s(self) -> float:
         """Of all that was fetched; 0 before the first fetch."""
-        return self.total.tokens / self.total.seconds if self.total.seconds else 0.0
+        return self.total.tokens / self.total.times.total_s if self.total.times.count else 0.0
 
     # As a source of prefixes.
 
@@ -434,7 +434,7 @@ class Fetches:
                     nbytes=figures.nbytes,
                     refused=figures.refused,
                     failed=figures.failed,
-                    seconds=figures.seconds,
+                    seconds=figures.times.total_s,
                 )
 
     async def close(self) -> None:

@@ -35,7 +35,7 @@ from baton.tasks import Tasks, end_task, log_failure
 from baton.wire import TierLoad, Times
 from cachestore.admission import Admission
 from cachestore.block_manager import BlockManager
-from cachestore.holdings import Holdings, Tier
+from cachestore.holdings import BLOCKS_MAX, Holdings, Tier
 from cachestore.layout import Layout
 from cachestore.prefix_cache import Entry, IndexCursor, pack_blocks, root_digest
 from cachestore.tier_books import BlockKey, TierBooks, TierSlot, salt_digest
@@ -77,6 +77,8 @@ is asked for nothing else meanwhile."""
 HOST_FIXED_S: Final = 5e-4
 HOST_BYTES_PER_S: Final = 1e11
 DISK_FIXED_S: Final = 2e-3
+BOOKED_BYTES: Final = 600
+"""What the books of a tier take of the node's memory for each block of 16 tokens, about (docs/memory.md)."""
 DISK_BYTES_PER_S: Final = 1e10
 """What coming up is believed to cost before the first time: less than anywhere, as what is believed to cost too much is
 never tried, and so never measured."""
@@ -235,7 +237,7 @@ class Store:
         finally:
             found.emptying -= 1
         if not emptied:
-            text = "The disk could not be written: a restart may bring these blocks back, unless its file is deleted first."
+            text = "The disk could not be written: a restart may bring these blocks back. Delete its file before."
             raise BatonError(Reason.INTERNAL, text, field="tier")
         return len(gone)
 
@@ -262,7 +264,7 @@ class Store:
         self._sweep()
 
     def _on_gone(self, digest: bytes) -> None:
-        """No tier has it any more: blocks behind it, which no prompt finds before it has been computed again, go too. So
+        """No tier has it any more: blocks behind it, which no prompt finds before it is computed again, go too. So
         what a node publishes are beginnings of chains, as routers take it to be."""
         for tier in self.tiers:
             if tier.books.forget_behind(digest) and self._sweeping is None:
@@ -645,7 +647,10 @@ class Store:
         """In a line."""
         books = self.host.books
         text = f"{self.host.memory.describe()} for {books.num_slots:,} blocks"
-        return text if self.disk is None else f"{text}; {self.disk.file.describe()}"
+        if self.disk is not None:
+            text += f"; {self.disk.file.describe()}"
+        nbytes = BOOKED_BYTES * sum(tier.books.num_slots for tier in self.tiers)
+        return f"{text}; books of about {nbytes:,} bytes once these are full"
 
     def loads(self) -> list[TierLoad]:
         """Of its tiers, the upper one first."""
@@ -719,6 +724,7 @@ async def open_store(
     """
     block_bytes, holdings = layout.position_bytes, blocks.prefix_cache.holdings
     num_slots = config.host_bytes // block_bytes
+    _check_count(config, layout, region_blocks=blocks.ledger.num_blocks // layout.num_groups)
     if num_slots == 0:
         raise BatonError(
             Reason.BAD_CONFIG,
@@ -745,17 +751,37 @@ async def open_store(
     return Store(blocks=blocks, groups=layout.num_groups, host=host, disk=disk)
 
 
+def _check_count(config: StoreConfig, layout: Layout, *, region_blocks: int) -> None:
+    """Raises BatonError BAD_CONFIG: there may be more blocks than routers know of one node."""
+    below = config.host_bytes // layout.position_bytes
+    if config.disk_path is not None:
+        below += _identity(b"", layout).slots_in(config.disk_bytes)
+    if below + region_blocks <= BLOCKS_MAX:
+        return
+    larger = layout.block_size * -(-below // max(1, BLOCKS_MAX - region_blocks))
+    text = (
+        f"The tiers hold {below:,} blocks of {layout.block_size} tokens ({layout.position_bytes:,} bytes) below "
+        f"{region_blocks:,} of the region; routers know {BLOCKS_MAX:,} of a node, and each takes the node about "
+        f"{BOOKED_BYTES} bytes of memory. Set engine.block_size to {larger} on all nodes, or fewer bytes."
+    )
+    raise BatonError(Reason.BAD_CONFIG, text, field="store.disk_bytes" if config.disk_bytes else "store.host_bytes")
+
+
+def _identity(kv_root: bytes, layout: Layout) -> FileIdentity:
+    return FileIdentity(
+        kv_root=kv_root,
+        layout_hash=layout.compatibility_hash(),
+        block_bytes=layout.position_bytes,
+        block_tokens=layout.block_size,
+    )
+
+
 async def _open_disk(
     config: StoreConfig, *, layout: Layout, blocks: BlockManager, name: str, progress: Progress
 ) -> DiskTier:
     path = config.disk_path
     assert path is not None
-    identity = FileIdentity(
-        kv_root=blocks.prefix_cache.kv_root,
-        layout_hash=layout.compatibility_hash(),
-        block_bytes=layout.position_bytes,
-        block_tokens=layout.block_size,
-    )
+    identity = _identity(blocks.prefix_cache.kv_root, layout)
     progress("reading the disk tier", 0, config.disk_bytes)
     file = await on_thread(
         partial(

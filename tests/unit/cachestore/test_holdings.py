@@ -141,7 +141,8 @@ def test_a_part_of_a_snapshot_says_where_its_blocks_are_by_now() -> None:
 
 def test_the_last_tier_of_a_block_is_told() -> None:
     """A block leaves one of two tiers, and then the other: it is gone once, with the second."""
-    holdings, gone = Holdings(), []
+    holdings = Holdings()
+    gone: list[bytes] = []
     holdings.on_gone = gone.append
     holdings.added(digest(1), Tier.DEVICE)
     holdings.added(digest(1), Tier.HOST)

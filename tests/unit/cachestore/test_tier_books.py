@@ -200,8 +200,8 @@ class Play:
                     doomed.add(digest)
             slots = {self.books.find(digest) for digest in doomed} - {None}
             self.books.forget_with_descendants(first)
-            assert not any(map(self.books.find, self.naive.keys)) and self.books.sweep_due
-            swept: list[TierSlot] = []
+            assert all(self.books.find(digest) is None for digest in self.naive.keys)
+            swept = self.books.sweep(1)
             while self.books.sweep_due:
                 swept += self.books.sweep(1)
             assert len(swept) == len(slots) and set(swept) == slots

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -199,8 +200,8 @@ def resum_first_page(path: Path) -> None:
 @settings(max_examples=40)
 @given(data=st.data())
 def test_a_flipped_bit_is_a_miss(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Anywhere in a slot, between two processes: the block is not found, nor is the one behind it, which no prompt could
-    use; or it is found to be corrupt, and others are whole."""
+    """Anywhere in a slot, between two processes: the block is not found, nor is the one behind it, which no prompt
+    could use; or it is found to be corrupt, and others are whole."""
     bench = DiskBench(data.draw(st.sampled_from(SIZES)), blocks=8)
     path = tmp_path_factory.mktemp("disk") / "kv"
     of = keys(0, 3)
@@ -506,7 +507,7 @@ def test_a_file_that_says_that_it_is_empty_is_empty_for_whoever_reads_it(bench: 
             await asyncio.to_thread(begun.wait)
             assert await file.empty()
             left = path.with_name("left")
-            left.write_bytes(path.read_bytes())
+            await asyncio.to_thread(shutil.copyfile, path, left)
             may_go.set()
             await asyncio.gather(*writing)
         file.close()
