@@ -204,8 +204,9 @@ class Store:
     async def stop(self) -> None:
         """Nothing is asked of it any more. Copies under way end with `close`."""
         self._cache.on_idle = self._cache.on_pin = self._cache.on_forget = self._cache.holdings.on_gone = None
-        if self._sweeping is not None:
+        while self._sweeping is not None:  # what may be broken must not be there after a restart
             self._sweeping.cancel()
+            self._sweep()
         for task in self._tasks:
             await end_task(task)
         await self._promotions.cancel()

@@ -302,6 +302,37 @@ def test_a_chain_longer_than_the_tier_keeps_its_beginning() -> None:
     assert [slot is not None for slot in slots] == [True, True, True, False, False]
 
 
+def test_what_is_behind_a_block_that_is_not_here_is_forgotten() -> None:
+    """Two blocks are stored behind one that is dropped, before and after that; one stands alone. Those two go, and what
+    comes back in the dropped one's place is no worse for it."""
+    books = TierBooks(SLOTS, BYTES)
+    chain, (alone,) = keys_of([1, 2, 3]), keys_of([4])
+    fill(books, [*chain[:2], alone])
+    (slot,) = books.match(chain[:1])
+    books.dropped(slot)
+    fill(books, [chain[2]])
+    assert not books.forget_behind(alone.digest)
+    assert books.forget_behind(chain[0].digest)
+    assert books.count([alone.digest]) == 1
+    assert len(books.sweep()) == 2
+    books.check()
+    assert [books.known(key.digest) for key in (*chain, alone)] == [False, False, False, True]
+    fill(books, chain)
+    assert books.count(key.digest for key in chain) == 3
+
+
+def test_a_restart_leaves_out_what_is_behind_a_missing_block() -> None:
+    """The first and third block of a chain are found on disk, and the fourth: no prompt could use the latter two."""
+    books = TierBooks(SLOTS, BYTES)
+    chain = keys_of([1, 2, 3, 4])
+    for slot, key in ((3, chain[3]), (0, chain[0]), (2, chain[2])):
+        assert books.restore(TierSlot(slot), key)
+    books.end_restore()
+    books.check()
+    assert (books.blocks, books.free) == (1, SLOTS - 1)
+    assert books.match(chain) == [0]
+
+
 def test_a_restarted_tier_is_warm() -> None:
     """What was stored is entered again in its old slots, oldest first: found, evicted in order, parents after children,
     and of two blocks by one digest the first stays."""

@@ -955,6 +955,29 @@ def test_much_is_forgotten_in_slices_and_nothing_is_found_meanwhile() -> None:
         play(8, 20, story)
 
 
+def test_a_stop_forgets_all_that_is_to_be_forgotten(tmp_path: Path) -> None:
+    """The scores of a prompt on disk were not numbers, and the node stops when the first block has been forgotten: the
+    next process has none of them."""
+    sweep = TierBooks.sweep
+
+    async def before(scene: Scene) -> None:
+        await used_twice(scene, ONE)
+        await on_disk(scene, 4)
+        assert scene.store.disk is not None
+        scene.blocks.prefix_cache.forget(scene.blocks.match_prompt(ONE, b""))
+        assert scene.store.disk.books.blocks == 3
+        await scene.store.stop()
+        assert scene.store.disk.books.blocks == 0
+
+    async def after(scene: Scene) -> None:
+        assert scene.store.disk is not None
+        assert scene.store.disk.books.blocks == 0
+
+    with patch.object(TierBooks, "sweep", lambda books: sweep(books, 1)):
+        play_on_disk(tmp_path / "blocks", before)
+        play_on_disk(tmp_path / "blocks", after)
+
+
 def test_more_blocks_than_routers_know_are_refused() -> None:
     """A region of eight blocks and tiers of so many bytes: at most as many blocks as routers know of a node. The
     message names a block size with which it starts."""
