@@ -22,7 +22,7 @@ from baton.errors import Reason
 from baton.http2_front import Ended
 from baton.lifecycle import Lifecycle
 from baton.loop_lag import BUCKETS_MS
-from baton.wire import LOCAL_TRANSPORT, BlockLoad, NodeLoad, NodeRecord, Role, TierLoad
+from baton.wire import LOCAL_TRANSPORT, TIME_BOUNDS_S, BlockLoad, NodeLoad, NodeRecord, Role, TierLoad
 from router.doors import Door
 from router.keys import KeyUse, Limit
 from router.request import ObservedRequest
@@ -395,23 +395,32 @@ class _NodeCollector(Collector):
     def __init__(self, nodes: Callable[[], Sequence[NodeRecord]]) -> None:
         self._nodes = nodes
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         there = GaugeMetricFamily("baton_nodes", "Nodes that the directory knows.", labels=["role", "state"])
         counts = dict.fromkeys(itertools.product(_NODE_ROLES, Lifecycle), 0)  # zeros too, for alerts
         families = {
             name: GaugeMetricFamily(f"baton_node_{name}", text, labels=["node", "role", *labels])
             for name, (text, labels) in _NODE_FIGURES.items()
         }
+        times: tuple[dict[_Labels, _Values], ...] = ({}, {})
         for record in self._nodes():
             if record.role is Role.ROUTER:
                 continue
             counts[record.role, record.lifecycle] += 1
-            for name, labels, value in _reported(record.load):
-                families[name].add_metric([record.name, record.role.name.lower(), *labels], value)
+            own, load = (record.name, record.role.name.lower()), record.load
+            for tier in load.tiers:
+                if tier.promotion_counts:
+                    times[0][*own, tier.tier] = [*map(float, tier.promotion_counts), tier.promotion_s]
+            if load.moved.fetch_counts:
+                times[1][own] = [*map(float, load.moved.fetch_counts), load.moved.fetch_s]
+            for name, labels, value in _reported(load):
+                families[name].add_metric([*own, *labels], value)
         for (role, state), count in counts.items():
             there.add_metric([role.name.lower(), state.name.lower()], count)
         yield there
         yield from families.values()
+        for figure, rows in zip(_NODE_TIMES, times, strict=True):
+            yield _metric(figure, rows)
 
 
 _NODE_FIGURES: Final[Mapping[str, tuple[str, _Labels]]] = {
@@ -435,17 +444,28 @@ _NODE_FIGURES: Final[Mapping[str, tuple[str, _Labels]]] = {
         "they were copied down; refused.",
         ("tier", "what"),
     ),
-    "tier_promotions": ("Times that blocks came up from a tier for a prompt.", ("tier",)),
-    "tier_promotion_seconds": ("How long all of these took together.", ("tier",)),
     "moved_bytes": (
         "KV written to other nodes since the node's start: for requests (handoff), for their fetches (served); and "
         "fetched from others.",
         ("reason",),
     ),
     "fetches": ("Fetches of KV from other nodes since the node's start, by their end.", ("end",)),
-    "fetch_seconds": ("How long those took together that brought something.", ()),
 }
 """Of each node: what they say, and their labels behind the node's name and role."""
+_NODE_TIMES: Final = (
+    Figure(
+        name="baton_node_tier_promotion_seconds",
+        text="How long it took that blocks came up from a tier for a prompt.",
+        labels=("node", "role", "tier"),
+        buckets=TIME_BOUNDS_S,
+    ),
+    Figure(
+        name="baton_node_fetch_seconds",
+        text="How long fetches of KV from other nodes took that brought something.",
+        labels=("node", "role"),
+        buckets=TIME_BOUNDS_S,
+    ),
+)
 _Report = Iterator[tuple[str, _Labels, float]]
 """Names of `_NODE_FIGURES`, labels and values."""
 
@@ -468,22 +488,20 @@ def _reported(load: NodeLoad) -> _Report:
     yield "fetches", ("done",), load.moved.fetches
     yield "fetches", ("refused",), load.moved.fetches_refused
     yield "fetches", ("failed",), load.moved.fetches_failed
-    yield "fetch_seconds", (), load.moved.fetch_s
 
 
 def _reported_of_tier(load: TierLoad) -> _Report:
     tier = load.tier
     yield "tier_bytes", (tier, "cached"), load.blocks * load.block_bytes
     yield "tier_bytes", (tier, "max"), load.blocks_max * load.block_bytes
-    yield "tier_blocks", (tier, "hit"), load.blocks_hit
+    for what in ("hit", "evicted", "evicted_unused"):
+        yield "tier_blocks", (tier, what), getattr(load, f"blocks_{what}")
     if tier == "device":
-        return
+        return  # nothing comes to it from above, or up from it
     yield "tier_moved_bytes", (tier, "down"), load.blocks_stored * load.block_bytes
     yield "tier_moved_bytes", (tier, "up"), load.blocks_hit * load.block_bytes
-    for what in ("evicted", "evicted_unused", "lost", "refused"):
+    for what in ("lost", "refused"):
         yield "tier_blocks", (tier, what), getattr(load, f"blocks_{what}")
-    yield "tier_promotions", (tier,), load.promotions
-    yield "tier_promotion_seconds", (tier,), load.promotion_s
 
 
 class _KeyCollector(Collector):

@@ -10,7 +10,19 @@ from batonpb import common_pb2, inference_pb2
 
 from baton.errors import BatonError
 from baton.http2_front import Ended
-from baton.wire import LOCAL_TRANSPORT
+from baton.ids import Incarnation, NodeName
+from baton.lifecycle import Lifecycle
+from baton.wire import (
+    LOCAL_TRANSPORT,
+    MovedLoad,
+    NodeLoad,
+    NodeRecord,
+    Role,
+    TierLoad,
+    Times,
+    record_from_proto,
+    record_to_proto,
+)
 from router.doors import Door
 from router.keys import ApiKey, KeyUse
 from router.metrics import RouterMetrics
@@ -68,6 +80,43 @@ def test_those_that_wait_in_line() -> None:
     figures = dict(line.rsplit(" ", 1) for line in metrics.text()[0].decode().splitlines())
     assert (figures["baton_requests_in_line"], figures["baton_requests_queued"]) == ("1.0", "2.0")
     assert (figures["baton_line_seconds_count"], figures["baton_line_seconds_sum"]) == ("1.0", "3.0")
+
+
+def test_what_nodes_report_of_times_and_evictions() -> None:
+    """Two promotions took 2 ms, one took a minute; one fetch took half a second; the region has evicted five blocks,
+    two of them unused. The report has gone over the wire."""
+    promotions, fetches = Times(), Times()
+    for seconds in (0.002, 0.002, 60.0):
+        promotions.add(seconds)
+    fetches.add(0.5)
+    host = TierLoad(
+        tier="host", promotions=3, promotion_s=promotions.total_s, promotion_counts=tuple(promotions.counts)
+    )
+    record = NodeRecord(
+        name=NodeName("prefill-0"),
+        role=Role.PREFILL,
+        incarnation=Incarnation(1),
+        endpoint="127.0.0.1:1",
+        lifecycle=Lifecycle.READY,
+        sequence=1,
+        load=NodeLoad(
+            tiers=(TierLoad(tier="device", blocks_evicted=5, blocks_evicted_unused=2), host),
+            moved=MovedLoad(fetches=1, fetch_s=fetches.total_s, fetch_counts=tuple(fetches.counts)),
+        ),
+    )
+    assert record_from_proto(record_to_proto(record)) == record
+    metrics = RouterMetrics(lambda: [record])
+    figures = dict(line.rsplit(" ", 1) for line in metrics.text()[0].decode().splitlines())
+    of, tier = 'node="prefill-0",role="prefill"', 'node="prefill-0",role="prefill",tier="host"'
+    name = "baton_node_tier_promotion_seconds"
+    found = [figures[f'{name}_bucket{{le="{le}",{tier}}}'] for le in ("0.001", "0.003", "3.0", "+Inf")]
+    assert found == ["0.0", "2.0", "2.0", "3.0"]
+    assert float(figures[f"{name}_sum{{{tier}}}"]) == pytest.approx(60.004)
+    assert figures[f'baton_node_fetch_seconds_bucket{{le="0.3",{of}}}'] == "0.0"
+    assert figures[f"baton_node_fetch_seconds_count{{{of}}}"] == "1.0"
+    device = 'node="prefill-0",role="prefill",tier="device"'
+    evicted = [figures[f'baton_node_tier_blocks{{{device},what="{what}"}}'] for what in ("evicted", "evicted_unused")]
+    assert evicted == ["5.0", "2.0"]
 
 
 def test_keys_by_their_names() -> None:
