@@ -9,8 +9,9 @@ vocabulary and to compile, the time of a mask (mean and longest over a text of t
 one call, each at another place of its text), and what the process's memory has grown by. Each library in a process of
 its own. hostile: what schemas that are made to be slow cost before they are refused, over random answers of 150 tokens.
 steps: milliseconds of a decode step, the median, of the fastest of the rounds, free text and grammars in turn;
-the model is "473m" of `benchmarks.engine` with a vocabulary of 150,000. Of Baton's steps also where the time goes:
-masks, the scores of what they forbid, drawing, and the rest, which is the model's.
+the model is "473m" of `benchmarks.engine` with a vocabulary of 150,000. Of Baton's steps also what of them is
+not the model's: masks, the scores of what they forbid, and drawing. That says what grammars add where a machine's own
+changes are larger.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -398,15 +400,20 @@ def own_steps(args: argparse.Namespace) -> dict[str, list[float]]:
         compiler = GrammarCompiler(folder / "tokenizer.json", vocab_size=size, eos_token_ids=frozenset({size - 1}))
         engine = OwnEngine(folder)
     pair, clocks = (grammar, compiler.compile(grammar)), Clocks()
+    found: dict[tuple[int, bool], list[dict[str, float]]] = defaultdict(list)
 
     def generate(prompts: list[list[int]], tokens: int, follows: bool) -> Any:
         bound = pair if follows else None
         steps = engine.generate(prompts, tokens, temperature=1.0, grammar=bound, step_ended=clocks.step_ended)
-        parts = ", ".join(f"{name} {ms:.3f}" for name, ms in clocks.take_ms(args.steps).items())
-        print(f"  {len(prompts)} answers, {'grammars' if follows else 'free text'}: ms of a step: {parts}", flush=True)
+        found[len(prompts), follows].append(clocks.take_ms(args.steps))
         return steps
 
-    return measure_steps(generate, args.batch, args.steps, args.rounds)
+    taken = measure_steps(generate, args.batch, args.steps, args.rounds)
+    for (batch, follows), rounds in found.items():
+        parts = {name: median(each[name] for each in rounds) for name in PARTS}
+        told = " + ".join(f"{name} {ms:.2f}" for name, ms in parts.items())
+        print(f"{batch} answers, {'grammars' if follows else 'free text'}: {told} = {sum(parts.values()):.2f} ms")
+    return taken
 
 
 def vllm_steps(args: argparse.Namespace) -> dict[str, list[float]]:
@@ -439,8 +446,9 @@ def vllm_steps(args: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def compare_steps(args: argparse.Namespace) -> None:
+    own = own_steps(args)
     print("| engine | batch | free text, ms | with grammars, ms | longer by | |\n|" + " --- |" * 6)
-    print_steps("Baton", own_steps(args))
+    print_steps("Baton", own)
     for backend in ("xgrammar", "guidance") if args.vllm else ():
         options = [f"--{name}={getattr(args, name)}" for name in ("layers", "steps", "rounds")]
         batches = ["--batch", *map(str, args.batch)]

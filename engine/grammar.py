@@ -35,7 +35,7 @@ Threads that have to be woken may wait as long for a processor, as the model's t
 MASK_THREADS: Final = 4
 MASK_MS_WATCHED: Final = 10
 """What a row owes to begin with, once masks that were computed together were slow and it is not known whose."""
-ROW_MS_MAX: Final = 0.1
+ROW_MS_MAX: Final = 0.2
 """Of masks that are computed together, for each row. Those that take longer are looked at one by one."""
 ERROR_CHARS_MAX: Final = 300
 

@@ -233,7 +233,7 @@ def test_masks_that_are_computed_together_are_the_same(
     monkeypatch.setattr(engine_grammar, "_mask_threads", lambda: 2)
     monkeypatch.setattr(engine_grammar, "MASK_MS_FREE", 1e9)
     for shared in (False, True):
-        monkeypatch.setattr(engine_grammar, "ALONE_MS_MAX", -1.0 if shared else 1e9)
+        monkeypatch.setattr(engine_grammar, "ALONE_MS_MAX", 0.0 if shared else 1e9)
         monkeypatch.setattr(engine_grammar, "ROW_MS_MAX", 0.0 if fast else -1e10)
         seqs = [model.submit(f"{i}", replace(DRAWN, seed=i, grammar=regex("[a-z]{9}-[0-9]{9}"))) for i in range(3)]
         model.run()
