@@ -93,15 +93,15 @@ class Transfers:
 
     def moved(self) -> MovedLoad:
         handoff_bytes, served_bytes = self.peers.bytes_moved
-        fetches = self.fetches
+        total = self.fetches.costs.total
         return MovedLoad(
             handoff_bytes=handoff_bytes,
             served_bytes=served_bytes,
-            fetches=fetches.total.fetches,
-            fetched_bytes=fetches.total.nbytes,
-            fetch_s=fetches.total.seconds,
-            fetches_refused=fetches.total.refused,
-            fetches_failed=fetches.total.failed,
+            fetches=total.fetches,
+            fetched_bytes=total.nbytes,
+            fetch_s=total.seconds,
+            fetches_refused=total.refused,
+            fetches_failed=total.failed,
         )
 
     def add_status(self, message: node_pb2.NodeStatus) -> None:

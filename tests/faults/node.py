@@ -110,7 +110,8 @@ def _wrap_owning(points: Failpoints, marks: Marks) -> None:
 def _wrap_fetching(points: Failpoints, marks: Marks) -> None:
     from baton.ids import GrantId
     from baton.wire import key_from_proto
-    from node.fetching import Fetches, OwnerFigures
+    from node.fetch_costs import FetchCosts
+    from node.fetching import Fetches
     from node.sources import Gatherer, LinearCost
 
     real_reserve, real_commit, real_gather = Fetches.reserve, Fetches.commit, Gatherer.gather
@@ -141,7 +142,7 @@ def _wrap_fetching(points: Failpoints, marks: Marks) -> None:
     _replace(Fetches, "reserve", reserve)
     _replace(Fetches, "commit", commit)
     _replace(Gatherer, "gather", gather)
-    _replace(OwnerFigures, "measured", lambda _self, *_of: None)  # one that was stopped is asked again
+    _replace(FetchCosts, "measured", lambda _self, *_of: None)  # one that was stopped is asked again
 
 
 def wrap_decode(points: Failpoints, marks: Marks) -> None:
