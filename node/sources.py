@@ -156,8 +156,8 @@ class PrefixSource(Protocol):
     """Control thread only."""
 
     def offer(self, prompt: Prefix, have_blocks: int) -> Offer | None:
-        """What it could bring now behind the first `have_blocks` positions. Immediate; None: nothing, or it has no place
-        for another."""
+        """What it could bring now behind the first `have_blocks` positions. Immediate; None: nothing, or it has no
+        place for another."""
         ...
 
     async def bring(self, offer: Offer, timer: asyncio.Timeout) -> int:

@@ -429,6 +429,7 @@ class Store:
 
     async def bring(self, offer: Offer, timer: asyncio.Timeout | None = None) -> int:
         """See `PrefixSource.bring`. A cancelled one goes on by itself: its copies own their blocks until they end."""
+        del timer
         digest = offer.prompt.chain[offer.have_blocks]
         brought = self._coming.get(digest)
         if brought is None:

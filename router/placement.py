@@ -491,7 +491,7 @@ class Placement:
             self._believe_fetches()
 
     def _believe_fetches(self) -> None:
-        """A node that has not fetched is taken to be as the others are, or it would not get the prompts to measure it."""
+        """A node that has not fetched is taken to be as the others are, or it would get no prompts to measure it by."""
         measured = self._measured_fetch_s
         known = (measured > 0) & (measured < NO_FETCH_S_PER_TOKEN)
         if known.any():

@@ -295,7 +295,7 @@ def wrap_router(points: Failpoints, marks: Marks) -> None:
 
 
 def _wrap_placing() -> None:
-    """A prompt that is to be fetched goes to a prefill node that has not got it, and is fetched from nodes of one kind."""
+    """A prompt that is to be fetched goes to a prefill node without it, and is fetched from nodes of one kind."""
     from router.placement import Placement
 
     real_pick = Placement.pick

@@ -59,7 +59,8 @@ def test_an_owner_that_was_slow_once_is_as_the_others_after_a_while() -> None:
 def test_a_network_that_is_slow_stays_so_for_long() -> None:
     """Nothing was measured since: what is believed of all halves every ten minutes, and no sooner."""
     costs, half_s = measured(1), COST_HALF_LIFE_MS / 1000
-    found = [costs.cost(owner(n), at_s).of(NBYTES) for n, at_s in ((1, 0.0), (2, AGE_S), (1, AGE_S), (3, AGE_S + half_s))]
+    asked = ((1, 0.0), (2, AGE_S), (1, AGE_S), (3, AGE_S + half_s))
+    found = [costs.cost(owner(n), at_s).of(NBYTES) for n, at_s in asked]
     assert found == pytest.approx([SLOW_S, SLOW_S, SLOW_S, SLOW_S / 2], rel=0.1)
     assert costs.cost(owner(4), AGE_S + 20 * half_s).of(NBYTES) == pytest.approx(FIXED_S + BYTE_S * NBYTES, rel=0.1)
 

@@ -44,6 +44,7 @@ MODEL = ModelInfo(
 
 
 SALT = b""
+NOTHING_MOVED = MovedLoad()
 
 
 def hashes_of(prompt: Sequence[int], model: ModelInfo = MODEL) -> list[bytes]:
@@ -58,7 +59,7 @@ def node(
     fetch: float = 0.0,
     fixed_s: float = FETCH_FIXED_S,
     pairs: Mapping[int, float] | None = None,
-    moved: MovedLoad = MovedLoad(),
+    moved: MovedLoad = NOTHING_MOVED,
     sequence: int = 1,
     role: Role = Role.PREFILL,
     model: ModelInfo = MODEL,
