@@ -406,8 +406,9 @@ def test_an_owner_that_looks_long_connects_again() -> None:
     async def scene(cluster: InProcessCluster, steering: Steering) -> None:
         await ask(cluster, prompt)
         owner = cluster.prefill["prefill-0"]._transfers.owner
+        store: Any = ClosesPeers(cluster)
         steering.prefill, steering.owners = "prefill-1", ["prefill-0"]
-        with patch.object(owner, "_pool", replace(owner._pool, store=ClosesPeers(cluster))):
+        with patch.object(owner, "_pool", replace(owner._pool, store=store)):
             assert (await ask(cluster, prompt)).stats.sources.fetched == BLOCKS * SIZE
         assert refusals(cluster) == (1, 0, 0)
 

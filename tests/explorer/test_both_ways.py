@@ -107,7 +107,7 @@ def both_ways(profile: Profile, *, faults: bool, waits: bool = False) -> BothWay
 @pytest.mark.parametrize("profile", [Profile.SHM, Profile.CHANNEL])
 def test_two_nodes_that_fetch_from_each_other_never_wait_for_each_other(profile: Profile) -> None:
     """Nobody gives up, no timer fires, and what is under way comes: from each state a way leads to one where all is
-    free. There are states where both hold what the other wants. (By RDMA a link may not be made, which takes a give-up.)
+    free. There are states where both hold what the other wants. (By RDMA a link may fail to be made.)
     """
     both = both_ways(profile, faults=False)
     before = both.walk(faults=False)
