@@ -149,6 +149,25 @@ class MovedLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PairLoad:
+    """What fetching from one owner was measured to cost. See the message of the same name."""
+
+    owner: int
+    fixed_s: float
+    token_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchLoad:
+    """What fetching costs a node, measured lately. See the message of the same name."""
+
+    fixed_s: float = 0.0
+    token_s: float = 0.0
+    """0 while it has fetched nothing."""
+    pairs: tuple[PairLoad, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLoad:
     """How busy a node is, as it reports it."""
 
@@ -163,8 +182,6 @@ class NodeLoad:
     """Running sequences whose KV is not all on the device now."""
     host_blocks_filled: int = 0
     host_blocks_free: int = 0
-    fetch_tokens_per_s: float = 0.0
-    """Prompt tokens whose KV it fetches from others, measured; 0 while it has fetched none."""
     transports_given_up: int = 0
     """Transports no longer offered to some peer, counted over the peers."""
     control_loop_lag_ms_max: int = 0
@@ -175,6 +192,7 @@ class NodeLoad:
     tiers: tuple[TierLoad, ...] = ()
     """The region first, then the tiers below it."""
     moved: MovedLoad = MovedLoad()
+    fetch: FetchLoad = FetchLoad()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,6 +271,8 @@ def record_from_proto(message: directory_pb2.NodeRecord) -> NodeRecord:
     )
     moved_load = message.load.moved
     moved = MovedLoad(**_values(MovedLoad, moved_load, fetch_counts=tuple(moved_load.fetch_counts)))
+    pairs = tuple(PairLoad(**_values(PairLoad, pair)) for pair in message.load.fetch.pairs)
+    fetch = FetchLoad(**_values(FetchLoad, message.load.fetch, pairs=pairs))
     return NodeRecord(
         **_values(
             NodeRecord,
@@ -260,7 +280,7 @@ def record_from_proto(message: directory_pb2.NodeRecord) -> NodeRecord:
             role=_enum(Role, message.role, "role"),
             lifecycle=_enum(Lifecycle, message.lifecycle, "lifecycle"),
             model=model_from_proto(message.model) if message.HasField("model") else None,
-            load=NodeLoad(**_values(NodeLoad, message.load, blocks=blocks, tiers=tiers, moved=moved)),
+            load=NodeLoad(**_values(NodeLoad, message.load, blocks=blocks, tiers=tiers, moved=moved, fetch=fetch)),
             transports=tuple(message.transports),
         )
     )

@@ -32,7 +32,7 @@ from unittest.mock import patch
 import grpc.aio
 from batonpb import common_pb2, prefill_pb2, prefill_pb2_grpc
 
-from baton.ids import Incarnation, Pair
+from baton.ids import Incarnation
 from baton.wire import Owner
 from benchmarks.kvstore_fetch_side import CONTEXT, SALT, VOCAB, is_made_up, prefill_node, prompt, serving
 from benchmarks.transfer import MOVED_GB, Method, Process, _ours
@@ -118,9 +118,7 @@ async def two_nodes(folder: Path, params: DemoModelParams, blocks: int, transpor
             name="owner", endpoint=who["endpoint"], incarnation=Incarnation(who["incarnation"]), blocks=CONTEXT
         )
         two = Two(half=half, endpoint=endpoint, side=side, owner=owner)
-        pair = Pair(receiver=two.incarnation, writer=owner.incarnation)
-        two.fetches._may_ask(owner, b"any")
-        await until(lambda: two.fetches._receiver.is_connected(pair), "the owner to connect")
+        assert await two.fetches.connect(owner), "the owner did not connect"
         yield two
 
 
@@ -158,7 +156,8 @@ async def fetched(two: Two, seed: int) -> dict[str, float]:
         patch.object(Fetches, "committed", committed),
     ):
         began_s = time.perf_counter()
-        came = await two.fetches.bring(offer)
+        async with asyncio.timeout(WAIT_S_MAX) as timer:
+            came = await two.fetches.bring(offer, timer)
         stamps["answered"] = time.perf_counter()
     assert came == offer.blocks, (came, offer)
     found = blocks.prefix_cache.match(tokens, SALT, came)
@@ -245,7 +244,7 @@ async def ask_prefill(
 async def first_token(two: Two, channel: grpc.aio.Channel, mode: str, tokens: list[int]) -> dict[str, Any]:
     await two.emptied()
     gatherer = two.half.node.gatherer
-    measured, fetches = gatherer._computing, two.fetches.total.times.count
+    measured, fetches = gatherer._computing, two.fetches.costs.total.times.count
     if mode == "fetch":  # computing is believed to take a second a token: all is fetched at once
         gatherer._computing = LinearCost(fixed_s=0.0, unit_s=1.0, units=1000)
     try:
@@ -260,7 +259,7 @@ async def first_token(two: Two, channel: grpc.aio.Channel, mode: str, tokens: li
         "seconds": seconds,
         "token": first.token,
         "fetched": first.sources.fetched,
-        "fetches": two.fetches.total.times.count - fetches,
+        "fetches": two.fetches.costs.total.times.count - fetches,
     }
 
 
@@ -297,7 +296,7 @@ async def measure_stopped(transport: str, rounds: int, folder: Path) -> list[dic
             await ask_prefill(of_owner, two.owner.incarnation, tokens, [])
             found = {"compute": await first_token(two, mine, "compute", tokens)}
             await first_token(two, mine, "fetch", tokens)  # so that it is believed to be fast
-            failed = two.fetches.total.failed
+            failed = two.fetches.costs.total.failed
             two.side.signal(signal.SIGSTOP)
             try:
                 found["stopped"] = await first_token(two, mine, "choose", tokens)
@@ -305,9 +304,9 @@ async def measure_stopped(transport: str, rounds: int, folder: Path) -> list[dic
                 two.side.signal(signal.SIGCONT)
             assert found["stopped"]["fetched"] == 0, found
             await two.emptied()
-            found["stopped"]["failed"] = two.fetches.total.failed - failed
+            found["stopped"]["failed"] = two.fetches.costs.total.failed - failed
             two.fetches._pauses.clear()
-            two.fetches._figures.clear()
+            two.fetches.costs.owners.clear()
             if number >= 0:
                 samples.append({"part": "stopped", "transport": transport, "length": length, **found})
     return samples

@@ -22,7 +22,7 @@ import numpy as np
 
 from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
-from baton.wire import ModelInfo, NodeLoad, NodeRecord, Role
+from baton.wire import FetchLoad, ModelInfo, NodeLoad, NodeRecord, Role
 from cachestore.holder_index import HolderIndex
 from cachestore.prefix_cache import chain_digests, root_digest
 from router.placement import Placement
@@ -125,7 +125,7 @@ def record(number: int, rng: np.random.Generator) -> NodeRecord:
         endpoint=f"10.0.{number // 250}.{number % 250}:7000", lifecycle=Lifecycle.READY, model=MODEL, sequence=1,
         load=NodeLoad(
             waiting_tokens=int(rng.integers(0, 50_000)), prefill_tokens_per_s=float(rng.uniform(5e3, 2e4)),
-            fetch_tokens_per_s=float(rng.uniform(5e4, 2e5)),
+            fetch=FetchLoad(fixed_s=0.005, token_s=1 / float(rng.uniform(5e4, 2e5))),
         ),
     )  # fmt: skip
 

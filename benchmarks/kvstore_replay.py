@@ -22,6 +22,7 @@ import selectors
 import sys
 import time
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -42,9 +43,11 @@ from cachestore.holdings import Tier
 from cachestore.ledger import Ledger
 from cachestore.prefix_cache import IndexCursor, chain_digests, root_digest
 from cachestore.tier_books import TierBooks
+from kvtransfer.receiver import PAIRS_IDLE_MAX
 from node.copiers import PositionCopy
 from node.disk_file import BLOCKS_IN_FLIGHT_MAX, Done, Outcome
-from node.fetching import FETCHES_MAX, FETCHES_OWNED_MAX, OwnerFigures
+from node.fetch_costs import FetchCosts
+from node.fetching import FETCHES_MAX, FETCHES_OWNED_MAX
 from node.sources import Gatherer, LinearCost, Offer, Prefix, SourceKind
 from node.store import DISK_BYTES_PER_S as BELIEVED_DISK_BYTES_PER_S
 from node.store import DISK_FIXED_S, HOST_FIXED_S, PIECE_BLOCKS_MAX, DiskTier, HostTier, Store
@@ -67,6 +70,8 @@ PEER_BYTES_PER_S: Final = 87e9
 """Between two nodes: that paper's transfer engine over four links of 200 Gb/s."""
 PEER_FIXED_S: Final = 0.005
 """Beside the bytes: two calls between nodes whose control threads are busy."""
+PEER_CONNECT_S: Final = 0.05
+"""The first fetch of a pair, and the first after it was closed as idle, has to connect: about what RDMA takes."""
 HOST_BYTES_PER_S: Final = 8 * 20e9
 """Between host memory and eight devices: PCIe 4.0 x16 each, at two thirds of the line."""
 DISK_READ_BYTES_PER_S: Final = 24e9
@@ -274,39 +279,62 @@ class MockPeers:
         self._node = node
         self._by_name = by_name
         self._loop = asyncio.get_running_loop()
-        self._figures: dict[str, OwnerFigures] = {}
+        self.costs = FetchCosts()
+        self._connected: OrderedDict[str, None] = OrderedDict()
+        """By name, least recently used first."""
+        self._connecting: dict[str, asyncio.Future[None]] = {}
         self._under_way = 0
         self.served = 0
         """Under way as owner."""
         self.link = MockLane(PEER_BYTES_PER_S)
-        self.tokens_per_s = 0.0
-        """Of the last fetch; 0 before the first one."""
 
     def offer(self, prompt: Prefix, have_blocks: int) -> Offer | None:
         if self._under_way >= FETCHES_MAX:
             return None
         end = min(len(prompt.chain), have_blocks + max(0, self._node.spare_blocks))
         offers = [self._offer_of(owner, prompt, have_blocks, end) for owner in prompt.owners]
-        return max(offers, key=lambda offer: (offer.blocks, -offer.expected_s), default=None)
+        best = max(offers, key=lambda offer: (offer.blocks, -offer.expected_s), default=None)
+        if best is not None and best.blocks:
+            self._connect(best.origin)
+        return best
 
     def _offer_of(self, owner: Owner, prompt: Prefix, have_blocks: int, end: int) -> Offer:
-        cost = self._of(owner.name).cost(self._loop.time())
+        cost = self.costs.cost(owner, self._loop.time())
         return Offer(
             source=self,
             kind=SourceKind.PEER,
             prompt=prompt,
             have_blocks=have_blocks,
             blocks=max(0, min(owner.blocks, end) - have_blocks),
-            fixed_s=cost.fixed_s,
+            fixed_s=cost.fixed_s + (0.0 if owner.name in self._connected else self.costs.connect_s),
             block_s=cost.unit_s * BLOCK_BYTES,
             block_bytes=BLOCK_BYTES,
             origin=owner.name,
+            detail=owner,
         )
 
-    def _of(self, name: str) -> OwnerFigures:
-        return self._figures.setdefault(name, OwnerFigures(name))
+    def _connect(self, name: str) -> asyncio.Future[None]:
+        """Goes on though nobody waits for it. Pairs beyond the limit are closed, least recently used first."""
+        connecting = self._connecting.get(name)
+        if connecting is None:
+            connecting = self._connecting[name] = self._loop.create_future()
+            if name in self._connected:
+                self._over(name)
+            else:
+                self._loop.call_later(PEER_CONNECT_S, self._over, name)
+        return connecting
 
-    async def bring(self, offer: Offer) -> int:
+    def _over(self, name: str) -> None:
+        if name not in self._connected:
+            self.costs.connected(PEER_CONNECT_S)
+        self._connected[name] = None
+        self._connected.move_to_end(name)
+        if len(self._connected) > PAIRS_IDLE_MAX:
+            self._connected.popitem(last=False)
+        self._connecting.pop(name).set_result(None)
+
+    async def bring(self, offer: Offer, timer: asyncio.Timeout) -> int:
+        await asyncio.shield(self._connect(offer.origin))
         owner, began_s = self._by_name[offer.origin], self._loop.time()
         prompt, end = offer.prompt, offer.have_blocks + offer.blocks
         if owner.peers.served >= FETCHES_OWNED_MAX:
@@ -332,9 +360,8 @@ class MockPeers:
             self._node.blocks.release(table, used=False)
             owner.blocks.release(source)
         if count:
-            seconds = self._loop.time() - began_s
-            self._of(offer.origin).measured(count * BLOCK_BYTES, seconds, self._loop.time())
-            self.tokens_per_s = count * BLOCK_TOKENS / seconds
+            assert isinstance(offer.detail, Owner), offer
+            self.costs.measured(offer.detail, count * BLOCK_BYTES, self._loop.time() - began_s, self._loop.time())
         return max(0, len(table) - offer.have_blocks)
 
 
@@ -465,7 +492,7 @@ class MockNode:
             waiting_tokens=self._units_left(),
             blocks=BlockLoad(free=self.ledger.num_blocks),
             prefill_tokens_per_s=self.tokens_per_s / UNIT_TOKENS,
-            fetch_tokens_per_s=self.peers.tokens_per_s / UNIT_TOKENS,
+            fetch=self.peers.costs.load(self._loop.time(), BLOCK_BYTES / BLOCK_UNITS),
         )
 
     def _units_left(self) -> int:

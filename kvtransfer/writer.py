@@ -13,6 +13,7 @@ import socket
 import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Final
 
 from batonpb import common_pb2, decode_pb2, decode_pb2_grpc, node_pb2, transfer_pb2, transfer_pb2_grpc
@@ -207,10 +208,12 @@ class StepWrites:
 
     def all_layers_done(self) -> None:
         """Post every layer, and finish: for blocks that have been computed before. In few posts: copying threads must
-        not wait for this one."""
-        layers_each = max(1, POST_BYTES_MAX * self.plan.num_layers // max(1, self.plan.nbytes))
-        for first in range(0, self.plan.num_layers, layers_each):
-            self.layers_done(first, min(first + layers_each, self.plan.num_layers))
+        not wait for this one. The first layer goes ahead, so that they have something to copy meanwhile."""
+        count = self.plan.num_layers
+        layers_each = max(1, POST_BYTES_MAX * count // max(1, self.plan.nbytes))
+        firsts = [0, *range(1, count, layers_each)]
+        for first, end in pairwise([*firsts, count]):
+            self.layers_done(first, end)
         self.finish()
 
     def finish(self) -> None:

@@ -28,15 +28,17 @@ from baton.repeats import RepeatLog
 from baton.rpc import Channels, rpc_errors
 from baton.runtime import NodeRuntime
 from baton.tasks import Tasks
-from baton.wire import Owner, Times, check_header, key_from_proto, key_to_proto
+from baton.wire import FetchLoad, Owner, check_header, key_from_proto, key_to_proto
 from cachestore.prefix_cache import TOKEN_BYTES, IndexCursor, pack_tokens, unpack_tokens
 from kvtransfer.checksums import checksums_from_proto
 from kvtransfer.protocol.receiver import AnswerRefused, CommitAsked, Refusal, ReserveAsked
 from kvtransfer.protocol.writer import HandoffEnd
 from kvtransfer.receiver import Receiver
+from kvtransfer.writer import WriterPeer
+from node.fetch_costs import FetchCosts
 from node.peers import Peers
 from node.pool import DevicePool
-from node.sources import LinearCost, Offer, Prefix, SourceKind
+from node.sources import Offer, Prefix, SourceKind
 
 log = get_log("fetch")
 
@@ -44,6 +46,8 @@ FETCHES_MAX: Final = 4
 """That a node has under way as receiver. Beyond it prompts are computed."""
 FETCHES_OWNED_MAX: Final = 8
 """That a node serves at the same time as owner. Beyond it callers compute."""
+CONNECTS_MAX: Final = 8
+"""Owners that are asked to connect at a time. Beyond it others are not asked for anything."""
 FETCH_MS_MAX: Final = 10_000
 """A fetch that takes longer is given up, whatever it might save."""
 CONNECT_MS_MAX: Final = 2_000
@@ -57,15 +61,8 @@ BUSY_PAUSE_MS: Final = 500
 """An owner that refused a block for want of room is not asked for it again meanwhile: the next owner is."""
 PAUSES_MAX: Final = 1_024
 """Remembered, oldest dropped first."""
-OWNERS_MAX: Final = 1_024
-"""Whose figures are kept, least recently used dropped first."""
-COST_AGE_MS_MAX: Final = 60_000
-"""Older measurements say nothing: otherwise an owner that was slow once would never be asked again."""
-FIXED_S: Final = 0.005
-BYTE_S: Final = 1e-11
-BELIEVED_BYTES: Final = 1 << 30
-"""What is believed of an owner before the first fetch, of so many bytes: less than it takes anywhere, as an owner that
-is believed to be slow is never asked, and so never measured."""
+ANY_BLOCK: Final = b""
+"""In place of a block's digest, where an owner is not asked for any."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -87,31 +84,13 @@ class Fetch:
     """Done once they have come: earlier than the owner can say so."""
 
 
-class OwnerFigures:
-    """What one owner has brought, and what that takes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connecting:
+    """An owner that has been asked to connect."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.tokens = self.nbytes = self.refused = self.failed = 0
-        self.times = Times()
-        """Of fetches that brought something."""
-        self._cost = _believed()
-        self._measured_s = 0.0
-
-    def measured(self, nbytes: int, seconds: float, now_s: float) -> None:
-        self.cost(now_s).measured(nbytes, seconds)
-        self._measured_s = now_s
-
-    def cost(self, now_s: float) -> LinearCost:
-        """Of so many bytes."""
-        if now_s - self._measured_s > COST_AGE_MS_MAX / 1000:
-            self._cost = _believed()
-            self._measured_s = now_s
-        return self._cost
-
-
-def _believed() -> LinearCost:
-    return LinearCost(fixed_s=FIXED_S, unit_s=BYTE_S, units=BELIEVED_BYTES)
+    began_s: float
+    over: asyncio.Future[bool]
+    """Whether it is connected."""
 
 
 class Fetches:
@@ -141,12 +120,10 @@ class Fetches:
         self._loop = asyncio.get_running_loop()
         self._under_way: dict[RequestKey, Fetch] = {}
         self._granted: dict[GrantId, Fetch] = {}
-        self.total = OwnerFigures("")
-        """Of all owners together."""
-        self._figures: OrderedDict[Incarnation, OwnerFigures] = OrderedDict()
+        self.costs = FetchCosts()
         self._pauses: OrderedDict[tuple[Incarnation, bytes], float] = OrderedDict()
-        """Until when an owner is not asked for the block of a digest, or (b"") for any."""
-        self._connecting: set[Incarnation] = set()
+        """Until when an owner is not asked for the block of a digest, or for ANY_BLOCK."""
+        self._connecting: dict[Incarnation, Connecting] = {}
         self._tasks = Tasks(self._loop, log, broken="asking an owner failed")
         self._repeats = RepeatLog(log, self._loop.time)
 
@@ -155,15 +132,15 @@ class Fetches:
         return len(self._under_way)
 
     @property
-    def tokens_per_s(self) -> float:
-        """Of all that was fetched; 0 before the first fetch."""
-        return self.total.tokens / self.total.times.total_s if self.total.times.count else 0.0
+    def load(self) -> FetchLoad:
+        """What fetching costs, for whoever places prompts; nothing before the first measurement."""
+        return self.costs.load(self._loop.time(), self._pool.layout.position_bytes / self._pool.layout.block_size)
 
     # As a source of prefixes.
 
     def offer(self, prompt: Prefix, have_blocks: int) -> Offer | None:
-        """From the owner with most of it; of equal ones the one that is expected to bring it sooner. An owner that is
-        not connected yet is asked to connect, for the prompts to come."""
+        """From the owner with most of it; of equal ones the one that is expected to bring it sooner. One that is not
+        connected is asked to connect, whatever becomes of the offer: for this prompt, or those to come."""
         if len(self._under_way) >= FETCHES_MAX or have_blocks >= len(prompt.chain):
             return None
         spare = self.spare() // self._groups
@@ -172,10 +149,14 @@ class Fetches:
             for owner in prompt.owners
             if owner.blocks > have_blocks and self._may_ask(owner, prompt.chain[have_blocks])
         ]
-        return max(offers, key=lambda offer: (offer.blocks, -offer.expected_s), default=None)
+        best = max(offers, key=lambda offer: (offer.blocks, -offer.expected_s), default=None)
+        if best is not None and best.blocks and not self.is_connected(_owner(best)):
+            self.connect(_owner(best))
+        return best
 
     def _offer_of(self, owner: Owner, prompt: Prefix, have_blocks: int, spare: int) -> Offer:
-        cost = self._of(owner).cost(self._loop.time())
+        now_s = self._loop.time()
+        cost = self.costs.cost(owner, now_s)
         block_bytes = self._pool.layout.position_bytes
         return Offer(
             source=self,
@@ -183,7 +164,7 @@ class Fetches:
             prompt=prompt,
             have_blocks=have_blocks,
             blocks=max(0, min(owner.blocks, len(prompt.chain), have_blocks + spare) - have_blocks),
-            fixed_s=cost.fixed_s,
+            fixed_s=cost.fixed_s + self._connects_in_s(owner, now_s),
             block_s=cost.unit_s * block_bytes,
             block_bytes=block_bytes,
             origin=owner.name,
@@ -194,32 +175,51 @@ class Fetches:
         if owner.incarnation == self._own:
             return False
         now_s = self._loop.time()
-        if any(self._pauses.get((owner.incarnation, what), now_s) > now_s for what in (b"", digest)):
+        if any(self._pauses.get((owner.incarnation, what), now_s) > now_s for what in (ANY_BLOCK, digest)):
             return False
-        if self._is_connected(owner):
+        if self.is_connected(owner):
             return True
-        if owner.incarnation not in self._connecting:
-            self._connecting.add(owner.incarnation)
-            self._tasks.spawn(self._connect(owner))
-        return False
+        if owner.incarnation in self._connecting:
+            return self._connects_in_s(owner, now_s) > 0  # one that takes longer than expected is not waited for
+        return len(self._connecting) < CONNECTS_MAX
 
-    def _is_connected(self, owner: Owner) -> bool:
+    def _connects_in_s(self, owner: Owner, now_s: float) -> float:
+        if self.is_connected(owner):
+            return 0.0
+        connecting = self._connecting.get(owner.incarnation)
+        waited_s = 0.0 if connecting is None else now_s - connecting.began_s
+        return max(0.0, self.costs.connect_s - waited_s)
+
+    def is_connected(self, owner: Owner) -> bool:
         return self._receiver.is_connected(Pair(receiver=self._own, writer=owner.incarnation))
 
-    async def _connect(self, owner: Owner) -> None:
-        """Have an owner make its link to here. A Fetch of nothing does that."""
+    def connect(self, owner: Owner) -> asyncio.Future[bool]:
+        """Have an owner make its link to here -> whether it has. It goes on though nobody waits for it; those who do
+        shield it."""
+        connecting = self._connecting.get(owner.incarnation)
+        if connecting is None:
+            connecting = Connecting(began_s=self._loop.time(), over=self._loop.create_future())
+            self._connecting[owner.incarnation] = connecting
+            self._tasks.spawn(self._connect(owner, connecting))
+        return connecting.over
+
+    async def _connect(self, owner: Owner, connecting: Connecting) -> None:
+        """A Fetch of nothing does that."""
         try:
-            await self._ask(owner, transfer_pb2.FetchRequest(), ms_max=CONNECT_MS_MAX)
+            reply = await self._ask(owner, transfer_pb2.FetchRequest(), ms_max=CONNECT_MS_MAX)
+            if self.is_connected(owner):
+                self.costs.connected(self._loop.time() - connecting.began_s)
+            else:
+                self._refused(owner, reply, ANY_BLOCK)
         except BatonError as error:
             self._failed(owner, error.message)
         finally:
-            self._connecting.discard(owner.incarnation)
-        if not self._is_connected(owner):
-            self._pause(owner, b"", FAILED_PAUSE_MS)
+            del self._connecting[owner.incarnation]
+            if not connecting.over.done():
+                connecting.over.set_result(self.is_connected(owner))
 
-    async def bring(self, offer: Offer) -> int:
-        owner = offer.detail
-        assert isinstance(owner, Owner), offer
+    async def bring(self, offer: Offer, timer: asyncio.Timeout) -> int:
+        owner = _owner(offer)
         size = self._pool.layout.block_size
         fetch = Fetch(
             key=RequestKey(request=RequestId(f"fetch-{secrets.token_hex(16)}"), attempt=Attempt(0)),
@@ -228,23 +228,26 @@ class Fetches:
             end=offer.have_blocks + offer.blocks,
             arrived=self._loop.create_future(),
         )
-        request = transfer_pb2.FetchRequest(
-            key=key_to_proto(fetch.key),
-            tokens=pack_tokens(offer.prompt.tokens[: fetch.end * size]),
-            cache_salt=offer.prompt.salt,
-            first_block=offer.have_blocks,
-        )
-        began_s = self._loop.time()
         self._under_way[fetch.key] = fetch
-        call = self._tasks.spawn(self._call(fetch, request, offer))
+        call: asyncio.Task[None] | None = None
+        began_s = 0.0
         try:
+            if not self.is_connected(owner) and not await asyncio.shield(self.connect(owner)):
+                return 0
+            request = transfer_pb2.FetchRequest(
+                key=key_to_proto(fetch.key),
+                tokens=pack_tokens(offer.prompt.tokens[: fetch.end * size]),
+                cache_salt=offer.prompt.salt,
+                first_block=offer.have_blocks,
+            )
+            began_s = self._loop.time()
+            call = self._tasks.spawn(self._call(fetch, request, offer))
             await asyncio.wait({call, fetch.arrived}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
-            call.cancel()
-            waited_s = self._loop.time() - began_s
-            if waited_s > offer.expected_s:
-                self._of(owner).measured(offer.nbytes, waited_s, self._loop.time())
-                self._failed(owner, f"not here after {waited_s:.3f} s")
+            if call is not None:
+                call.cancel()
+                if timer.expired() and not fetch.came:  # else it is the request that has been given up
+                    self._late(owner, offer, self._loop.time() - began_s)
             raise
         finally:
             del self._under_way[fetch.key]
@@ -258,7 +261,7 @@ class Fetches:
         try:
             reply = await self._ask(fetch.owner, request, ms_max=FETCH_MS_MAX)
             if not fetch.came:
-                self._refused(fetch, reply, offer)
+                self._refused(fetch.owner, reply, offer.prompt.chain[offer.have_blocks])
         except BatonError as error:
             if not fetch.came:
                 self._failed(fetch.owner, error.message)
@@ -276,26 +279,32 @@ class Fetches:
         except grpc.aio.UsageError as error:  # the channel was closed under us
             raise BatonError(Reason.PEER_UNREACHABLE, f"{owner.name} is being forgotten.") from error
 
-    def _refused(self, fetch: Fetch, reply: transfer_pb2.FetchReply, offer: Offer) -> None:
-        owner, outcome = fetch.owner, reply.outcome
+    def _refused(self, owner: Owner, reply: transfer_pb2.FetchReply, digest: bytes) -> None:
+        """`digest`: of the first block that was asked for, or ANY_BLOCK."""
+        outcome = reply.outcome
         if outcome == transfer_pb2.FETCH_OUTCOME_FAILED:
             self._failed(owner, reply.reason)
             return
-        for figures in (self._of(owner), self.total):
-            figures.refused += 1
+        self.costs.refused(owner)
         self._repeats.info("fetch refused", peer=owner.name, why=reply.reason)
         if outcome == transfer_pb2.FETCH_OUTCOME_ABSENT:
-            self._pause(owner, offer.prompt.chain[offer.have_blocks], ABSENT_PAUSE_MS)
+            self._pause(owner, digest, ABSENT_PAUSE_MS)
         elif outcome == transfer_pb2.FETCH_OUTCOME_UNFIT:
-            self._pause(owner, b"", UNFIT_PAUSE_MS)
+            self._pause(owner, ANY_BLOCK, UNFIT_PAUSE_MS)
         else:
-            self._pause(owner, offer.prompt.chain[offer.have_blocks], BUSY_PAUSE_MS)
+            self._pause(owner, digest, BUSY_PAUSE_MS)
+
+    def _late(self, owner: Owner, offer: Offer, waited_s: float) -> None:
+        """The time is over, and nothing has come. That says something of an owner that was to bring it sooner."""
+        now_s = self._loop.time()
+        if waited_s > self.costs.cost(owner, now_s).of(offer.nbytes):
+            self.costs.measured(owner, offer.nbytes, waited_s, now_s)
+            self._failed(owner, f"not here after {waited_s:.3f} s")
 
     def _failed(self, owner: Owner, why: str) -> None:
-        for figures in (self._of(owner), self.total):
-            figures.failed += 1
+        self.costs.failed(owner)
         self._repeats.warning("fetch failed", peer=owner.name, why=why)
-        self._pause(owner, b"", FAILED_PAUSE_MS)
+        self._pause(owner, ANY_BLOCK, FAILED_PAUSE_MS)
 
     def _pause(self, owner: Owner, what: bytes, pause_ms: int) -> None:
         self._pauses[owner.incarnation, what] = self._loop.time() + pause_ms / 1000
@@ -303,23 +312,11 @@ class Fetches:
         while len(self._pauses) > PAUSES_MAX:
             self._pauses.popitem(last=False)
 
-    def _of(self, owner: Owner) -> OwnerFigures:
-        figures = self._figures.get(owner.incarnation)
-        if figures is None:
-            figures = self._figures[owner.incarnation] = OwnerFigures(owner.name)
-            if len(self._figures) > OWNERS_MAX:
-                self._figures.popitem(last=False)
-        self._figures.move_to_end(owner.incarnation)
-        return figures
-
     def _count(self, fetch: Fetch, seconds: float) -> None:
         layout = self._pool.layout
         nbytes = fetch.filled // self._groups * layout.position_bytes
-        for figures in (self._of(fetch.owner), self.total):
-            figures.measured(nbytes, seconds, self._loop.time())
-            figures.times.add(seconds)
-            figures.tokens += fetch.came * layout.block_size
-            figures.nbytes += nbytes
+        self.costs.measured(fetch.owner, nbytes, seconds, self._loop.time())
+        self.costs.brought(fetch.owner, tokens=fetch.came * layout.block_size, nbytes=nbytes, seconds=seconds)
 
     # What the owner asks, as the writer.
 
@@ -401,10 +398,9 @@ class Fetches:
         table = [*fetch.prefix, *fetch.blocks]
         positions = (len(fetch.prefix) + fetch.filled) // self._groups
         computed = positions * self._pool.layout.block_size
-        self._cache.index(
-            fetch.prompt.tokens, table, computed, fetch.prompt.salt, IndexCursor(), chain=fetch.prompt.chain
-        )
-        fetch.came = fetch.filled // self._groups
+        cursor = IndexCursor()  # it stops at a block whose content may be broken
+        self._cache.index(fetch.prompt.tokens, table, computed, fetch.prompt.salt, cursor, chain=fetch.prompt.chain)
+        fetch.came = max(0, cursor.positions - len(fetch.prefix) // self._groups)
         self._blocks.release(table, used=False)
         if fetch.came and not fetch.arrived.done():
             fetch.arrived.set_result(None)
@@ -424,7 +420,7 @@ class Fetches:
         self._repeats.upkeep()
 
     def add_status(self, message: node_pb2.NodeStatus) -> None:
-        for incarnation, figures in self._figures.items():
+        for incarnation, figures in self.costs.owners.items():
             if figures.times.count or figures.refused or figures.failed:
                 message.fetches.add(
                     owner=figures.name,
@@ -440,6 +436,11 @@ class Fetches:
     async def close(self) -> None:
         await self._tasks.cancel()
         self._repeats.close()
+
+
+def _owner(offer: Offer) -> Owner:
+    assert isinstance(offer.detail, Owner), offer
+    return offer.detail
 
 
 class FetchOwner:
@@ -481,14 +482,13 @@ class FetchOwner:
 
     async def _serve(self, request: transfer_pb2.FetchRequest, receiver: Incarnation) -> transfer_pb2.FetchReply:
         """Raises BatonError: not granted."""
-        peer = self._peers.towards(request.receiver_name, request.receiver_endpoint, receiver)
+        peer = self._peer(request, receiver)
+        await peer.connect()
         if not request.tokens:
-            await peer.connect()
             return _refusal(transfer_pb2.FETCH_OUTCOME_ABSENT, "nothing was asked for")
-        if not peer.has_room():
-            return _refusal(transfer_pb2.FETCH_OUTCOME_BUSY, "earlier writes are not acknowledged")
         if self._pool.store is not None:
             await self._pool.store.bring_all(unpack_tokens(request.tokens), request.cache_salt)
+            peer = self._peer(request, receiver)  # the first may have been closed meanwhile, or filled up
         blocks = self._found(request)
         if len(blocks) // self._groups <= request.first_block:
             return _refusal(transfer_pb2.FETCH_OUTCOME_ABSENT, "it has no more of it than the caller")
@@ -524,6 +524,16 @@ class FetchOwner:
             return _refusal(transfer_pb2.FETCH_OUTCOME_FAILED, f"it ended: {end.value}")
         filled = (skip + count) // self._groups
         return transfer_pb2.FetchReply(outcome=transfer_pb2.FETCH_OUTCOME_DONE, blocks=filled)
+
+    def _peer(self, request: transfer_pb2.FetchRequest, receiver: Incarnation) -> WriterPeer:
+        """Raises BatonError DECODE_FULL."""
+        try:
+            peer = self._peers.towards(request.receiver_name, request.receiver_endpoint, receiver)
+        except BatonError as error:  # an earlier writer is still being closed
+            raise BatonError(Reason.DECODE_FULL, error.message) from error
+        if not peer.has_room():
+            raise BatonError(Reason.DECODE_FULL, "Earlier writes are not acknowledged.")
+        return peer
 
     def _found(self, request: transfer_pb2.FetchRequest) -> list[BlockId]:
         """The leading blocks that are here, fewer where holding them would take what requests are promised or wait

@@ -36,6 +36,9 @@ FAILURES_MAX: Final = 4
 """Rounds of one gather that bring nothing: all owners that a router names may refuse, and a tier have no room."""
 SAMPLES_KEPT: Final = 16
 """How many measurements a cost remembers, about."""
+NONE_WEIGHT: Final = 0.2
+UNITS_WEIGHT: Final = 1e-3
+"""What a belief weighs beside one measurement: that of what none cost, and that of so many."""
 LEAST_SLOPE: Final = 0.01
 """Of the mean cost of a unit."""
 
@@ -58,8 +61,16 @@ class LinearCost:
 
     def __init__(self, *, fixed_s: float, unit_s: float, units: float) -> None:
         """What is believed: of none, and of `units`."""
-        self._believed = _sums(0.0, fixed_s, 0.2) + _sums(units, fixed_s + unit_s * units, 1e-3)
+        self._believed = _sums(0.0, fixed_s, NONE_WEIGHT)
+        self._believed += _sums(units, fixed_s + unit_s * units, UNITS_WEIGHT)
         self._sums = self._believed
+
+    @classmethod
+    def believed(cls, fixed_s: float, unit_s: float) -> LinearCost:
+        """Of no more units than are needed to tell the two parts apart: a measurement then outweighs it."""
+        weight_share = (NONE_WEIGHT + UNITS_WEIGHT) / UNITS_WEIGHT
+        units = weight_share * LEAST_SLOPE / (1 - LEAST_SLOPE) * fixed_s / unit_s if unit_s > 0 else 0.0
+        return cls(fixed_s=fixed_s, unit_s=unit_s, units=max(1.0, 1.1 * units))
 
     def measured(self, units: float, seconds: float) -> None:
         keep = 1 - 1 / SAMPLES_KEPT
@@ -145,15 +156,16 @@ class PrefixSource(Protocol):
     """Control thread only."""
 
     def offer(self, prompt: Prefix, have_blocks: int) -> Offer | None:
-        """What it could bring now behind the first `have_blocks` positions. Pure and immediate; None: nothing, or it
-        has no place for another."""
+        """What it could bring now behind the first `have_blocks` positions. Immediate; None: nothing, or it has no
+        place for another."""
         ...
 
-    async def bring(self, offer: Offer) -> int:
+    async def bring(self, offer: Offer, timer: asyncio.Timeout) -> int:
         """Bring the offer's blocks, or its leading ones, into the prefix cache, evictable -> how many positions came.
 
         Uses spare blocks of the region only, and waits for none. 0 where it fails: it raises nothing of its own. It is
-        cancelled when the time is over, and then returns at once: what is to be undone goes on elsewhere.
+        cancelled when the request ends, or by `timer` when the time is over, and then returns at once: what is to be
+        undone goes on elsewhere.
         """
         ...
 
@@ -260,13 +272,13 @@ class Gatherer:
         digest = offer.prompt.chain[offer.have_blocks]
         other = self._under_way.get(digest)
         try:
-            async with asyncio.timeout(left_s):
+            async with asyncio.timeout(left_s) as timer:
                 if other is not None:
                     await other.wait()
                     return 0
                 self._under_way[digest] = over = asyncio.Event()
                 try:
-                    return await offer.source.bring(offer)
+                    return await offer.source.bring(offer, timer)
                 finally:
                     del self._under_way[digest]
                     over.set()

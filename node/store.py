@@ -471,8 +471,9 @@ class Store:
     def _answers(self, disk: DiskTier) -> bool:
         return disk.file.readable and self._loop.time() <= min(disk.due_s, default=math.inf)
 
-    async def bring(self, offer: Offer) -> int:
+    async def bring(self, offer: Offer, timer: asyncio.Timeout | None = None) -> int:
         """See `PrefixSource.bring`. A cancelled one goes on by itself: its copies own their blocks until they end."""
+        del timer
         digest = offer.prompt.chain[offer.have_blocks]
         brought = self._coming.get(digest)
         if brought is None:
@@ -549,9 +550,10 @@ class Store:
             came = next(lost, len(slots))
         table = [*before, *new]
         tokens = (offer.have_blocks + came) * self._cache.block_size
-        self._cache.index(prompt.tokens, table, tokens, prompt.salt, IndexCursor(), chain=prompt.chain)
+        cursor = IndexCursor()  # it stops at a block whose content may be broken
+        self._cache.index(prompt.tokens, table, tokens, prompt.salt, cursor, chain=prompt.chain)
         self._release(table)
-        return came
+        return max(0, cursor.positions - offer.have_blocks)
 
     async def _read_up(self, disk: DiskTier, slots: Sequence[TierSlot]) -> list[TierSlot]:
         """From the disk into host memory, where they stay -> the slots of the leading ones that came, as after

@@ -93,16 +93,16 @@ class Transfers:
 
     def moved(self) -> MovedLoad:
         handoff_bytes, served_bytes = self.peers.bytes_moved
-        fetches = self.fetches
+        total = self.fetches.costs.total
         return MovedLoad(
             handoff_bytes=handoff_bytes,
             served_bytes=served_bytes,
-            fetches=fetches.total.times.count,
-            fetched_bytes=fetches.total.nbytes,
-            fetch_s=fetches.total.times.total_s,
-            fetch_counts=tuple(fetches.total.times.counts),
-            fetches_refused=fetches.total.refused,
-            fetches_failed=fetches.total.failed,
+            fetches=total.times.count,
+            fetched_bytes=total.nbytes,
+            fetch_s=total.times.total_s,
+            fetch_counts=tuple(total.times.counts),
+            fetches_refused=total.refused,
+            fetches_failed=total.failed,
         )
 
     def add_status(self, message: node_pb2.NodeStatus) -> None:

@@ -473,9 +473,9 @@ class PrefillNode:
             blocks=self.ledger.books(),
             prefill_tokens_per_s=self._rate.per_s(self._loop.time()),
             requests_taken=self._requests_taken,
-            fetch_tokens_per_s=self._transfers.fetches.tokens_per_s,
             transports_given_up=self._peers.transports_given_up,
             moved=self._transfers.moved(),
+            fetch=self._transfers.fetches.load,
         )
 
     def holds(self) -> Holdings:

@@ -1,7 +1,8 @@
 """Which prefill node gets a request: the one with the smallest expected time to its first token. Pure, but for one log.
 
 Expected TTFT = (tokens left to compute there + tokens of this prompt that it has not cached) / its rate; or, where it
-fetches what others have of the prompt, the longer of queue and fetch, and then the rest of the prompt. Who has what is
+fetches what others have of the prompt, the longer of queue and fetch, and then the rest of the prompt. A fetch costs
+what the node has measured lately, with these owners if it says so. Who has what is
 in the index, which the nodes keep true. What this router has sent since the last report counts at once, or a burst
 would all go to the node that was idle then, and what such a prompt will leave there counts as cached. What its sibling
 workers have sent counts 200 ms later at most.
@@ -12,6 +13,7 @@ grow on a decode node until it cannot be resumed.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +25,7 @@ import numpy.typing as npt
 from baton.ids import Incarnation, RequestKey
 from baton.lifecycle import Lifecycle
 from baton.log import get_log
-from baton.wire import ModelInfo, NodeRecord, Owner, Role
+from baton.wire import FetchLoad, ModelInfo, NodeRecord, Owner, PairLoad, Role
 from cachestore.holder_index import SAVED_WHOLE, Found, HolderIndex
 from cachestore.prefix_cache import chain_digests, root_digest
 
@@ -145,9 +147,14 @@ RATE_UNKNOWN_TOKENS_PER_S = 1_000.0
 RATE_MAX_PER_S: Final = 1e9
 """Tokens a second. A node that says more is not believed."""
 NO_FETCH_S_PER_TOKEN: Final = 1e6
-"""Stands for a node that has fetched nothing yet: placement does not count on it. The node itself may fetch."""
+"""Stands for a node that was refused all fetches so far, or to which they failed: placement does not count on them. The
+node itself may fetch."""
 FETCH_FIXED_S: Final = 0.01
-"""What a fetch takes beside its bytes, about."""
+FETCH_SHARE: Final = 0.25
+"""What a fetch is believed to take while no node has measured one: a fixed time, and a share of the time of computing.
+A node waits no longer than that for one that does not come (`node.sources.WAIT_SHARE_MAX`)."""
+PAIRS_LOOKED_AT_MAX: Final = 4
+"""Nodes for one prompt of which it is looked at what they say of single owners."""
 OWNERS_MAX: Final = 3
 """Nodes with a part of the prompt that a prefill node is told of."""
 EXPECTED_S: Final = 5.0
@@ -224,6 +231,8 @@ class _Node:
     """To compute there: as last reported, and of what was sent since then."""
     sent: dict[RequestKey, int] = field(default_factory=dict)
     """Tokens to compute of requests sent since the last report, less what the node probably has cached."""
+    pairs: Mapping[int, PairLoad] = field(default_factory=dict)
+    """What it says of owners."""
     sent_by_siblings: int = 0
     """Tokens that other workers of this router have sent since the last report, as they last said."""
 
@@ -270,16 +279,19 @@ class Placement:
         self._waiting = np.zeros(count, dtype=np.float64)
         self._rate = np.zeros(count, dtype=np.float64)
         """Tokens a second; 0 while the node has not measured itself."""
+        self._measured_fetch_s = np.zeros(count, dtype=np.float64)
+        """As the node says; 0 while it has fetched nothing."""
+        self._measured_fixed_s = np.zeros(count, dtype=np.float64)
         self._fetch_s = np.zeros(count, dtype=np.float64)
         """Seconds to fetch a token's KV."""
+        self._fixed_s = np.zeros(count, dtype=np.float64)
+        """Seconds that a fetch takes beside that."""
         self._token_s = np.zeros(count, dtype=np.float64)
         """Seconds to compute a token."""
         self._queue_s = np.zeros(count, dtype=np.float64)
         """Seconds until a prompt that comes now is begun."""
         self._not_ready_s = np.zeros(count, dtype=np.float64)
         """Without end for one that is not ready, else none."""
-        self._fetching = False
-        """Whether any of them has fetched yet."""
         self._changed = True
         """Rates, or who is ready: `_token_s` and what follows from it are out of date."""
         self._root = np.zeros(count, dtype=np.int64)
@@ -320,8 +332,12 @@ class Placement:
         if self._region_tokens[slot] != region_tokens(record):
             self._region_tokens[slot], self._region_least = region_tokens(record), 0
         self._rate[slot] = _rate(load.prefill_tokens_per_s)
-        fetches = _rate(load.fetch_tokens_per_s)
-        self._fetch_s[slot] = 1 / fetches if fetches else NO_FETCH_S_PER_TOKEN
+        moved, fetch = load.moved, load.fetch
+        in_vain = moved.fetches_refused + moved.fetches_failed > 0
+        known = _is_cost(fetch)
+        self._measured_fetch_s[slot] = fetch.token_s if known else NO_FETCH_S_PER_TOKEN if in_vain else 0.0
+        self._measured_fixed_s[slot] = fetch.fixed_s if known else 0.0
+        node.pairs = {pair.owner: pair for pair in fetch.pairs if _is_cost(pair)}
         if model is not None:
             root = (model.kv_root, model.block_size)
             if root not in self._roots:
@@ -392,12 +408,21 @@ class Placement:
             ttft_s += self._not_ready_s
         else:
             ttft_s[~among] = np.inf
-        slot = int(ttft_s.argmin())
-        same = ttft_s == ttft_s[slot]
-        if np.count_nonzero(same) > 1:
-            equals = np.flatnonzero(same)
-            slot = int(equals[self._waiting[equals].argmin()])
+        slot = self._least(ttft_s)
         own = kinds[int(self._root[slot])]
+        owners = self._owners(own, slot, no_owners) if own.some else ()
+        for _ in range(PAIRS_LOOKED_AT_MAX):
+            if fetches is None or not fetches[slot]:
+                break
+            seconds = self._fetching_s(slot, owners, own, float(rest[slot]))
+            if seconds <= ttft_s[slot]:
+                break
+            computing_s = self._queue_s[slot] + self._token_s[slot] * max(1.0, count - own.saved_tokens[slot])
+            fetches[slot] = seconds < computing_s
+            ttft_s[slot] = min(seconds, computing_s)
+            slot = self._least(ttft_s)
+            own = kinds[int(self._root[slot])]
+            owners = self._owners(own, slot, no_owners) if own.some else ()
         to_compute = max(1.0, count - float(own.saved_tokens[slot])) if own.some else count
         if fetches is not None and fetches[slot]:
             to_compute = float(rest[slot])
@@ -406,8 +431,30 @@ class Placement:
             ttft_s=float(ttft_s[slot]),
             compute_tokens=int(to_compute),
             hashes=own.hashes,
-            owners=self._owners(own, slot, no_owners) if own.some else (),
+            owners=owners,
         )
+
+    def _least(self, ttft_s: _Floats) -> int:
+        slot = int(ttft_s.argmin())
+        same = ttft_s == ttft_s[slot]
+        if np.count_nonzero(same) > 1:
+            equals = np.flatnonzero(same)
+            slot = int(equals[self._waiting[equals].argmin()])
+        return slot
+
+    def _fetching_s(self, slot: int, owners: Sequence[Owner], kind: _Kind, rest: float) -> float:
+        """The TTFT of a node that fetches, by what it says of these owners. It takes the fastest."""
+        pairs, tokens = self._nodes[self.records[slot].incarnation].pairs, float(kind.fetched_tokens[slot])
+        costs = [
+            pair.fixed_s + pair.token_s * tokens
+            if (pair := pairs.get(owner.incarnation)) is not None
+            else float(self._fixed_s[slot] + self._fetch_s[slot] * tokens)
+            for owner in owners
+            if owner.blocks == owners[0].blocks
+        ]
+        if not costs:
+            return math.inf
+        return max(min(costs), float(self._queue_s[slot])) + rest * float(self._token_s[slot])
 
     def _expect(self, kind: _Kind, count: int) -> tuple[_Floats, _Floats, Mask | None]:
         """By place: the TTFT of so many tokens; those of them left to compute, where they count; where something is
@@ -419,10 +466,8 @@ class Placement:
         ttft_s = np.maximum(rest, 1.0)
         ttft_s *= token_s
         ttft_s += queue_s
-        if not self._fetching:
-            return ttft_s, rest, None
         fetch_s = self._fetch_s * kind.fetched_tokens
-        fetch_s += FETCH_FIXED_S
+        fetch_s += self._fixed_s
         np.maximum(fetch_s, queue_s, out=fetch_s)
         rest -= kind.fetched_tokens
         np.maximum(rest, 1.0, out=rest)
@@ -443,7 +488,18 @@ class Placement:
             self._token_s = 1 / np.where(self._rate > 0, self._rate, fastest)
             self._queue_s = self._waiting * self._token_s
             self._region_least = int(self._region_tokens.min(initial=1 << 62, where=self._region_tokens > 0))
-            self._fetching = bool((self._fetch_s < NO_FETCH_S_PER_TOKEN).any())
+            self._believe_fetches()
+
+    def _believe_fetches(self) -> None:
+        """A node that has not fetched is taken to be as the others are, or it would get no prompts to measure it by."""
+        measured = self._measured_fetch_s
+        known = (measured > 0) & (measured < NO_FETCH_S_PER_TOKEN)
+        if known.any():
+            fetch_s, fixed_s = measured.mean(where=known), self._measured_fixed_s.mean(where=known)
+        else:
+            fetch_s, fixed_s = FETCH_SHARE * self._token_s, FETCH_FIXED_S
+        self._fetch_s = np.where(measured > 0, measured, fetch_s)
+        self._fixed_s = np.where(measured > 0, self._measured_fixed_s, fixed_s)
 
     def _kind(self, root: bytes, block_size: int, tokens: Sequence[int], salt: bytes) -> _Kind:
         """What nodes have of the prompt, and could fetch, if its KV is of this kind for all of them."""
@@ -505,6 +561,11 @@ class Placement:
 def _rate(per_s: float) -> float:
     """As a node says it; 0, not known, if that cannot be: one such number would draw all prompts to it."""
     return per_s if 0 < per_s < RATE_MAX_PER_S else 0.0
+
+
+def _is_cost(fetch: FetchLoad | PairLoad) -> bool:
+    """Whether it is measured, and can be: see `_rate`."""
+    return 1 / RATE_MAX_PER_S < fetch.token_s < math.inf and 0 <= fetch.fixed_s < math.inf
 
 
 _NONE: Final[_Floats] = np.zeros(0)

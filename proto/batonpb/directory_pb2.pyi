@@ -32,7 +32,7 @@ class NodeRecord(_message.Message):
     def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., incarnation: _Optional[int] = ..., endpoint: _Optional[str] = ..., lifecycle: _Optional[_Union[_common_pb2.Lifecycle, str]] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., sequence: _Optional[int] = ..., admin_endpoint: _Optional[str] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
-    __slots__ = ("waiting_requests", "running_requests", "waiting_tokens", "blocks", "prefill_tokens_per_s", "swapped_out_requests", "host_blocks_filled", "host_blocks_free", "transports_given_up", "control_loop_lag_ms_max", "requests_taken", "fetch_tokens_per_s", "tiers", "moved")
+    __slots__ = ("waiting_requests", "running_requests", "waiting_tokens", "blocks", "prefill_tokens_per_s", "swapped_out_requests", "host_blocks_filled", "host_blocks_free", "transports_given_up", "control_loop_lag_ms_max", "requests_taken", "tiers", "moved", "fetch")
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -44,9 +44,9 @@ class NodeLoad(_message.Message):
     TRANSPORTS_GIVEN_UP_FIELD_NUMBER: _ClassVar[int]
     CONTROL_LOOP_LAG_MS_MAX_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_TAKEN_FIELD_NUMBER: _ClassVar[int]
-    FETCH_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     MOVED_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FIELD_NUMBER: _ClassVar[int]
     waiting_requests: int
     running_requests: int
     waiting_tokens: int
@@ -58,10 +58,30 @@ class NodeLoad(_message.Message):
     transports_given_up: int
     control_loop_lag_ms_max: int
     requests_taken: int
-    fetch_tokens_per_s: float
     tiers: _containers.RepeatedCompositeFieldContainer[TierLoad]
     moved: MovedLoad
-    def __init__(self, waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., blocks: _Optional[_Union[_common_pb2.BlockCounts, _Mapping]] = ..., prefill_tokens_per_s: _Optional[float] = ..., swapped_out_requests: _Optional[int] = ..., host_blocks_filled: _Optional[int] = ..., host_blocks_free: _Optional[int] = ..., transports_given_up: _Optional[int] = ..., control_loop_lag_ms_max: _Optional[int] = ..., requests_taken: _Optional[int] = ..., fetch_tokens_per_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierLoad, _Mapping]]] = ..., moved: _Optional[_Union[MovedLoad, _Mapping]] = ...) -> None: ...
+    fetch: FetchLoad
+    def __init__(self, waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., blocks: _Optional[_Union[_common_pb2.BlockCounts, _Mapping]] = ..., prefill_tokens_per_s: _Optional[float] = ..., swapped_out_requests: _Optional[int] = ..., host_blocks_filled: _Optional[int] = ..., host_blocks_free: _Optional[int] = ..., transports_given_up: _Optional[int] = ..., control_loop_lag_ms_max: _Optional[int] = ..., requests_taken: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierLoad, _Mapping]]] = ..., moved: _Optional[_Union[MovedLoad, _Mapping]] = ..., fetch: _Optional[_Union[FetchLoad, _Mapping]] = ...) -> None: ...
+
+class FetchLoad(_message.Message):
+    __slots__ = ("fixed_s", "token_s", "pairs")
+    FIXED_S_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
+    fixed_s: float
+    token_s: float
+    pairs: _containers.RepeatedCompositeFieldContainer[PairLoad]
+    def __init__(self, fixed_s: _Optional[float] = ..., token_s: _Optional[float] = ..., pairs: _Optional[_Iterable[_Union[PairLoad, _Mapping]]] = ...) -> None: ...
+
+class PairLoad(_message.Message):
+    __slots__ = ("owner", "fixed_s", "token_s")
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    FIXED_S_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    owner: int
+    fixed_s: float
+    token_s: float
+    def __init__(self, owner: _Optional[int] = ..., fixed_s: _Optional[float] = ..., token_s: _Optional[float] = ...) -> None: ...
 
 class MovedLoad(_message.Message):
     __slots__ = ("handoff_bytes", "served_bytes", "fetches", "fetched_bytes", "fetch_s", "fetches_refused", "fetches_failed", "fetch_counts")

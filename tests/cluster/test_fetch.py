@@ -15,11 +15,16 @@ from unittest.mock import patch
 import pytest
 
 import kvtransfer.receiver
+import node.fetch_costs
 import node.fetching
-from baton.ids import RequestKey
+import node.peers
+from baton.ids import GrantId, RequestKey
 from baton.lifecycle import Lifecycle
+from baton.wire import Owner
 from decode_node.node import DecodeNode
 from kvtransfer.writer import Handoff, WriterPeer
+from node.fetching import Fetches
+from node.sources import Prefix
 from prefill_node.node import PrefillNode
 from tests.support.cluster_harness import Answer, mock_spec, mock_tokens, random_prompt
 from tests.support.inprocess_cluster import InProcessCluster, inprocess, until
@@ -79,6 +84,74 @@ def test_what_another_prefill_node_has_is_not_computed_again(transport: str) -> 
     play(scene, both={"transports": transport})
 
 
+def test_the_first_fetch_of_a_pair() -> None:
+    """The owner has never written to the second node: it connects, and all comes with the first prompt that names it.
+    What that took is known from then on, apart from what fetching takes."""
+    prompt = random_prompt(random.Random(1), PROMPT_TOKENS)
+
+    async def scene(cluster: InProcessCluster, steering: Steering) -> None:
+        steering.prefill = "prefill-2"
+        await ask(cluster, prompt)
+        steering.prefill, steering.owners = "prefill-1", ["prefill-2"]
+        fetches = cluster.fetches["prefill-1"]
+        before_s = fetches.costs.connect_s
+        sources = (await ask(cluster, prompt)).stats.sources
+        assert (sources.fetched, sources.fetched_from) == (BLOCKS * SIZE, "prefill-2")
+        assert fetches.costs.connect_s != before_s
+        assert refusals(cluster) == (1, 0, 0)
+
+    play(scene, prefill=3)
+
+
+def test_an_owner_that_takes_long_to_connect_is_waited_for_once() -> None:
+    """It is given up after a quarter of the time that computing is believed to take, and nobody is charged. While it
+    still connects, other prompts are not held up; once it has, it is asked."""
+    rng = random.Random(2)
+    prompts = [random_prompt(rng, PROMPT_TOKENS) for _ in range(3)]
+    may_go_on = asyncio.Event()
+    real_connect = WriterPeer.connect
+
+    async def connect(self: WriterPeer) -> None:
+        if self.address.name == "prefill-1":
+            await may_go_on.wait()
+        await real_connect(self)
+
+    async def scene(cluster: InProcessCluster, steering: Steering) -> None:
+        compute_slowly(cluster, "prefill-1", 0.001)
+        steering.prefill = "prefill-2"
+        for prompt in prompts:
+            await ask(cluster, prompt)
+        fetches = cluster.fetches["prefill-1"]
+        steering.prefill, steering.owners = "prefill-1", ["prefill-2"]
+        with patch.object(WriterPeer, "connect", connect):
+            for prompt in prompts[:2]:
+                assert (await ask(cluster, prompt)).stats.sources.computed == len(prompt)
+                (connecting,) = fetches._connecting.values()
+            may_go_on.set()
+            assert await connecting.over
+        assert refusals(cluster) == (0, 0, 0) and fetches.costs.total.cost is None
+        assert (await ask(cluster, prompts[2])).stats.sources.fetched_from == "prefill-2"
+
+    play(scene, prefill=3)
+
+
+def test_an_owner_of_other_kv_is_left_alone_for_long() -> None:
+    """It says so when it is to connect."""
+    prompt = random_prompt(random.Random(3), PROMPT_TOKENS)
+
+    async def scene(cluster: InProcessCluster, steering: Steering) -> None:
+        steering.prefill = "prefill-2"
+        await ask(cluster, prompt)
+        with REFUSALS["another root"](cluster):
+            await is_computed(cluster, steering, prompt, owner="prefill-2")
+        fetches = cluster.fetches["prefill-1"]
+        (paused,) = [until_s - fetches._loop.time() for (_, what), until_s in fetches._pauses.items() if not what]
+        assert paused > node.fetching.UNFIT_PAUSE_MS / 2000
+        assert refusals(cluster) == (0, 1, 0)
+
+    play(scene, prefill=3)
+
+
 def test_only_what_is_missing_is_fetched() -> None:
     """The second node has the beginning of a prompt already: the rest comes."""
     rng = random.Random(2)
@@ -117,13 +190,15 @@ def test_the_next_turn_computes_new_tokens_only() -> None:
 
 def refusals(cluster: InProcessCluster) -> tuple[int, int, int]:
     """Fetches of the second node that have brought something, were refused, and failed."""
-    figures = cluster.fetches["prefill-1"]._figures.values()
+    figures = cluster.fetches["prefill-1"].costs.owners.values()
     return sum(f.times.count for f in figures), sum(f.refused for f in figures), sum(f.failed for f in figures)
 
 
-async def is_computed(cluster: InProcessCluster, steering: Steering, prompt: list[int], **sampling: Any) -> None:
-    steering.prefill, steering.owners = "prefill-1", ["prefill-0"]
-    sources = (await ask(cluster, prompt, **sampling)).stats.sources
+async def is_computed(
+    cluster: InProcessCluster, steering: Steering, prompt: list[int], *, owner: str = "prefill-0"
+) -> None:
+    steering.prefill, steering.owners = "prefill-1", [owner]
+    sources = (await ask(cluster, prompt)).stats.sources
     assert (sources.fetched, sources.computed) == (0, len(prompt))
 
 
@@ -262,6 +337,7 @@ def test_a_node_that_ends_in_mid_fetch(ends: str) -> None:
 
 
 def test_a_client_that_leaves_in_mid_fetch_leaves_nothing_behind() -> None:
+    """Its owner is not blamed, though the fetch takes longer than expected."""
     prompt = random_prompt(random.Random(8), PROMPT_TOKENS)
 
     async def scene(cluster: InProcessCluster, steering: Steering) -> None:
@@ -274,6 +350,90 @@ def test_a_client_that_leaves_in_mid_fetch_leaves_nothing_behind() -> None:
             asking.cancel()
             await asyncio.wait([asking])
             await until(cluster, "the request to end", lambda: not cluster.prefill["prefill-1"].holds().left())
+        fetches = cluster.fetches["prefill-1"]
+        assert (refusals(cluster), fetches.costs.total.cost, dict(fetches._pauses)) == ((0, 0, 0), None, {})
+
+    with patch.object(node.fetch_costs, "FIXED_S", 0.0), patch.object(node.fetch_costs, "BYTE_S", 0.0):
+        play(scene)
+
+
+def test_the_time_is_over_as_the_blocks_come() -> None:
+    """The fetch is cancelled after its blocks have been entered, before it can say so: its owner is not blamed."""
+    prompt = random_prompt(random.Random(8), PROMPT_TOKENS)
+    real_committed = Fetches.committed
+
+    async def scene(cluster: InProcessCluster, steering: Steering) -> None:
+        await ask(cluster, prompt)
+        fetches, prefill = cluster.fetches["prefill-1"], cluster.prefill["prefill-1"]
+        tokens = prompt[: BLOCKS * SIZE]
+        runtime = cluster.runtimes["prefill-0"]
+        owner = Owner(name="prefill-0", endpoint=runtime.endpoint, incarnation=runtime.incarnation, blocks=BLOCKS)
+        chain = prefill.pool.blocks.prefix_cache.chain(tokens, b"")
+        offer = fetches.offer(Prefix(tokens=tokens, salt=b"", chain=chain, owners=[owner]), 0)
+        assert offer is not None
+        async with asyncio.timeout(60) as timer:
+
+            def committed(self: Fetches, *args: Any) -> None:
+                real_committed(self, *args)
+                timer.reschedule(self._loop.time())
+
+            with patch.object(Fetches, "committed", committed), pytest.raises(asyncio.CancelledError):
+                await fetches.bring(offer, timer)
+        assert (refusals(cluster), fetches.costs.total.cost, dict(fetches._pauses)) == ((0, 0, 0), None, {})
+        assert prefill.pool.blocks.prefix_cache.indexed(chain[-1])
+
+    with patch.object(node.fetch_costs, "FIXED_S", 0.0), patch.object(node.fetch_costs, "BYTE_S", 0.0):
+        play(scene)
+
+
+class ClosesPeers:
+    """Stands for a store that takes so long that the owner closes its idle writers meanwhile."""
+
+    def __init__(self, cluster: InProcessCluster) -> None:
+        self._cluster = cluster
+
+    async def bring_all(self, tokens: object, salt: object) -> None:
+        peers = self._cluster.peers["prefill-0"]
+        with patch.object(node.peers, "WRITERS_IDLE_MAX", 0):
+            peers.upkeep()
+        await until(self._cluster, "the writers to be closed", lambda: not peers._peers)
+
+
+def test_an_owner_that_looks_long_connects_again() -> None:
+    """While its tiers are asked, its writer to the second node is closed as idle. A new one writes."""
+    prompt = random_prompt(random.Random(13), PROMPT_TOKENS)
+
+    async def scene(cluster: InProcessCluster, steering: Steering) -> None:
+        await ask(cluster, prompt)
+        owner = cluster.prefill["prefill-0"]._transfers.owner
+        store: Any = ClosesPeers(cluster)
+        steering.prefill, steering.owners = "prefill-1", ["prefill-0"]
+        with patch.object(owner, "_pool", replace(owner._pool, store=store)):
+            assert (await ask(cluster, prompt)).stats.sources.fetched == BLOCKS * SIZE
+        assert refusals(cluster) == (1, 0, 0)
+
+    play(scene)
+
+
+def test_blocks_that_may_be_broken_when_they_have_come() -> None:
+    """The sixth one is spoiled as it is about to be entered: five have come, and the others are fetched anew."""
+    prompt = random_prompt(random.Random(14), PROMPT_TOKENS)
+    real_committed = Fetches.committed
+    spoiled: list[int] = []
+
+    def committed(self: Fetches, key: RequestKey, grant: GrantId) -> None:
+        if not spoiled:
+            spoiled.append(self._granted[grant].blocks[5])
+            self._pool.ledger.spoil(self._granted[grant].blocks[5])
+        real_committed(self, key, grant)
+
+    async def scene(cluster: InProcessCluster, steering: Steering) -> None:
+        await ask(cluster, prompt)
+        steering.prefill, steering.owners = "prefill-1", ["prefill-0"]
+        with patch.object(Fetches, "committed", committed):
+            assert (await ask(cluster, prompt)).stats.sources.fetched == BLOCKS * SIZE
+        total = cluster.fetches["prefill-1"].costs.total
+        assert (total.times.count, total.tokens, total.failed) == (2, BLOCKS * SIZE, 0)
 
     play(scene)
 

@@ -88,7 +88,7 @@ def test_the_router_names_the_owner_and_the_prompt_is_fetched() -> None:
         assert (stats.sources.fetched, stats.sources.computed) == (BLOCKS * SIZE, 3)
         assert stats.sources.fetched_from in ("prefill-0", "decode-0")
         await until_known(cluster, prompt, prefill_0=BLOCKS, prefill_1=BLOCKS, decode_0=BLOCKS)
-        assert cluster.prefill["prefill-1"].load().fetch_tokens_per_s > 0
+        assert cluster.prefill["prefill-1"].load().fetch.token_s > 0
         assert len(placement.pick((*prompt, *[1] * SIZE), b"other", among=second).owners) == 0
         long = (*prompt, *[1] * SIZE)
         cluster.prefill["prefill-1"].pool.blocks.prefix_cache.evict_until(300)

@@ -35,9 +35,11 @@ def fetch_spec(*, both: Mapping[str, object] | None = None) -> ClusterSpec:
 
 
 @asynccontextmanager
-async def fetch_cluster(transport: str, *, seed: int) -> AsyncIterator[tuple[FaultyCluster, Questions]]:
+async def fetch_cluster(
+    transport: str, *, seed: int, mark: int = FETCH_MARK
+) -> AsyncIterator[tuple[FaultyCluster, Questions]]:
     async with faulty(fetch_spec(both={"transports": transport})) as cluster:
-        yield cluster, MockQuestions(seed=4 + seed, marked_tokens=FETCHED_TOKENS, mark=FETCH_MARK)
+        yield cluster, MockQuestions(seed=4 + seed, marked_tokens=FETCHED_TOKENS, mark=mark)
 
 
 @asynccontextmanager
@@ -48,7 +50,8 @@ async def fetch_link_cluster(*, seed: int) -> AsyncIterator[tuple[LinkCluster, Q
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchCase(SignalCase):
-    """A prompt is computed on one prefill node; asked for again it goes to the other one, which fetches it."""
+    """A prompt is computed on one prefill node; asked for again it goes to the other one, which fetches it: from the
+    first one, or from the decode node that wrote the answer."""
 
     async def ask(self, cluster: FaultyCluster, load: Load, questions: Questions) -> tuple[Asked, Struck]:
         return await ask_fetched(cluster, load, questions)
@@ -114,6 +117,11 @@ CASES: Final = (
     _case(Blow.STOP, Side.RECEIVER, Failpoint.FETCH_LAYER),
 )
 """Over shm."""
+DECODE_CASES: Final = (
+    _case(Blow.KILL, Side.OWNER, Failpoint.FETCH_LAYER, "fetch-decode-"),
+    _case(Blow.STOP, Side.OWNER, Failpoint.FETCH_LAYER, "fetch-decode-"),
+)
+"""Over shm, from a decode node."""
 TCP_CASES: Final = (
     _case(Blow.KILL, Side.OWNER, Failpoint.FETCH_LAYER, "fetch-tcp-"),
     _case(Blow.STOP, Side.OWNER, Failpoint.FETCH_LAYER, "fetch-tcp-"),

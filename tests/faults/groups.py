@@ -14,7 +14,7 @@ from cli.supervisor import ClusterSpec
 from tests.faults import doubles, fetches, links, real, redis_away, rolling, signals
 from tests.faults.cluster import FaultyCluster, faulty, faulty_spec, mixed_spec, only_router_spec
 from tests.faults.outcome import Outcome
-from tests.faults.questions import MockQuestions, Questions
+from tests.faults.questions import FETCH_DECODE_MARK, MockQuestions, Questions
 
 HANDED_OVER: Final = 400
 KEPT: Final = 40
@@ -113,6 +113,7 @@ GROUPS: Final[tuple[Group, ...]] = (
     Group(cases=(*signals.WEB_CASES, *doubles.WEB_CASES), opened=web_cluster),
     Group(cases=signals.WHOLE_CASES, opened=partial(web_cluster, whole=True)),
     Group(cases=fetches.CASES, opened=partial(fetches.fetch_cluster, "shm")),
+    Group(cases=fetches.DECODE_CASES, opened=partial(fetches.fetch_cluster, "shm", mark=FETCH_DECODE_MARK)),
     Group(cases=fetches.TCP_CASES, opened=partial(fetches.fetch_cluster, "tcp")),
     Group(cases=fetches.LINK_CASES, opened=fetches.fetch_link_cluster),
     Group(cases=rolling.CASES, opened=rolling.rolling_cluster),

@@ -15,10 +15,12 @@ import cli.main
 from cli.services import Service
 from router.placement import Choice
 from tests.faults.points import ARMED_ENV, Ends, Failpoint, Failpoints
-from tests.faults.questions import FETCH_MARK
+from tests.faults.questions import FETCH_DECODE_MARK, FETCH_MARK
 
 FETCHED_TOKEN_S: Final = 6e-4
 """What computing a token is believed to take where a fetch is struck: as long as it does take there."""
+FETCHED_FROM: Final = {FETCH_MARK: Service.PREFILL, FETCH_DECODE_MARK: Service.DECODE}
+"""By the first token of a prompt, which nodes own what is fetched of it."""
 
 
 class Marks:
@@ -87,6 +89,7 @@ def reach_fetch(points: Failpoints, marks: Marks, point: Failpoint, handoff: Any
 
 def _wrap_owning(points: Failpoints, marks: Marks) -> None:
     import kvtransfer.writer
+    from cachestore.prefix_cache import TOKEN_BYTES, unpack_tokens
     from kvtransfer.writer import StepWrites
     from node.fetching import FetchOwner
 
@@ -94,7 +97,7 @@ def _wrap_owning(points: Failpoints, marks: Marks) -> None:
 
     async def serve(self: FetchOwner, request: Any, receiver: Any) -> Any:
         if request.tokens:
-            marks.note(request.key.request, request.tokens, 0)
+            marks.note(request.key.request, unpack_tokens(request.tokens[:TOKEN_BYTES]), 0)
         return await real_serve(self, request, receiver)
 
     def layers_done(self: StepWrites, first: int, end: int) -> None:
@@ -110,7 +113,8 @@ def _wrap_owning(points: Failpoints, marks: Marks) -> None:
 def _wrap_fetching(points: Failpoints, marks: Marks) -> None:
     from baton.ids import GrantId
     from baton.wire import key_from_proto
-    from node.fetching import Fetches, OwnerFigures
+    from node.fetch_costs import FetchCosts
+    from node.fetching import Fetches
     from node.sources import Gatherer, LinearCost
 
     real_reserve, real_commit, real_gather = Fetches.reserve, Fetches.commit, Gatherer.gather
@@ -133,7 +137,7 @@ def _wrap_fetching(points: Failpoints, marks: Marks) -> None:
         return await real_commit(self, request, pair)
 
     async def gather(self: Gatherer, prompt: Any) -> Any:
-        if prompt.tokens and prompt.tokens[0] == FETCH_MARK:
+        if prompt.tokens and prompt.tokens[0] in FETCHED_FROM:
             # A step of the mock engine takes a time whatever its tokens: none seems to be worth fetching.
             self._computing = LinearCost(fixed_s=0.0, unit_s=FETCHED_TOKEN_S, units=1000)
         return await real_gather(self, prompt)
@@ -141,10 +145,15 @@ def _wrap_fetching(points: Failpoints, marks: Marks) -> None:
     _replace(Fetches, "reserve", reserve)
     _replace(Fetches, "commit", commit)
     _replace(Gatherer, "gather", gather)
-    _replace(OwnerFigures, "measured", lambda _self, *_of: None)  # one that was stopped is asked again
+    _replace(FetchCosts, "measured", lambda _self, *_of: None)  # one that was stopped is asked again
 
 
 def wrap_decode(points: Failpoints, marks: Marks) -> None:
+    _wrap_owning(points, marks)
+    wrap_decode_half(points, marks)
+
+
+def wrap_decode_half(points: Failpoints, marks: Marks) -> None:
     _wrap_receiving(points, marks)
     _wrap_landing(points, marks)
     _wrap_running(points, marks)
@@ -154,7 +163,7 @@ def wrap_decode(points: Failpoints, marks: Marks) -> None:
 def wrap_mixed(points: Failpoints, marks: Marks) -> None:
     """Both halves. A request that is kept is only seen to decode."""
     wrap_prefill(points, marks)
-    wrap_decode(points, marks)
+    wrap_decode_half(points, marks)
 
 
 def _wrap_receiving(points: Failpoints, marks: Marks) -> None:
@@ -286,7 +295,7 @@ def wrap_router(points: Failpoints, marks: Marks) -> None:
 
 
 def _wrap_placing() -> None:
-    """A prompt that is to be fetched goes to a prefill node that has not got it, and is fetched from one."""
+    """A prompt that is to be fetched goes to a prefill node without it, and is fetched from nodes of one kind."""
     from router.placement import Placement
 
     real_pick = Placement.pick
@@ -294,20 +303,21 @@ def _wrap_placing() -> None:
     def pick(self: Placement, tokens: Any, salt: bytes, *, among: Any = None, no_owners: Any = ()) -> Choice:
         among = self.ready if among is None else among
         choice: Choice = real_pick(self, tokens, salt, among=among, no_owners=no_owners)
-        if tokens[0] != FETCH_MARK:
+        service = FETCHED_FROM.get(tokens[0])
+        if service is None:
             return choice
         others = among & np.array([record.name != choice.record.name for record in self.records])
-        if others.any() and not _from_prefill(choice).owners:
-            other = _from_prefill(real_pick(self, tokens, salt, among=others, no_owners=no_owners))
+        if others.any() and not _fetched_from(service, choice).owners:
+            other = _fetched_from(service, real_pick(self, tokens, salt, among=others, no_owners=no_owners))
             return choice if not other.owners else other
-        return _from_prefill(choice)
+        return _fetched_from(service, choice)
 
     _replace(Placement, "pick", pick)
 
 
-def _from_prefill(choice: Choice) -> Choice:
-    """Decode nodes have it too."""
-    owners = tuple(owner for owner in choice.owners if owner.name.startswith(Service.PREFILL.value))
+def _fetched_from(service: Service, choice: Choice) -> Choice:
+    """Nodes of both kinds have it."""
+    owners = tuple(owner for owner in choice.owners if owner.name.startswith(service.value))
     return replace(choice, owners=owners)
 
 

@@ -13,7 +13,9 @@ from tests.support.cluster_harness import mock_tokens
 MARK: Final = 999
 """First token of the prompt that a fault strikes. No other prompt has it."""
 FETCH_MARK: Final = 0
-"""First token of the prompt whose fetch a fault strikes. No other prompt has it."""
+"""First token of the prompt whose fetch from a prefill node a fault strikes. No other prompt has it."""
+FETCH_DECODE_MARK: Final = MARK - 1
+"""The same of a fetch from a decode node."""
 LOGPROBS_EVERY: Final = 3
 """One question in so many asks for log-probabilities."""
 
@@ -66,16 +68,16 @@ class MockQuestions:
 
     def __call__(self) -> Question:
         rng = self._rng
-        prompt = [rng.randrange(1, MARK) for _ in range(rng.choice((8, 40, 150, 300)))]
+        prompt = [rng.randrange(1, FETCH_DECODE_MARK) for _ in range(rng.choice((8, 40, 150, 300)))]
         return self._question(prompt, rng.randrange(40, 120))
 
     def marked(self) -> Question:
         """400 tokens of prompt are four chunks."""
-        rest = [self._rng.randrange(1, MARK) for _ in range(self._marked_tokens - 1)]
+        rest = [self._rng.randrange(1, FETCH_DECODE_MARK) for _ in range(self._marked_tokens - 1)]
         return self._question([self.mark, *rest], 90)
 
     def short(self) -> Question:
-        return self._question([self._rng.randrange(1, MARK) for _ in range(100)], 4)
+        return self._question([self._rng.randrange(1, FETCH_DECODE_MARK) for _ in range(100)], 4)
 
     def _question(self, prompt: list[int], count: int) -> Question:
         self._count += 1

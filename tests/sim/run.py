@@ -260,8 +260,10 @@ class _Simulation:
             messages=self.network.messages,
             digest=f"{self.network.digest:08x}",
             resolves=self.cluster.resolves,
-            fetches=sum(fetches.total.times.count for fetches in self.cluster.fetches),
-            fetches_failed=sum(fetches.total.failed + fetches.total.refused for fetches in self.cluster.fetches),
+            fetches=sum(fetches.costs.total.times.count for fetches in self.cluster.fetches),
+            fetches_failed=sum(
+                fetches.costs.total.failed + fetches.costs.total.refused for fetches in self.cluster.fetches
+            ),
             quiet_after_s=self.quiet_after_s,
         )
 

@@ -10,12 +10,11 @@ from unittest.mock import patch
 import numpy as np
 from batonpb import common_pb2, prefill_pb2
 
-from baton.ids import Pair
 from baton.wire import Owner
 from node.sources import LinearCost
 from prefill_node.node import PrefillNode
 from router.placement import Choice, Placement
-from tests.support.inprocess_cluster import InProcessCluster, until
+from tests.support.inprocess_cluster import InProcessCluster
 
 
 class Steering:
@@ -73,9 +72,7 @@ def compute_slowly(cluster: InProcessCluster, name: str, token_s: float = 1.0) -
 
 async def connected(cluster: InProcessCluster, receiver: str, owner: str) -> None:
     """Have the owner connect, as a first prompt does that names it, and wait for that."""
-    fetches, of_owner = cluster.fetches[receiver], cluster.runtimes[owner]
+    fetches = cluster.fetches[receiver]
     record = next(r for r in cluster.runtimes[receiver].membership.nodes() if r.name == owner)
     named = Owner(name=owner, endpoint=record.endpoint, incarnation=record.incarnation, blocks=1)
-    pair = Pair(receiver=cluster.runtimes[receiver].incarnation, writer=of_owner.incarnation)
-    fetches._may_ask(named, b"any")
-    await until(cluster, f"{owner} to connect to {receiver}", lambda: fetches._receiver.is_connected(pair))
+    assert await fetches.connect(named), f"{owner} did not connect to {receiver}"

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 
+from benchmarks import kvstore_replay
 from benchmarks.kvstore_replay import (
     BLOCK_BYTES,
     BLOCK_TOKENS,
     PEER_BYTES_PER_S,
+    PEER_CONNECT_S,
     POLICIES,
     Policy,
     Prompt,
@@ -93,11 +97,23 @@ def test_placement_finds_what_a_node_has_and_chance_does_not() -> None:
 
 def test_what_another_node_has_is_fetched() -> None:
     """The same prompts, sent anywhere: the 8 that come to a node without their chat fetch it from one that has it. That
-    takes 7 blocks of 160 MiB over 87 GB/s and 5 ms, and the last block is computed."""
+    takes 7 blocks of 160 MiB over 87 GB/s and 5 ms, and the last block is computed. The first fetch of a pair, of which
+    there are six, connects before that."""
     fetched = run(chats(6, 4, every_s=10.0), AT_RANDOM_FETCHES, sizes(nodes=4, prompts=4))
     assert (hit_blocks(fetched), missed_blocks(fetched)) == ({"device": 12 * 7, "peer": 8 * 7}, {})
     fetch_s = 0.005 + 7 * BLOCK_BYTES / PEER_BYTES_PER_S
-    assert sorted(round(s, 6) for s in fetched.ttft_s) == [*[0.125] * 12, *[round(0.125 + fetch_s, 6)] * 8, *[1.0] * 4]
+    fetches = [*[round(0.125 + fetch_s, 6)] * 2, *[round(0.125 + fetch_s + PEER_CONNECT_S, 6)] * 6]
+    assert sorted(round(s, 6) for s in fetched.ttft_s) == [*[0.125] * 12, *fetches, *[1.0] * 4]
+
+
+def test_pairs_beyond_the_limit_connect_again() -> None:
+    """The same where a node keeps one pair: each fetch from another owner than the last one connects."""
+    with patch.object(kvstore_replay, "PAIRS_IDLE_MAX", 1):
+        fetched = run(chats(6, 4, every_s=10.0), AT_RANDOM_FETCHES, sizes(nodes=4, prompts=4))
+    fetch_s = 0.125 + 0.005 + 7 * BLOCK_BYTES / PEER_BYTES_PER_S
+    took_s = Counter(round(s, 6) for s in fetched.ttft_s)
+    assert took_s[round(fetch_s, 6)] + took_s[round(fetch_s + PEER_CONNECT_S, 6)] == 8
+    assert took_s[round(fetch_s + PEER_CONNECT_S, 6)] > 6
 
 
 def test_a_burst_of_one_chat() -> None:

@@ -38,6 +38,8 @@ class Played:
         self.takes: Callable[[Offer], float] = lambda offer: offer.expected_s
         self.brings: Callable[[Offer], int] = lambda offer: offer.blocks
         self.asked: list[int] = []
+        self.given_up: list[bool] = []
+        """For each that was cancelled, whether the time was over."""
 
     def offer(self, prompt: Prefix, have_blocks: int) -> Offer | None:
         return Offer(
@@ -52,9 +54,13 @@ class Played:
             origin="other" if self.kind is SourceKind.PEER else "",
         )
 
-    async def bring(self, offer: Offer) -> int:
+    async def bring(self, offer: Offer, timer: asyncio.Timeout) -> int:
         self.asked.append(offer.blocks)
-        await asyncio.sleep(self.takes(offer))
+        try:
+            await asyncio.sleep(self.takes(offer))
+        except asyncio.CancelledError:
+            self.given_up.append(timer.expired())
+            raise
         came = self.brings(offer)
         self.world.have[bytes(offer.prompt.chain[0])] = offer.have_blocks + came
         return came
@@ -179,6 +185,28 @@ def test_a_dead_source_costs_a_quarter_of_computing() -> None:
     (got,), took_s = world.run(prompt(64))
     assert got.blocks == {}
     assert took_s <= WAIT_SHARE_MAX * 64 * SIZE * COMPUTE_S * (1 + 1e-6)
+
+
+def test_a_source_can_tell_who_gave_it_up() -> None:
+    """The time is over for the first prompt. The second one's client leaves while its blocks are brought."""
+    world = World()
+    source = world.source(64, share=0.1)
+    source.takes = lambda offer: 1e6
+    world.run(prompt(64))
+
+    async def left() -> None:
+        gatherer = Gatherer(block_size=SIZE, have=lambda _: 0, computing=world.computing, clock=lambda: 0.0)
+        gatherer.add(source)
+        gathering = asyncio.create_task(gatherer.gather(prompt(64)))
+        await asyncio.sleep(0)  # it begins at once
+        assert len(source.asked) == 2
+        gathering.cancel()
+        await asyncio.wait([gathering])
+
+    first = len(source.asked)
+    source.asked[:] = [1]
+    asyncio.run(left())
+    assert source.given_up == [True] * first + [False]
 
 
 def test_the_next_source_goes_on_where_the_first_ends() -> None:

@@ -238,6 +238,28 @@ def test_what_the_device_has_still_is_not_brought() -> None:
     play(8, 20, story)
 
 
+def test_blocks_that_may_be_broken_did_not_come() -> None:
+    """Four come up, the third into a block that is spoiled meanwhile: two have come."""
+
+    async def story(scene: Scene) -> None:
+        scene.compute(ONE)
+        await scene.idle()
+        scene.evict_all()
+        real_allocate = scene.blocks.allocate
+
+        def allocate(count: int) -> list[BlockId]:
+            new = real_allocate(count)
+            scene.ledger.spoil(new[2])
+            return new
+
+        with patch.object(scene.blocks, "allocate", allocate):
+            assert await scene.bring(ONE) == 2
+        assert scene.have(ONE) == 2
+        assert scene.store.host.counters.hit_blocks == 2
+
+    play(8, 20, story)
+
+
 def test_tenants_never_share() -> None:
     """The same prompt under another salt, and under none: nothing is offered."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from baton.ids import Attempt, Incarnation, NodeName, RequestId, RequestKey
 from baton.lifecycle import Lifecycle
-from baton.wire import BlockLoad, ModelInfo, NodeLoad, NodeRecord, Owner, Role
+from baton.wire import BlockLoad, FetchLoad, ModelInfo, MovedLoad, NodeLoad, NodeRecord, Owner, PairLoad, Role
 from cachestore.holder_index import HolderIndex
 from cachestore.holdings import Tier
 from cachestore.prefix_cache import chain_digests, root_digest
@@ -21,6 +21,7 @@ from router.placement import (
     EXPECTED_BLOCKS_MAX,
     EXPECTED_S,
     FETCH_FIXED_S,
+    FETCH_SHARE,
     RATE_UNKNOWN_TOKENS_PER_S,
     Choice,
     Expected,
@@ -43,6 +44,7 @@ MODEL = ModelInfo(
 
 
 SALT = b""
+NOTHING_MOVED = MovedLoad()
 
 
 def hashes_of(prompt: Sequence[int], model: ModelInfo = MODEL) -> list[bytes]:
@@ -55,10 +57,18 @@ def node(
     waiting: int = 0,
     rate: float = 0.0,
     fetch: float = 0.0,
+    fixed_s: float = FETCH_FIXED_S,
+    pairs: Mapping[int, float] | None = None,
+    moved: MovedLoad = NOTHING_MOVED,
     sequence: int = 1,
     role: Role = Role.PREFILL,
     model: ModelInfo = MODEL,
 ) -> NodeRecord:
+    """`fetch` and `pairs` (by owner's number) are in tokens a second."""
+    told = tuple(
+        PairLoad(owner=owner + 1, fixed_s=fixed_s, token_s=1 / speed) for owner, speed in (pairs or {}).items()
+    )
+    costs = FetchLoad(fixed_s=fixed_s, token_s=1 / fetch if fetch else 0.0, pairs=told)
     return NodeRecord(
         name=NodeName(f"{role.name.lower()}-{number}"),
         role=role,
@@ -66,7 +76,7 @@ def node(
         endpoint=f"127.0.0.1:{number + 1}",
         lifecycle=Lifecycle.READY,
         model=model,
-        load=NodeLoad(waiting_tokens=waiting, prefill_tokens_per_s=rate, fetch_tokens_per_s=fetch),
+        load=NodeLoad(waiting_tokens=waiting, prefill_tokens_per_s=rate, fetch=costs, moved=moved),
         sequence=sequence,
     )
 
@@ -242,9 +252,10 @@ def test_a_report_replaces_what_was_counted_since_the_last_one() -> None:
 
 
 def test_a_prompt_goes_where_its_prefix_is_unless_the_queue_is_longer() -> None:
-    """100 tokens of it are cached on the second node: 99 waiting there are still worth it, 101 are not."""
+    """100 tokens of it are cached on the second node: 99 waiting there are still worth it, 101 are not. (Fetches have
+    failed so far.)"""
     for waiting, chosen in ((0, "prefill-1"), (99, "prefill-1"), (101, "prefill-0")):
-        records = [node(0), node(1, waiting=waiting)]
+        records = [node(0, moved=MovedLoad(fetches_failed=1)), node(1, waiting=waiting)]
         placed = placement(*records)
         placed.has(records[1], range(100))
         assert placed.name(120) == chosen, waiting
@@ -268,8 +279,8 @@ def test_kv_of_another_root_counts_for_its_own_nodes_only() -> None:
 
 def test_a_fetch_is_weighed_against_queue_and_computing() -> None:
     """100 tokens at a busy node, an idle one that fetches ten times as fast as it computes: it fetches them, as its
-    queue is none. Where the busy node's queue is short the prompt goes there, and without a measured rate too."""
-    for waiting, fetch, chosen, tokens in ((90, 100.0, 1, 20), (5, 100.0, 0, 20), (90, 0.0, 0, 20), (120, 0.0, 1, 120)):
+    queue is none. Where the busy node's queue is short the prompt goes there, and where fetching is slow too."""
+    for waiting, fetch, chosen, tokens in ((90, 100.0, 1, 20), (5, 100.0, 0, 20), (90, 1.0, 0, 20), (120, 1.0, 1, 120)):
         records = [node(0, waiting=waiting, rate=10.0), node(1, rate=10.0, fetch=fetch)]
         placed = placement(*records)
         placed.has(records[0], range(100))
@@ -280,13 +291,55 @@ def test_a_fetch_is_weighed_against_queue_and_computing() -> None:
     )  # it may fetch all the same
 
 
+def test_a_node_that_never_fetched_is_believed_to_fetch_as_the_others() -> None:
+    """100 tokens at a busy node, an idle one that has fetched nothing. It is expected to fetch them in a quarter of the
+    time of computing, as is believed while nobody has fetched, or in a tenth, as a third node says. Where that one says
+    that it takes longer than computing, or all that the idle one asked for was refused or failed, it computes them."""
+    in_vain = (MovedLoad(fetches_refused=1), MovedLoad(fetches_failed=1))
+    for third, moved, ttft_s in (
+        (0.0, MovedLoad(), 100 / 40 + FETCH_FIXED_S + 2.0),
+        (100.0, MovedLoad(), 1.0 + FETCH_FIXED_S + 2.0),
+        (5.0, MovedLoad(), 12.0),
+        *((0.0, each, 12.0) for each in in_vain),
+    ):
+        busy = node(0, waiting=10_000, rate=10.0)
+        placed = placement(busy, node(1, rate=10.0, moved=moved), node(2, waiting=10_000, rate=10.0, fetch=third))
+        placed.has(busy, range(100))
+        choice = placed.choose(120)
+        assert choice.record.name == "prefill-1"
+        assert choice.ttft_s == pytest.approx(ttft_s), (third, moved)
+
+
+def test_what_a_node_says_of_the_owner_counts() -> None:
+    """Two idle nodes fetch at one rate in all. The first says of the owner that it is slow, so the second gets the
+    prompt; where that says so too, the first, which is next by name, and it computes."""
+    owner = node(0, waiting=10_000, rate=10.0)
+    for slow, chosen, ttft_s in (((), 1, 3.0), ((1,), 2, 3.0), ((1, 2), 1, 12.0)):
+        idle = [node(i, rate=10.0, fetch=100.0, fixed_s=0.0, pairs={0: 1.0} if i in slow else {}) for i in (1, 2)]
+        placed = placement(owner, *idle)
+        placed.has(owner, range(100))
+        choice = placed.choose(120)
+        assert choice.record.name == f"prefill-{chosen}", slow
+        assert choice.ttft_s == pytest.approx(ttft_s), slow
+        assert choice.compute_tokens == (20 if ttft_s == 3.0 else 120)
+
+
+def test_a_prompt_whose_owners_are_out_of_reach_is_computed() -> None:
+    owner = node(0, waiting=10_000, rate=10.0)
+    placed = placement(owner, node(1, rate=10.0, fetch=100.0))
+    placed.has(owner, range(100))
+    choice = placed.pick(range(120), SALT, no_owners={owner.incarnation})
+    assert (choice.record.name, choice.ttft_s, choice.compute_tokens) == ("prefill-1", 12.0, 120)
+
+
 def test_a_fetch_takes_the_time_of_its_bytes_or_of_the_queue() -> None:
-    """Ten tokens wait, and 100 are fetched at 50 a second: two seconds and a little, then the rest of 20."""
-    records = [node(0, waiting=10_000, rate=10.0), node(1, waiting=10, rate=10.0, fetch=50.0)]
+    """Ten tokens wait, and 100 are fetched at 50 a second: two seconds and what any fetch takes there, then the rest of
+    20."""
+    records = [node(0, waiting=10_000, rate=10.0), node(1, waiting=10, rate=10.0, fetch=50.0, fixed_s=0.125)]
     placed = placement(*records)
     placed.has(records[0], range(100))
-    assert placed.choose(120).ttft_s == pytest.approx(2.0 + FETCH_FIXED_S + 2.0)
-    placed.follow(records[0], node(1, waiting=30, rate=10.0, fetch=50.0, sequence=2))
+    assert placed.choose(120).ttft_s == pytest.approx(2.0 + 0.125 + 2.0)
+    placed.follow(records[0], node(1, waiting=30, rate=10.0, fetch=50.0, fixed_s=0.125, sequence=2))
     assert placed.choose(120).ttft_s == pytest.approx(3.0 + 2.0)
 
 
@@ -300,7 +353,7 @@ def test_three_owners_are_named_those_with_the_most_first() -> None:
     for more, decoder in enumerate(decoders):
         placed.has(decoder, range(4 * (more + 1)))
     choice = placed.pick(range(100), SALT, no_owners={decoders[2].incarnation})
-    assert (choice.record.name, choice.compute_tokens) == ("prefill-0", 92)
+    assert (choice.record.name, choice.compute_tokens) == ("prefill-0", 60)
     assert [(owner.name, owner.blocks) for owner in choice.owners] == [("prefill-1", 10), ("decode-13", 4)]
     assert [owner.name for owner in placed.choose(100).owners] == ["prefill-1", "decode-13", "decode-12"]
 
@@ -373,7 +426,7 @@ def test_the_choice_agrees_with_the_formula(nodes: list[_Drawn], n: int) -> None
         placed.has(record, CHAIN[: 4 * has], tier)
         placed._expected.add(record.incarnation, hashes_of(CHAIN[: 4 * sent], other if is_other else MODEL))
     fastest = max(rate for _, rate, *_ in nodes) or RATE_UNKNOWN_TOKENS_PER_S
-    fetching = any(fetch for _, _, fetch, *_ in nodes)
+    costs = [1 / fetch for _, _, fetch, *_ in nodes if fetch]
     times = []
     for waiting, rate, fetch, has, sent, tier, is_other in nodes:
         full = n // 4
@@ -382,9 +435,10 @@ def test_the_choice_agrees_with_the_formula(nodes: list[_Drawn], n: int) -> None
         most = max(min(other_has, full) for _, _, _, other_has, _, _, kind in nodes if kind == is_other)
         speed, fetched = rate or fastest, 4 * max(0, most - mine)
         seconds = waiting / speed + (max(1, n - saved) if saved or most else n) / speed
-        if fetching and fetch:
+        cost = 1 / fetch if fetch else sum(costs) / len(costs) if costs else FETCH_SHARE / speed
+        if saved or most:
             rest = max(1, n - saved - fetched)
-            seconds = min(seconds, max(waiting / speed, FETCH_FIXED_S + fetched / fetch) + rest / speed)
+            seconds = min(seconds, max(waiting / speed, FETCH_FIXED_S + fetched * cost) + rest / speed)
         times.append(seconds)
     choice = placed.choose(range(n))
     chosen = records.index(choice.record)
