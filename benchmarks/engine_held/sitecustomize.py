@@ -1,5 +1,7 @@
-"""Of the peer's processes, where benchmarks/engine.py holds both sides to fewer instructions than this CPU has: the peer
-asks PyTorch which it has, and PyTorch answers for the CPU, whatever ATEN_CPU_CAPABILITY says."""
+"""Of the peer's processes, where benchmarks/engine.py holds both sides to fewer instructions than this CPU has.
+
+The peer asks PyTorch which there are, and PyTorch answers for the CPU, whatever ATEN_CPU_CAPABILITY says.
+"""
 
 from __future__ import annotations
 

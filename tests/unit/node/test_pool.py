@@ -105,7 +105,11 @@ def test_graphs_keep_one_block_and_no_request_is_promised_it(config: EngineConfi
     [
         ({}, "PyTorch's operations (float32)", None),
         ({"deterministic": True}, "PyTorch's operations, a token at a time (float32)", None),
-        ({"dtype": ComputeDtype.BFLOAT16}, "PyTorch's operations (bfloat16)", "compute kernels (bfloat16)"),
+        (
+            {"dtype": ComputeDtype.BFLOAT16},
+            "PyTorch's operations (float32, K and V bfloat16)",
+            "compute kernels (bfloat16)",
+        ),
         (
             {"dtype": ComputeDtype.BFLOAT16, "quantisation": Quantisation.INT8},
             None,
