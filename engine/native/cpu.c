@@ -19,6 +19,9 @@ int baton_cpu_sets(void) {
     return sets;
 }
 
+#elif defined(__aarch64__)
+int baton_cpu_sets(void) { return NEON; } /* every such CPU has it */
+
 #else
 int baton_cpu_sets(void) { return 0; }
 #endif

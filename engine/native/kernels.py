@@ -342,7 +342,7 @@ class Choice:
     """For people: why this one."""
 
 
-OWN = (KernelSet.AVX512BF16, KernelSet.AVX512, KernelSet.AVX2)
+OWN = (KernelSet.AVX512BF16, KernelSet.AVX512, KernelSet.AVX2, KernelSet.NEON)
 """The sets that have a library of their own, the best first."""
 _CPU_BITS = {
     KernelSet.AVX2: 1,
