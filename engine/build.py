@@ -7,13 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from baton.config import setting
 from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import BlockId
 from cachestore.pins import PinLimits
 from engine.gpu.config import GpuConfig
+from engine.kernel_sets import KernelSet
 from engine.mock import MockConfig, MockRunner
 from engine.model_config import (
     ComputeDtype,
@@ -62,6 +63,15 @@ QUANTISATIONS = {
 """How weights may be rounded, on devices that multiply by rounded ones."""
 
 
+T = TypeVar("T")
+
+
+def _by_up(default: T, help: str) -> T:  # noqa: A002
+    """A setting that `baton up` gives to the nodes it starts."""
+    made: T = field(default=default, metadata={"shown": False, "help": help, "when": "Never: baton up does."})
+    return made
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """One engine of a node."""
@@ -105,7 +115,27 @@ class EngineConfig:
         "token positions in a block",
         "It must be the same on all nodes. Smaller blocks waste less, larger ones cost less work per handoff.",
     )
-    num_blocks: int = setting(1024, "blocks in the region", "Always: it is the memory for KV.")
+    num_blocks: int | None = setting(
+        None,
+        "blocks in the region; none: as many as memory_share says (mock engine: 1024)",
+        "The memory for KV should be fixed, or as large on prefill nodes as on decode nodes.",
+    )
+    memory_share: float | None = setting(
+        None,
+        "share that the region takes of the memory, the host's or the GPU's, that is free with the weights loaded; "
+        "none: 0.5 (GPU: 0.8), but no more than sequences_max sequences fill, nor more than 4 GiB of host memory",
+        "Other programs need the memory (lower it), or more conversations and prefixes should fit (raise it).",
+    )
+    memory_nodes: int = _by_up(1, "nodes that share the free memory of this machine, or of its GPU")
+    memory_free_bytes: int | None = _by_up(
+        None, "host memory that is free before any of them starts; none: what is free once the weights are loaded"
+    )
+    kernels: KernelSet = setting(
+        KernelSet.AUTO,
+        "instructions that the compute kernels use: auto (the best that this CPU has), avx2, avx512, avx512bf16, amx "
+        "(products by oneDNN), neon, or torch (PyTorch's operations)",
+        "CPUs differ, and a resumed answer must go on with the same tokens: set the best that all of them have.",
+    )
     compute_threads: int = setting(
         1, "threads of this process that compute", "Always on a CPU: the cores of the machine, less those that copy."
     )
@@ -132,11 +162,14 @@ class EngineConfig:
     pins: PinLimits = field(default_factory=PinLimits)
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "num_blocks", "compute_threads"):
-            if getattr(self, name) < 1:
-                raise InvalidField(name, f"is {getattr(self, name)}; must be at least 1")
-        if self.num_blocks > BLOCKS_MAX:
+        for name in ("block_size", "num_blocks", "memory_nodes", "compute_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidField(name, f"is {value}; must be at least 1")
+        if self.num_blocks is not None and self.num_blocks > BLOCKS_MAX:
             raise InvalidField("num_blocks", f"is {self.num_blocks}; must be at most {BLOCKS_MAX}")
+        if self.memory_share is not None and not 0 < self.memory_share < 1:
+            raise InvalidField("memory_share", f"is {self.memory_share}; must be more than 0 and less than 1")
         if self.kind is EngineKind.MODEL and not self.model:
             raise InvalidField("model", "is not set; name a folder or a model on the hub")
         self.scheduler()  # checks its limits
@@ -152,6 +185,8 @@ class EngineConfig:
             raise InvalidField(
                 "deterministic", "is for the devices cpu and cuda-mirrored; cuda's kernels have no such mode"
             )
+        if self.device is not ComputeDevice.CPU and self.kernels is not KernelSet.AUTO:
+            raise InvalidField("kernels", f"is {self.kernels.value}; {self.device.value} takes auto: they are a CPU's")
         if self.mock_layer_delay_ms < 0:
             raise InvalidField("mock_layer_delay_ms", "must not be negative")
 
@@ -183,6 +218,10 @@ class BuiltEngine:
     """Of the model: grammars are followed by its tokens."""
     arithmetic: str = ""
     """For people: what computes, if the runner does not describe itself. Empty: the mock engine."""
+    kernel_set: str = ""
+    """What computes, to be compared: nodes of the same one compute the same bits. Empty: the mock engine."""
+    kernels_why: str = ""
+    """For people: why that set."""
 
 
 def build_runner(config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> BuiltEngine:
@@ -292,3 +331,11 @@ def _torch_device(device: ComputeDevice) -> str:
             field="engine.device",
         )
     return "cuda" if device.on_gpu else "cpu"
+
+
+def device_memory_bytes() -> tuple[int, int]:
+    """Free and all of the GPU that this process computes on."""
+    import torch
+
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    return int(free_bytes), int(total_bytes)
