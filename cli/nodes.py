@@ -7,7 +7,7 @@ The plain data for `-o json` is part of the commands' interface: keys are never 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from math import ceil
@@ -312,13 +312,21 @@ def nodes(directory: str, timeout_s: float, output: str) -> None:
         click.echo(f"The directory at {describe_directory(directory)} knows no node.")
         return
     click.echo(format_table(_NODE_HEADER, [_node_row(view) for view in views], right=_NODE_RIGHT))
-    kernels = kernel_sets(view.record for view in views)
-    if len(kernels) > 1:
-        named = "; ".join(f"{kernel_set}: {', '.join(names)}" for kernel_set, names in sorted(kernels.items()))
-        click.echo(f"\nNodes compute with different kernels ({named}). {KERNELS_DIFFER}")
+    note = kernels_note(views)
+    if note:
+        click.echo(f"\n{note}")
     problems = [f"{view.record.name}: {view.problem}" for view in views if view.problem]
     if problems:
         click.echo("\n".join(["", *problems, UNREACHABLE_HINT]))
+
+
+def kernels_note(views: Sequence[NodeView]) -> str:
+    """Which nodes compute with which kernels; empty where all that say so have the same."""
+    found = kernel_sets(view.record for view in views)
+    if len(found) < 2:
+        return ""
+    named = "; ".join(f"{kernel_set}: {', '.join(names)}" for kernel_set, names in sorted(found.items()))
+    return f"Nodes compute with different kernels ({named}). {KERNELS_DIFFER}"
 
 
 def _node_row(view: NodeView) -> list[str]:
