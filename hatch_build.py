@@ -19,7 +19,8 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "kvtransfer/native/disk.c": (),
     "kvtransfer/native/sockets.c": (),
     "kvtransfer/native/rdma_poster.c": (),
-    "engine/native/kernels.c": (),
+    "engine/native/cpu.c": (),
+    "engine/native/kernels_avx512bf16.c": (),
     "engine/native/draw.c": ("m",),
 }
 """And the libraries that each is linked to."""

@@ -18,6 +18,7 @@ from baton.ids import RequestKey
 from engine.attention import PagedAttention, TorchAttention, ends_of
 from engine.checkpoint import Progress, load_tensors
 from engine.grammar import compute_masks
+from engine.kernel_sets import KernelSet
 from engine.kv_pool import DeviceMirror, KvPool, SlotMapping
 from engine.model_config import (
     ComputeDtype,
@@ -30,7 +31,16 @@ from engine.model_config import (
 from engine.models.decoder import Decoder, rotate
 from engine.models.matmul import NativePacking, OneDnnPacking, Packing
 from engine.models.native_decoder import HEAD_DIM_MAX, NativeDecoder
-from engine.native.kernels import PACKED_ROWS_MIN, TASK_ROWS_MAX, AttentionPlan, Kernels, Workspace, native_kernels
+from engine.native.kernels import (
+    PACKED_ROWS_MIN,
+    TASK_ROWS_MAX,
+    AttentionPlan,
+    Choice,
+    Kernels,
+    KernelSetMissing,
+    Workspace,
+    choose_kernels,
+)
 from engine.prompt_scores import PromptRows
 from engine.sampler import ScoredRows, allow_only, draw_kernel, sample
 from engine.types import Batch, KvSink, KvSpec, NullSink, SequenceSlice, StepResult, TokenLogprobs
@@ -169,7 +179,7 @@ class DeterministicForward(TorchForward):
 
 
 class NativeForward:
-    """kernels.c with packed matrices: bfloat16 on a CPU. A step with a `NullSink` is one call of it."""
+    """The compute kernels with packed matrices: bfloat16 on a CPU. A step with a `NullSink` is one call of it."""
 
     def __init__(self, decoder: NativeDecoder, pool: KvPool) -> None:
         self._decoder = decoder
@@ -191,7 +201,7 @@ class NativeForward:
 
 
 def plan_attention(batch: Batch, pool: KvPool) -> tuple[AttentionPlan, torch.Tensor]:
-    """The plan of a batch for kernels.c, and the positions of its new tokens. Checks the block ids."""
+    """The plan of a batch for the compute kernels, and the positions of its new tokens. Checks the block ids."""
     slices, block_size = batch.slices, pool.spec.block_size
     tables = [np.asarray(s.block_table[: -(-s.stop // block_size)], dtype=np.int64) for s in slices]
     starts, stops = (np.array([getattr(s, name) for s in slices], dtype=np.int64) for name in ("start", "stop"))
@@ -361,33 +371,34 @@ class TorchRunner(ModelRunner):
         device: torch.device | str = "cpu",
         deterministic: bool = False,
         quantisation: Quantisation = Quantisation.NONE,
+        kernels: KernelSet = KernelSet.AUTO,
         mirrored: bool | None = None,
     ) -> None:
         """Takes the tensors of `weight_shapes(config)`, all float32 or all bfloat16; copies those not on `device`.
 
         `deterministic`: the scores of a token, bit for bit, depend only on the tokens before it (I6); see
         `DeterministicForward`. `mirrored`: compute on a copy of the region (engine/kv_pool.py); None: unless the device
-        is the CPU.
+        is the CPU. Raises UnsupportedModelError: `kernels` are not there, or the weights cannot be quantised.
         """
         super().__init__(config, tensors, block_size=block_size, device=device)
         assert self.kv_spec.dtype in ("float32", "bfloat16"), self.kv_spec.dtype
         self.deterministic = deterministic
         if mirrored or (mirrored is None and self.device.type != "cpu"):
             self.mirror = DeviceMirror(self.device)
+        choice = self._choice(kernels, quantisation)
+        self.kernel_set = choice.kernel_set
+        self.kernels_why = choice.why
         self.arithmetic = f"PyTorch's operations{', a token at a time' * deterministic} ({self.kv_spec.dtype})"
         """For people: what computes, and with which type of number."""
         self._native: NativeDecoder | None = None
-        # The deterministic results were compared with PyTorch's operations only.
-        may_be_native = self.kv_spec.dtype == "bfloat16" and self.device.type == "cpu" and not deterministic
-        kernels = native_kernels() if may_be_native and config.head_dim <= HEAD_DIM_MAX else None
         if quantisation is Quantisation.FP8:
             raise UnsupportedModelError("weights can be fp8 on a GPU only; a CPU takes int8 and int4")
-        if kernels is not None:
-            self._native = self._native_decoder(tensors, kernels, quantisation)
+        if choice.kernels is not None:
+            self._native = self._native_decoder(tensors, choice.kernels, quantisation)
         elif quantisation is not Quantisation.NONE:
             raise UnsupportedModelError(
-                f"weights cannot be {quantisation.value} here: that needs bfloat16, a CPU with AVX512-BF16 and the "
-                "engine's compute kernels (a C compiler at the first start); set quantisation to none"
+                f"weights cannot be {quantisation.value} here: that needs bfloat16 and the engine's compute kernels "
+                f"({choice.why}); set quantisation to none"
             )
         else:
             self._decoder = Decoder(config, {name: tensor.to(self.device) for name, tensor in tensors.items()})
@@ -431,13 +442,35 @@ class TorchRunner(ModelRunner):
         step = LaunchedStep.of(drawn, tokens_B, scored, device=self.device, prompt_logprobs=logprobs)
         return step.result()
 
+    def _choice(self, wanted: KernelSet, quantisation: Quantisation) -> Choice:
+        """The set, or PyTorch's operations where no set computes such a model."""
+        # The deterministic results were compared with PyTorch's operations only.
+        reasons = {
+            f"{self.kv_spec.dtype} is computed by PyTorch's operations": self.kv_spec.dtype != "bfloat16",
+            f"the compute kernels are for the CPU, not for {self.device.type}": self.device.type != "cpu",
+            "engine.deterministic computes by PyTorch's operations": self.deterministic,
+            f"heads of {self.config.head_dim} are more than the {HEAD_DIM_MAX} that the compute kernels take":
+                self.config.head_dim > HEAD_DIM_MAX,
+        }  # fmt: skip
+        why = next((why for why, holds in reasons.items() if holds), None)
+        if why is not None:
+            return Choice(kernel_set=KernelSet.TORCH, kernels=None, why=why)
+        try:
+            choice = choose_kernels(wanted)
+        except KernelSetMissing as error:
+            raise UnsupportedModelError(str(error)) from error
+        if choice.kernel_set is KernelSet.AMX and quantisation is not Quantisation.NONE:
+            why = f"{choice.why}; oneDNN does not multiply by {quantisation.value} weights"
+            return replace(choice, kernel_set=KernelSet.AVX512BF16, why=why)
+        return choice
+
     def _native_decoder(
         self, tensors: Mapping[str, torch.Tensor], kernels: Kernels, quantisation: Quantisation
     ) -> NativeDecoder:
         workspace = Workspace()
         packing: Packing = NativePacking(kernels, workspace, quantisation.bits)
         numbers = "bfloat16" if quantisation is Quantisation.NONE else f"bfloat16, weights {quantisation.value}"
-        if kernels.level > 1 and quantisation is Quantisation.NONE:
+        if self.kernel_set is KernelSet.AMX:
             packing = OneDnnPacking()
             numbers += ", products by oneDNN"
         self.arithmetic = f"compute kernels ({numbers})"

@@ -87,7 +87,7 @@ def joined(linears: Sequence[Linear]) -> Linear:
 
 
 class OneDnnPacking(Packing):
-    """oneDNN's own layouts: for CPUs with AMX, where it is faster than kernels.c."""
+    """oneDNN's own layouts: for CPUs with AMX, where it is faster than the compute kernels."""
 
     ROWS_HINT = 512
     """The layout is chosen for so many rows."""
@@ -110,7 +110,7 @@ class OneDnnPacking(Packing):
 
 
 class NativePacking(Packing):
-    """Layouts for kernels.c."""
+    """Layouts for the compute kernels."""
 
     def __init__(self, kernels: Kernels, workspace: Workspace, bits: int = 16) -> None:
         """`bits` of a weight: 16 is bfloat16; 8 and 4 round it."""

@@ -1,7 +1,7 @@
 """The decoder of engine/models/decoder.py for bfloat16 on a CPU: fewer and larger operations, on packed matrices.
 
-It rounds where the plain decoder rounds; only the order of long sums differs. A layer is two calls of kernels.c, or all
-layers are one: a call from Python costs as much as a small product.
+It rounds where the plain decoder rounds; only the order of long sums differs. A layer is two calls of the compute kernels,
+or all layers are one: a call from Python costs as much as a small product.
 
 Shape suffixes as in engine/types.py; X the width of query, key and value together.
 """
@@ -22,7 +22,7 @@ from engine.models.matmul import Matmul, NativeMatmul, Packing
 from engine.native.kernels import AttentionPlan, Ends, Kernels, Opening, Workspace, address
 
 HEAD_DIM_MAX = 256
-"""The largest head dimension that kernels.c takes."""
+"""The largest head dimension that the compute kernels take."""
 
 
 class _Operand(Structure):
@@ -90,7 +90,7 @@ class NativeDecoder(Decoder):
         self._kernels = kernels
         self._workspace = workspace
         self._whole: Array[_Layer] | None = None
-        """None: the matrices are not packed for kernels.c."""
+        """None: the matrices are not packed for the compute kernels."""
         if isinstance(self.layers[0].qkv, NativeMatmul):
             self._whole = (_Layer * config.num_layers)(*map(_layer, self.layers))
         self._step = _Step()
@@ -194,7 +194,7 @@ class NativeDecoder(Decoder):
         layer_done: Callable[[int], None] | None,
         ends: Ends | None,
     ) -> torch.Tensor:
-        """As `run_layers`, where kernels.c does not multiply: one call for each part of a layer."""
+        """As `run_layers`, where the compute kernels do not multiply: one call for each part of a layer."""
         kernels, config = self._kernels, self.config
         attention_TX = self._workspace.take("attended", len(x_TE), config.num_heads * config.head_dim)
         for layer, w in enumerate(self.layers):

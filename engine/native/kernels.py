@@ -1,4 +1,4 @@
-"""`kernels.c`, with its types and the layouts of its matrices: bfloat16 on a CPU with AVX512-BF16.
+"""The compute kernels, with their types and the layouts of their matrices: bfloat16 on a CPU.
 
 All calls release the interpreter's lock. They check nothing: the caller has checked shapes and ids.
 
@@ -20,7 +20,8 @@ import torch
 
 from baton.cores import own_cores
 from baton.log import get_log
-from baton.native import load
+from baton.native import NativeLibrary, load
+from engine.kernel_sets import KernelSet
 
 log = get_log("native")
 
@@ -35,7 +36,7 @@ _HUGE_PAGE = 2 << 20
 
 
 class Epilogue(IntEnum):
-    """What happens to a product, by kernels.c's numbers."""
+    """What happens to a product, by the kernels' numbers."""
 
     STORE = 0
     ADD = 1
@@ -43,7 +44,7 @@ class Epilogue(IntEnum):
 
 
 class Opening(IntEnum):
-    """What a layer is opened for, by kernels.c's numbers."""
+    """What a layer is opened for, by the kernels' numbers."""
 
     QUERIES = 1  # those that `layer_close` attends with
     RECORDS = 2  # keys and values of the new tokens into their slots
@@ -67,7 +68,7 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """A weight [Y, X] in kernels.c's layout, and its bias. The first `columns` outputs are used."""
+    """A weight [Y, X] in the kernels' layout, and its bias. The first `columns` outputs are used."""
 
     panels: torch.Tensor
     scales: torch.Tensor | None
@@ -219,15 +220,11 @@ class Pointer:
 
 
 class Kernels:
-    """The functions of kernels.c. Any thread may call them; a workspace belongs to one caller at a time."""
+    """The functions of one set. Any thread may call them; a workspace belongs to one caller at a time."""
 
     def __init__(self, handle: ctypes.CDLL, *, cores: int) -> None:
         """`cores`: how many this process may use. With more threads than that, waiting threads do not spin."""
         pointer, integer, flag, real = Pointer, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-        self.level = int(handle.baton_kernels_level())
-        """0: this CPU lacks the instructions. 1: it has them. 2: it also has AMX."""
-        if self.level == 0:
-            return
 
         def function(name: str, result: type | None, *types: type) -> Any:
             found = getattr(handle, name)
@@ -329,15 +326,92 @@ class Kernels:
         )
 
 
+class KernelSetMissing(Exception):
+    """The message names the set and says what is there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A set that is there."""
+
+    kernel_set: KernelSet
+    """Never AUTO."""
+    kernels: Kernels | None
+    """None: TORCH."""
+    why: str
+    """For people: why this one."""
+
+
+OWN = (KernelSet.AVX512BF16,)
+"""The sets that have a library of their own, the best first."""
+_CPU_BITS = {
+    KernelSet.AVX2: 1,
+    KernelSet.AVX512: 2,
+    KernelSet.AVX512BF16: 4,
+    KernelSet.AMX: 8,
+    KernelSet.NEON: 16,
+}
+"""By cpu.c's numbers."""
+
+
+def choose_kernels(wanted: KernelSet) -> Choice:
+    """Raises KernelSetMissing: the set that is wanted is not there. AUTO always finds one."""
+    if wanted is KernelSet.TORCH:
+        return Choice(kernel_set=wanted, kernels=None, why="engine.kernels names it")
+    here = cpu_sets()
+    if wanted is KernelSet.AUTO:
+        return _best(here)
+    if wanted not in here:
+        raise KernelSetMissing(f"engine.kernels is {wanted.value}, which this CPU lacks: it has {_names(here)}")
+    own = KernelSet.AVX512BF16 if wanted is KernelSet.AMX else wanted
+    kernels = own_kernels(own)
+    if kernels is None:
+        raise KernelSetMissing(f"engine.kernels is {wanted.value}, which has no library here: {_library(own).status}")
+    return Choice(kernel_set=wanted, kernels=kernels, why="engine.kernels names it")
+
+
+def _best(here: frozenset[KernelSet]) -> Choice:
+    own = next((each for each in OWN if each in here), None)
+    if own is None:
+        why = f"the compute kernels need {' or '.join(each.value for each in reversed(OWN))}, which this CPU lacks"
+        return Choice(kernel_set=KernelSet.TORCH, kernels=None, why=why)
+    kernels = own_kernels(own)
+    if kernels is None:
+        return Choice(kernel_set=KernelSet.TORCH, kernels=None, why=f"no compute kernels: {_library(own).status}")
+    kernel_set = KernelSet.AMX if KernelSet.AMX in here else own
+    return Choice(kernel_set=kernel_set, kernels=kernels, why=f"the best of what this CPU has: {_names(here)}")
+
+
+def _names(sets: frozenset[KernelSet]) -> str:
+    return ", ".join(each.value for each in _CPU_BITS if each in sets) or "none of them"
+
+
 @cache
-def native_kernels() -> Kernels | None:
-    """None: no library, or a CPU without the instructions; logged once. The first call may take seconds."""
-    library = load(Path(__file__).with_name("kernels.c"))
+def cpu_sets() -> frozenset[KernelSet]:
+    """The sets whose instructions this CPU has; empty where there is no compiler to build what asks it."""
+    library = load(Path(__file__).with_name("cpu.c"))
+    if library.handle is None:
+        log.warning("compute kernels are missing: PyTorch's are used, which are slower", why=library.status)
+        return frozenset()
+    bits = int(library.handle.baton_cpu_sets())
+    return frozenset(each for each, bit in _CPU_BITS.items() if bits & bit)
+
+
+@cache
+def _library(own: KernelSet) -> NativeLibrary:
+    return load(Path(__file__).with_name(f"kernels_{own.value}.c"))
+
+
+@cache
+def own_kernels(own: KernelSet) -> Kernels | None:
+    """The library of a set whose instructions this CPU has, if it can be built. The first call may take seconds."""
+    library = _library(own)
     if library.handle is None:
         log.warning("compute kernels are missing: PyTorch's are used, which are slower", why=library.status)
         return None
-    kernels = Kernels(library.handle, cores=own_cores().usable)
-    if kernels.level == 0:
-        log.info("compute kernels need AVX512-BF16, which this CPU lacks: PyTorch's are used")
-        return None
-    return kernels
+    return Kernels(library.handle, cores=own_cores().usable)
+
+
+def native_kernels() -> Kernels | None:
+    """Those of AUTO. None: no library, or a CPU without the instructions of any set."""
+    return choose_kernels(KernelSet.AUTO).kernels

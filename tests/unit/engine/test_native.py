@@ -15,12 +15,13 @@ import torch
 from baton.cores import Cores
 from baton.ids import Attempt, BlockId, RequestId, RequestKey
 from baton.native import NativeLibrary
+from engine.kernel_sets import KernelSet
 from engine.kv_pool import KvPool
-from engine.model_config import ModelConfig, Quantisation, parse_model_config, weight_shapes
+from engine.model_config import ModelConfig, Quantisation, UnsupportedModelError, parse_model_config, weight_shapes
 from engine.models.decoder import Decoder
 from engine.models.matmul import Linear, NativeMatmul, NativePacking, OneDnnPacking, Packing
 from engine.native import kernels as kernels_module
-from engine.native.kernels import Epilogue, Workspace, native_kernels
+from engine.native.kernels import OWN, Epilogue, KernelSetMissing, Workspace, choose_kernels, cpu_sets, own_kernels
 from engine.runner import Forward, TorchForward, TorchRunner
 from engine.types import NO_TOKEN, Batch, KvSink, NullSink, SamplingParams, SequenceSlice
 
@@ -48,7 +49,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     "biases": {"architectures": ["LlamaForCausalLM"], "attention_bias": True, "mlp_bias": True, "head_dim": 160},
 }
 
-pytestmark = pytest.mark.skipif(native_kernels() is None, reason="no compiler, or a CPU without AVX512-BF16")
+
+@pytest.fixture(params=OWN, ids=[each.value for each in OWN])
+def kernel_set(request: pytest.FixtureRequest) -> KernelSet:
+    """Each set that this CPU has."""
+    each: KernelSet = request.param
+    if each not in cpu_sets() or own_kernels(each) is None:
+        pytest.skip(f"no compiler, or a CPU without {each.value}")
+    return each
 
 
 def model(changes: str) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
@@ -77,12 +85,6 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def products_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a CPU has AMX they would be oneDNN's, whose bits depend on the number of rows."""
-    monkeypatch.setattr(native_kernels(), "level", 1)
 
 
 class Side:
@@ -122,11 +124,15 @@ class Listening:
         self.heard.append(layer)
 
 
-def both(config: ModelConfig, tensors: dict[str, torch.Tensor], block_size: int) -> tuple[Side, Side]:
-    runner = TorchRunner(config=config, tensors=tensors, block_size=block_size)
+def both(
+    config: ModelConfig, tensors: dict[str, torch.Tensor], block_size: int, kernel_set: KernelSet
+) -> tuple[Side, Side]:
+    runner = TorchRunner(kernels=kernel_set, config=config, tensors=tensors, block_size=block_size)
     assert runner.arithmetic.startswith("compute kernels")
     return Side(runner, None, None), Side(
-        TorchRunner(config=config, tensors=tensors, block_size=block_size), TorchForward, Decoder(config, tensors)
+        TorchRunner(kernels=kernel_set, config=config, tensors=tensors, block_size=block_size),
+        TorchForward,
+        Decoder(config, tensors),
     )
 
 
@@ -158,9 +164,11 @@ def text(length: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16, 24])
-def test_scores_are_those_of_torch(made: tuple[ModelConfig, dict[str, torch.Tensor]], block_size: int) -> None:
+def test_scores_are_those_of_torch(
+    made: tuple[ModelConfig, dict[str, torch.Tensor]], block_size: int, kernel_set: KernelSet
+) -> None:
     """Whole prompts, chunks behind a prefix and single tokens share steps; unused slots are NaN and stay unread."""
-    native, plain = both(*made, block_size)
+    native, plain = both(*made, block_size, kernel_set)
     length = min(32 * block_size, 300)
     a, b, c = text(length, 1), text(length, 2), text(length, 3)
     cut, late = length // 3, length - 3
@@ -178,16 +186,18 @@ def test_products_are_those_of_one_dnn_where_there_is_amx(
     made: tuple[ModelConfig, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if this CPU had AMX: other products between the same norms and attention."""
-    monkeypatch.setattr(native_kernels(), "level", 2)
-    native, plain = both(*made, 16)
+    if KernelSet.AVX512BF16 not in cpu_sets():
+        pytest.skip("a CPU without AVX512-BF16")
+    monkeypatch.setattr(kernels_module, "cpu_sets", lambda: cpu_sets() | {KernelSet.AMX})
+    native, plain = both(*made, 16, KernelSet.AMX)
     tokens = text(70, 1)
     for step in (piece(0, tokens, 0, 50),), (piece(0, tokens, 50, 69), piece(1, tokens, 0, 1)):
         assert_near(native.score(*step), plain.score(*step))
 
 
-def test_the_kv_is_that_of_torch(made: tuple[ModelConfig, dict[str, torch.Tensor]]) -> None:
+def test_the_kv_is_that_of_torch(made: tuple[ModelConfig, dict[str, torch.Tensor]], kernel_set: KernelSet) -> None:
     """The first layer's records, which no attention has gone into, are the same within a rounding; others untouched."""
-    native, plain = both(*made, 16)
+    native, plain = both(*made, 16, kernel_set)
     native.score(piece(0, text(50, 1), 0, 50))
     plain.score(piece(0, text(50, 1), 0, 50))
     layers = [side.region_U8.view(np.int16).reshape(2, NUM_BLOCKS, -1)[0] for side in (native, plain)]
@@ -196,9 +206,9 @@ def test_the_kv_is_that_of_torch(made: tuple[ModelConfig, dict[str, torch.Tensor
     assert_near(values[0].nan_to_num(), values[1].nan_to_num())
 
 
-def test_a_row_does_not_depend_on_the_batch() -> None:
+def test_a_row_does_not_depend_on_the_batch(kernel_set: KernelSet) -> None:
     """One token alone and among 40 others: the same bits, whichever thread computes which part."""
-    native, _ = both(*model("many of 64"), 16)
+    native, _ = both(*model("many of 64"), 16, kernel_set)
     tokens = text(90, 1)
     native.score(piece(0, tokens, 0, 89))
     alone = native.score(piece(0, tokens, 89, 90))
@@ -207,11 +217,13 @@ def test_a_row_does_not_depend_on_the_batch() -> None:
         assert torch.equal(among[-1:], alone), others
 
 
-def test_layers_at_once_are_each_in_two_calls_and_in_parts(made: tuple[ModelConfig, dict[str, torch.Tensor]]) -> None:
+def test_layers_at_once_are_each_in_two_calls_and_in_parts(
+    made: tuple[ModelConfig, dict[str, torch.Tensor]], kernel_set: KernelSet
+) -> None:
     """Of three runners one goes through all layers in one call, one has a sink to tell of each and so makes two calls
     for it, one calls each part of a layer by itself: the same bits, in scores and region."""
     config, tensors = made
-    runners = [TorchRunner(config=config, tensors=tensors, block_size=16) for _ in range(3)]
+    runners = [TorchRunner(kernels=kernel_set, config=config, tensors=tensors, block_size=16) for _ in range(3)]
     assert runners[2]._native is not None
     assert runners[2]._native._whole is not None
     runners[2]._native._whole = None
@@ -230,11 +242,11 @@ def test_layers_at_once_are_each_in_two_calls_and_in_parts(made: tuple[ModelConf
     assert np.array_equal(whole.region_U8, parts.region_U8)
 
 
-def test_any_number_of_threads_and_layers() -> None:
+def test_any_number_of_threads_and_layers(kernel_set: KernelSet) -> None:
     """More layers than are gone through at once, by one, two and five threads on however many cores: the same bits."""
     config, tensors = model("more layers than at once")
     tokens = text(40, 5)
-    side = Side(TorchRunner(config=config, tensors=tensors, block_size=16), None, None)
+    side = Side(TorchRunner(kernels=kernel_set, config=config, tensors=tensors, block_size=16), None, None)
     side.score(piece(0, tokens, 0, 30))
     expected = side.score(piece(0, tokens, 30, 31))
     for number in (1, 5):
@@ -261,14 +273,14 @@ end 262 rows, whose last task has six, then 256, whose last task is full."""
 
 @pytest.mark.parametrize("in_two_calls", [True, False])
 def test_rows_that_draw_are_those_of_a_whole_last_layer(
-    made: tuple[ModelConfig, dict[str, torch.Tensor]], in_two_calls: bool
+    made: tuple[ModelConfig, dict[str, torch.Tensor]], in_two_calls: bool, kernel_set: KernelSet
 ) -> None:
     """Of the last layer a step computes the rest for rows that draw alone: the same bits as when it does for all rows,
     in scores and region."""
     config, tensors = made
     sides = []
     for _ in range(2):
-        runner = TorchRunner(config=config, tensors=tensors, block_size=16)
+        runner = TorchRunner(kernels=kernel_set, config=config, tensors=tensors, block_size=16)
         assert runner._native is not None
         if not in_two_calls:
             runner._native._whole = None
@@ -285,21 +297,28 @@ def test_rows_that_draw_are_those_of_a_whole_last_layer(
 
 
 @pytest.mark.parametrize("rows", [257, 258, 259, 260])
-def test_the_last_row_of_a_short_task(rows: int) -> None:
+def test_the_last_row_of_a_short_task(rows: int, kernel_set: KernelSet) -> None:
     """A chunk's last rows are a task of one to four: the bits are those of the way which they would be computed in."""
     config, tensors = model("many of 64")
-    few, every = (Side(TorchRunner(config=config, tensors=tensors, block_size=16), None, None) for _ in range(2))
+    few, every = (
+        Side(TorchRunner(kernels=kernel_set, config=config, tensors=tensors, block_size=16), None, None)
+        for _ in range(2)
+    )
     prompt = piece(0, text(rows, 5), 0, rows)
     assert torch.equal(few.output(prompt), every.output(prompt, every_row=True)[-1:])
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_rows_that_draw_with_rounded_weights(bits: int) -> None:
+def test_rows_that_draw_with_rounded_weights(bits: int, kernel_set: KernelSet) -> None:
     """Queries are other panels of a rounded matrix than keys and values, with other scales."""
     config, tensors = model("odd sizes")
     quantisation = {8: Quantisation.INT8, 4: Quantisation.INT4}[bits]
     few, every = (
-        Side(TorchRunner(config=config, tensors=tensors, block_size=16, quantisation=quantisation), None, None)
+        Side(
+            TorchRunner(kernels=kernel_set, config=config, tensors=tensors, block_size=16, quantisation=quantisation),
+            None,
+            None,
+        )
         for _ in range(2)
     )
     prompt = piece(0, text(70, 6), 0, 70)
@@ -309,9 +328,9 @@ def test_rows_that_draw_with_rounded_weights(bits: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 12, 13, 24, 25, 47, 300])
 @pytest.mark.parametrize(("outputs", "inner"), [(32, 16), (97, 51), (300, 1030)])
-def test_products(rows: int, outputs: int, inner: int) -> None:
+def test_products(rows: int, outputs: int, inner: int, kernel_set: KernelSet) -> None:
     """Rows in groups of every size, columns and inner dimensions that end within a panel: close to float64."""
-    kernels = native_kernels()
+    kernels = own_kernels(kernel_set)
     assert kernels is not None
     generator = torch.Generator().manual_seed(rows)
     x, w, b = (torch.randn(s, generator=generator).bfloat16() for s in ((rows, inner), (outputs, inner), (outputs,)))
@@ -332,10 +351,10 @@ def test_products(rows: int, outputs: int, inner: int) -> None:
 
 
 @pytest.mark.parametrize("columns", [1, 15, 16, 17, 8_192, 31_999])
-def test_the_highest_score(columns: int) -> None:
+def test_the_highest_score(columns: int, kernel_set: KernelSet) -> None:
     """Few values, so that nearly every row has ties: the first of the highest, as torch finds it in float32. A row
     with nothing above minus infinity has no token."""
-    kernels = native_kernels()
+    kernels = own_kernels(kernel_set)
     assert kernels is not None
     rows = torch.randint(-3, 4, (9, columns), generator=torch.Generator().manual_seed(columns)).bfloat16()
     rows[0] = -0.0
@@ -359,10 +378,29 @@ def test_the_barrier_knows_how_many_cores_there_are(monkeypatch: pytest.MonkeyPa
             return function
 
     handle: Any = Library()
-    monkeypatch.setattr(kernels_module, "load", lambda source: NativeLibrary(handle=handle, status="of the test"))
+    monkeypatch.setattr(kernels_module, "_library", lambda own: NativeLibrary(handle=handle, status="of the test"))
     monkeypatch.setattr(kernels_module, "own_cores", lambda: Cores(allowed=8, quota=1.5))
-    assert native_kernels.__wrapped__() is not None
-    assert calls == [("baton_kernels_level", ()), ("baton_kernels_cores", (2,))]
+    assert own_kernels.__wrapped__(KernelSet.AVX512BF16) is not None
+    assert calls == [("baton_kernels_cores", (2,))]
+
+
+def test_a_set_that_is_missing_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A named set is that one or an error that says what there is; auto takes PyTorch's operations where none fits."""
+    config, tensors = model("odd sizes")
+    runner = partial(TorchRunner, config=config, tensors=tensors, block_size=16)
+    monkeypatch.setattr(kernels_module, "cpu_sets", lambda: frozenset({KernelSet.AVX2, KernelSet.AVX512}))
+    wanted = "engine.kernels is avx512bf16, which this CPU lacks: it has avx2, avx512$"
+    with pytest.raises(UnsupportedModelError, match=wanted):
+        runner(kernels=KernelSet.AVX512BF16)
+    monkeypatch.setattr(kernels_module, "cpu_sets", frozenset)
+    with pytest.raises(KernelSetMissing, match="it has none of them"):
+        choose_kernels(KernelSet.NEON)
+    found = runner()
+    assert (found.kernel_set, found.kernels_why) == (
+        KernelSet.TORCH,
+        f"the compute kernels need {' or '.join(each.value for each in reversed(OWN))}, which this CPU lacks",
+    )
+    assert runner(kernels=KernelSet.TORCH).kernels_why == "engine.kernels names it"
 
 
 def test_other_types_and_modes_stay_with_torch() -> None:
@@ -377,10 +415,10 @@ def test_other_types_and_modes_stay_with_torch() -> None:
 
 @pytest.mark.parametrize("in_two_calls", [True, False])
 @pytest.mark.parametrize("draws", [True, False])
-def test_a_layer_is_told_of_when_its_records_are_there(in_two_calls: bool, draws: bool) -> None:
+def test_a_layer_is_told_of_when_its_records_are_there(in_two_calls: bool, draws: bool, kernel_set: KernelSet) -> None:
     """What the region has of a layer when the sink hears of it is what it has at the end, in the last layer too, which
     most rows leave there."""
-    runner = TorchRunner(config=model("odd sizes")[0], tensors=model("odd sizes")[1], block_size=16)
+    runner = TorchRunner(kernels=kernel_set, config=model("odd sizes")[0], tensors=model("odd sizes")[1], block_size=16)
     assert runner._native is not None
     if not in_two_calls:
         runner._native._whole = None

@@ -14,6 +14,7 @@ from baton.errors import InvalidField
 from engine.build import ComputeDevice, EngineConfig
 from engine.checkpoint import load_tensors
 from engine.demo_model import DemoModelParams, write_demo_model
+from engine.kernel_sets import KernelSet
 from engine.model_config import (
     LM_HEAD,
     ComputeDtype,
@@ -28,7 +29,7 @@ from engine.types import Batch
 from tests.support.every_row import score
 from tests.unit.engine.test_native import piece
 
-needs_kernels = pytest.mark.skipif(native_kernels() is None, reason="no compiler, or a CPU without AVX512-BF16")
+needs_kernels = pytest.mark.skipif(native_kernels() is None, reason="no compiler, or a CPU without kernels")
 
 
 def rounded(weight_YX: torch.Tensor, bits: int) -> torch.Tensor:
@@ -153,6 +154,5 @@ def test_what_cannot_be_quantised_says_so(folder: Path, monkeypatch: pytest.Monk
             EngineConfig(model="m", device=device, quantisation=quantisation)
     with pytest.raises(UnsupportedModelError, match="fp8 on a GPU only"):
         TorchRunner.load(folder, block_size=16, quantisation=Quantisation.FP8)
-    monkeypatch.setattr("engine.runner.native_kernels", lambda: None)
-    with pytest.raises(UnsupportedModelError, match="AVX512-BF16"):
-        TorchRunner.load(folder, block_size=16, quantisation=Quantisation.INT8)
+    with pytest.raises(UnsupportedModelError, match="needs bfloat16 and the engine's compute kernels"):
+        TorchRunner.load(folder, block_size=16, quantisation=Quantisation.INT8, kernels=KernelSet.TORCH)

@@ -18,8 +18,9 @@ from cli.services import Service, load_config
 from decode_node.config import DecodeConfig
 from engine.build import ComputeDevice, EngineConfig, EngineKind
 from engine.gpu.config import GpuConfig, GraphConfig
+from engine.kernel_sets import KernelSet
 from engine.model_config import ComputeDtype, Quantisation
-from engine.native.kernels import native_kernels
+from engine.native.kernels import choose_kernels
 from kvtransfer.checksums import crcs
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.device.staging import StagingConfig
@@ -117,11 +118,11 @@ def test_which_way_computes_is_told(
 ) -> None:
     """On a CPU, with compute kernels where it has the instructions, and plainly where it has not or for float32. Of a
     device of its own the runner says more, and a mock computes nothing."""
-    kernels = native_kernels()
-    wanted = plainly if kernels is None else natively or plainly
+    choice = choose_kernels(KernelSet.AUTO)
+    wanted = plainly if choice.kernels is None else natively or plainly
     if wanted is None:
         pytest.skip("no compute kernels, so no weights of 8 bits")
-    if kernels is not None and kernels.level > 1 and wanted == "compute kernels (bfloat16)":
+    if choice.kernel_set is KernelSet.AMX and wanted == "compute kernels (bfloat16)":
         wanted = "compute kernels (bfloat16, products by oneDNN)"
 
     def look(pool: DevicePool, _doing: list[str]) -> None:

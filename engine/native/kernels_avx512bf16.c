@@ -23,22 +23,4 @@
 #include "parts/products.h"
 #include "parts/records.h"
 #include "parts/step.h"
-
-/* What follows runs on CPUs without these instructions, too. */
-#pragma GCC reset_options
-#include <cpuid.h>
-
-/* 1: this CPU has the instructions. 2: it has AMX too, which other libraries use better for many rows. */
-API int baton_kernels_level(void) {
-    __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-        !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq") ||
-        !__builtin_cpu_supports("avx512bf16"))
-        return 0;
-    unsigned a, b, c, d;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 24 & 1) && (d >> 22 & 1) ? 2 : 1;
-}
-
-#else
-int baton_kernels_level(void) { return 0; }
 #endif
