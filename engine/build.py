@@ -267,11 +267,18 @@ def _build_model(config: EngineConfig, progress: Callable[[int, int], None] | No
     import torch
 
     from engine.checkpoint import checkpoint_fingerprint
+    from engine.native.kernels import KernelSetMissing, choose_kernels
     from engine.runner import TorchRunner
 
     # For the whole process, before any engine thread: more threads than cores on the machine stall every one of them.
     torch.set_num_threads(config.compute_threads)
     device = _torch_device(config.device)
+    try:
+        if config.kernels is not KernelSet.AUTO:
+            choose_kernels(config.kernels)  # now, and not after minutes of loading
+    except KernelSetMissing as error:
+        text = f"{error}. Set it to a set that is here, to torch, or to auto."
+        raise BatonError(Reason.BAD_CONFIG, text, field="engine.kernels") from error
     folder = resolve_model(config.model)
     common: dict[str, Any] = {
         "block_size": config.block_size,
@@ -289,16 +296,40 @@ def _build_model(config: EngineConfig, progress: Callable[[int, int], None] | No
         rows_max = min(config.gpu.graphs.graph_rows_max, config.sequences_max)
         gpu = replace(config.gpu, graphs=replace(config.gpu.graphs, graph_rows_max=rows_max))
         on_device = _gpu_runner(config.device).load(folder, gpu=gpu, **common)
-        return BuiltEngine(runner=on_device, quantisation=on_device.quantisation, on_device=on_device, **identity)
-    mirrored = config.device is not ComputeDevice.CPU
-    runner = TorchRunner.load(folder, deterministic=config.deterministic, mirrored=mirrored, **common)
+        return BuiltEngine(
+            runner=on_device,
+            quantisation=on_device.quantisation,
+            on_device=on_device,
+            kernel_set=config.device.value,
+            kernels_why="the kernels of engine.device",
+            **identity,
+        )
+    runner = TorchRunner.load(
+        folder,
+        deterministic=config.deterministic,
+        mirrored=config.device is not ComputeDevice.CPU,
+        kernels=config.kernels,
+        **common,
+    )
     return BuiltEngine(
         runner=runner,
         quantisation="" if config.quantisation is Quantisation.NONE else config.quantisation.value,
         block_freed=None if runner.mirror is None else runner.mirror.forget,
         arithmetic=runner.arithmetic,
+        kernel_set=_registered(runner.kernel_set, config.device),
+        kernels_why=runner.kernels_why,
         **identity,
     )
+
+
+def _registered(kernel_set: KernelSet, device: ComputeDevice) -> str:
+    """PyTorch chooses instructions by the CPU, so its operations alone do not say which bits come out."""
+    import torch
+
+    if kernel_set is not KernelSet.TORCH:
+        return kernel_set.value
+    capability = device.value if device.on_gpu else torch.backends.cpu.get_cpu_capability()
+    return f"{kernel_set.value} {capability.lower()}"
 
 
 def _gpu_runner(device: ComputeDevice) -> type[GpuRunner]:

@@ -212,6 +212,8 @@ async def open_device_pool(
         progress("loading", done, total)
 
     built = await asyncio.to_thread(build_runner, config, loading)
+    if built.kernel_set:
+        engine_log.info("compute kernels", set=built.kernel_set, why=built.kernels_why)
     layout = built.runner.layout
     size = region_size(
         config,
