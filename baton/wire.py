@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from typing import Any, Final, TypeVar
@@ -84,6 +84,9 @@ class ModelInfo:
     """Groups of layers, each with a block of its own for `block_size` tokens."""
     kv_root: bytes = b""
     """Names what makes this node's KV (`cachestore.prefix_cache.kv_root`): only nodes of one root share cached KV."""
+    kernel_set: str = ""
+    """What computes (`engine.kernel_sets`): the tokens after a resumption are the same between equal ones. Empty: the
+    mock engine, or a node that does not say."""
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks of a region that hold so many tokens."""
@@ -219,6 +222,15 @@ class NodeRecord:
     def command_endpoint(self) -> str:
         """Where Node and Pins are served."""
         return self.admin_endpoint or self.endpoint
+
+
+def kernel_sets(records: Iterable[NodeRecord]) -> dict[str, list[NodeName]]:
+    """Names of the nodes by what they compute with; those that do not say are left out."""
+    found: dict[str, list[NodeName]] = {}
+    for record in records:
+        if record.model is not None and record.model.kernel_set:
+            found.setdefault(record.model.kernel_set, []).append(record.name)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

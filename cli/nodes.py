@@ -7,7 +7,7 @@ The plain data for `-o json` is part of the commands' interface: keys are never 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from math import ceil
@@ -22,7 +22,7 @@ from baton.endpoint import is_loopback
 from baton.errors import BatonError, Reason
 from baton.rpc import ChannelLimits, Channels, rpc_errors
 from baton.tls import Tls
-from baton.wire import NodeRecord, Role
+from baton.wire import NodeRecord, Role, kernel_sets
 from cli.invocation import EXIT_ERROR
 from cli.output import JSON, format_pairs, format_table, message_data, output_option, print_json
 from cli.parameters import options, timeout_option
@@ -92,7 +92,11 @@ def status_data(status: node_pb2.NodeStatus, role: Role) -> dict[str, Any]:
         "engine": {"facts": facts, "padding_blocks": status.engine.padding_blocks},
         "prefixes": plain["prefixes"],
         "tiers": [message_data(tier) for tier in load.tiers],
-        "model": {"name": record.model.name, "fingerprint": record.model.fingerprint},
+        "model": {
+            "name": record.model.name,
+            "fingerprint": record.model.fingerprint,
+            "kernel_set": record.model.kernel_set or None,
+        },
         "transports": list(record.transports),
         "pairs": [_pair_data(pair) for pair in status.pairs],
         "writers": [_writer_data(writer) for writer in status.writers],
@@ -142,6 +146,11 @@ UNREACHABLE_HINT: Final = (
     "from this machine; the cluster itself may reach it all the same."
 )
 """What to make of nodes that do not answer this command."""
+
+KERNELS_DIFFER: Final = (
+    "An answer that is resumed on another node may go on with other tokens where scores tie. Where that matters, set "
+    "engine.kernels to the best set that all of them have."
+)
 
 directory_option: Final = options(
     click.option(
@@ -303,9 +312,21 @@ def nodes(directory: str, timeout_s: float, output: str) -> None:
         click.echo(f"The directory at {describe_directory(directory)} knows no node.")
         return
     click.echo(format_table(_NODE_HEADER, [_node_row(view) for view in views], right=_NODE_RIGHT))
+    note = kernels_note(views)
+    if note:
+        click.echo(f"\n{note}")
     problems = [f"{view.record.name}: {view.problem}" for view in views if view.problem]
     if problems:
         click.echo("\n".join(["", *problems, UNREACHABLE_HINT]))
+
+
+def kernels_note(views: Sequence[NodeView]) -> str:
+    """Which nodes compute with which kernels; empty where all that say so have the same."""
+    found = kernel_sets(view.record for view in views)
+    if len(found) < 2:
+        return ""
+    named = "; ".join(f"{kernel_set}: {', '.join(names)}" for kernel_set, names in sorted(found.items()))
+    return f"Nodes compute with different kernels ({named}). {KERNELS_DIFFER}"
 
 
 def _node_row(view: NodeView) -> list[str]:

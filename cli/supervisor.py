@@ -35,6 +35,7 @@ from cli.ca import CA_NAME, CertificateFiles, certificate_files, issue, make_ca
 from cli.child import Child, describe_exit, stop_children
 from cli.services import Service, load_config
 from engine.build import EngineKind
+from kvtransfer.region import memory_available_bytes
 
 _T = TypeVar("_T")
 
@@ -143,7 +144,11 @@ class ClusterSpec:
         "compute threads of each node; none: the cores of this machine shared out",
         "The cores should be shared out otherwise.",
     )
-    blocks: int | None = setting(None, "KV blocks of each node", "Always: it is the memory for KV of each node.")
+    blocks: int | None = setting(
+        None,
+        "KV blocks of each node; none: by the memory that is free (engine.memory_share)",
+        "The memory for KV should be fixed.",
+    )
     tls: bool = setting(
         False,
         "mTLS between the processes, by a CA made for it beside the logs",
@@ -212,10 +217,16 @@ class ClusterSpec:
         return self.threads or max(1, own_cores().usable // self.engines)
 
     def flags_of(
-        self, name: str, service: Service, directory: str, *, certificates: Path = Path(CERTIFICATES)
+        self,
+        name: str,
+        service: Service,
+        directory: str,
+        *,
+        certificates: Path = Path(CERTIFICATES),
+        free_bytes: int | None = None,
     ) -> dict[str, str]:
         """The configuration keys that the process `name` is given, as flags spell them; `directory` is where that one
-        listens, `certificates` the folder of `make_certificates`."""
+        listens, `certificates` the folder of `make_certificates`, `free_bytes` the memory that the nodes share."""
         keys: dict[str, object]
         if service is Service.DIRECTORY:
             keys = {"listen": self.directory_listen}
@@ -237,6 +248,8 @@ class ClusterSpec:
                 "engine.kind": None if self.engine_kind is None else self.engine_kind.value,
                 "engine.model": self.model,
                 "engine.num_blocks": self.blocks,
+                "engine.memory_nodes": self.engines if free_bytes else None,
+                "engine.memory_free_bytes": free_bytes,
                 "engine.compute_threads": self.compute_threads(),
             }
         keys["insecure"] = self.insecure or None
@@ -302,6 +315,8 @@ class Cluster:
         self._on_progress = on_progress
         self._on_ready = on_ready
         self._children: dict[str, Child] = {}
+        self._free_bytes = memory_available_bytes() if spec.blocks is None else None
+        """Before any node has taken some: all reckon with the same, whichever of them is first."""
         self._own_log_dir: Path | None = None
         self._log_dir: Path | None = None
         self._keep_logs = False
@@ -475,9 +490,10 @@ class Cluster:
         command += ["--log-format", self.spec.log_format.value]
         if self.spec.config is not None:
             command += ["--config", str(self.spec.config)]
-        for key, value in self.spec.flags_of(
-            name, service, directory, certificates=self.log_dir / CERTIFICATES
-        ).items():
+        given = self.spec.flags_of(
+            name, service, directory, certificates=self.log_dir / CERTIFICATES, free_bytes=self._free_bytes
+        )
+        for key, value in given.items():
             if value != self.spec.directory:  # it may have a password: by the environment, which others cannot read
                 command += [flag_name(key), value]
         return command

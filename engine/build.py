@@ -8,13 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from baton.config import setting
 from baton.errors import BatonError, InvalidField, Reason
 from baton.ids import BlockId
 from cachestore.pins import PinLimits
 from engine.gpu.config import GpuConfig
+from engine.kernel_sets import KernelSet
 from engine.mock import MockConfig, MockRunner
 from engine.model_config import (
     ComputeDtype,
@@ -63,6 +64,15 @@ QUANTISATIONS = {
 """How weights may be rounded, on devices that multiply by rounded ones."""
 
 
+T = TypeVar("T")
+
+
+def _by_up(default: T, help: str) -> T:  # noqa: A002
+    """A setting that `baton up` gives to the nodes it starts."""
+    made: T = field(default=default, metadata={"shown": False, "help": help, "when": "Never: baton up does."})
+    return made
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """One engine of a node."""
@@ -106,7 +116,27 @@ class EngineConfig:
         "token positions in a block",
         "It must be the same on all nodes. Smaller blocks waste less, larger ones cost less work per handoff.",
     )
-    num_blocks: int = setting(1024, "blocks in the region", "Always: it is the memory for KV.")
+    num_blocks: int | None = setting(
+        None,
+        "blocks in the region; none: as many as memory_share says (mock engine: 1024)",
+        "The memory for KV should be fixed, or as large on prefill nodes as on decode nodes.",
+    )
+    memory_share: float | None = setting(
+        None,
+        "share that the region takes of the memory, the host's or the GPU's, that is free with the weights loaded; "
+        "none: 0.5 (GPU: 0.8), but no more than sequences_max sequences fill, nor more than 4 GiB of host memory",
+        "Other programs need the memory (lower it), or more conversations and prefixes should fit (raise it).",
+    )
+    memory_nodes: int = _by_up(1, "nodes that share the free memory of this machine, or of its GPU")
+    memory_free_bytes: int | None = _by_up(
+        None, "host memory that is free before any of them starts; none: what is free once the weights are loaded"
+    )
+    kernels: KernelSet = setting(
+        KernelSet.AUTO,
+        "instructions that the compute kernels use: auto (the best that this CPU has), avx2, avx512, avx512bf16, amx "
+        "(products by oneDNN), neon, or torch (PyTorch's operations)",
+        "CPUs differ, and a resumed answer must go on with the same tokens: set the best that all of them have.",
+    )
     compute_threads: int = setting(
         1, "threads of this process that compute", "Always on a CPU: the cores of the machine, less those that copy."
     )
@@ -133,11 +163,14 @@ class EngineConfig:
     pins: PinLimits = field(default_factory=PinLimits)
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "num_blocks", "compute_threads"):
-            if getattr(self, name) < 1:
-                raise InvalidField(name, f"is {getattr(self, name)}; must be at least 1")
-        if self.num_blocks > BLOCKS_MAX:
+        for name in ("block_size", "num_blocks", "memory_nodes", "compute_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidField(name, f"is {value}; must be at least 1")
+        if self.num_blocks is not None and self.num_blocks > BLOCKS_MAX:
             raise InvalidField("num_blocks", f"is {self.num_blocks}; must be at most {BLOCKS_MAX}")
+        if self.memory_share is not None and not 0 < self.memory_share < 1:
+            raise InvalidField("memory_share", f"is {self.memory_share}; must be more than 0 and less than 1")
         if self.kind is EngineKind.MODEL and not self.model:
             raise InvalidField("model", "is not set; name a folder or a model on the hub")
         self.scheduler()  # checks its limits
@@ -153,6 +186,8 @@ class EngineConfig:
             raise InvalidField(
                 "deterministic", "is for the devices cpu and cuda-mirrored; cuda's kernels have no such mode"
             )
+        if self.device is not ComputeDevice.CPU and self.kernels is not KernelSet.AUTO:
+            raise InvalidField("kernels", f"is {self.kernels.value}; {self.device.value} takes auto: they are a CPU's")
         if self.mock_layer_delay_ms < 0:
             raise InvalidField("mock_layer_delay_ms", "must not be negative")
 
@@ -184,6 +219,10 @@ class BuiltEngine:
     """Of the model: grammars are followed by its tokens."""
     arithmetic: str = ""
     """For people: what computes, if the runner does not describe itself. Empty: the mock engine."""
+    kernel_set: str = ""
+    """What computes, to be compared: nodes of the same one compute the same bits. Empty: the mock engine."""
+    kernels_why: str = ""
+    """For people: why that set."""
 
 
 def build_runner(config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> BuiltEngine:
@@ -229,10 +268,17 @@ def _build_model(config: EngineConfig, progress: Callable[[int, int], None] | No
     import torch
 
     from engine.checkpoint import checkpoint_fingerprint
+    from engine.native.kernels import KernelSetMissing, choose_kernels
 
     # For the whole process, before any engine thread: more threads than cores on the machine stall every one of them.
     torch.set_num_threads(config.compute_threads)
     device = _torch_device(config.device)
+    try:
+        if config.kernels is not KernelSet.AUTO:
+            choose_kernels(config.kernels)  # now, and not after minutes of loading
+    except KernelSetMissing as error:
+        text = f"{error}. Set it to a set that is here, to torch, or to auto."
+        raise BatonError(Reason.BAD_CONFIG, text, field="engine.kernels") from error
     folder = resolve_model(config.model)
     common: dict[str, Any] = {
         "block_size": config.block_size,
@@ -261,10 +307,21 @@ def _load_runner(config: EngineConfig, folder: Path, common: Mapping[str, Any]) 
         gpu = replace(config.gpu, graphs=replace(config.gpu.graphs, graph_rows_max=rows_max))
         on_device = _gpu_runner(config.device).load(folder, gpu=gpu, **common)
         return BuiltEngine(
-            runner=on_device, model_name="", fingerprint="", quantisation=on_device.quantisation, on_device=on_device
+            runner=on_device,
+            model_name="",
+            fingerprint="",
+            quantisation=on_device.quantisation,
+            on_device=on_device,
+            kernel_set=config.device.value,
+            kernels_why="the kernels of engine.device",
         )
-    mirrored = config.device is not ComputeDevice.CPU
-    runner = TorchRunner.load(folder, deterministic=config.deterministic, mirrored=mirrored, **common)
+    runner = TorchRunner.load(
+        folder,
+        deterministic=config.deterministic,
+        mirrored=config.device is not ComputeDevice.CPU,
+        kernels=config.kernels,
+        **common,
+    )
     return BuiltEngine(
         runner=runner,
         model_name="",
@@ -272,7 +329,19 @@ def _load_runner(config: EngineConfig, folder: Path, common: Mapping[str, Any]) 
         quantisation="" if config.quantisation is Quantisation.NONE else config.quantisation.value,
         block_freed=None if runner.mirror is None else runner.mirror.forget,
         arithmetic=runner.arithmetic,
+        kernel_set=_registered(runner.kernel_set, config.device),
+        kernels_why=runner.kernels_why,
     )
+
+
+def _registered(kernel_set: KernelSet, device: ComputeDevice) -> str:
+    """PyTorch chooses instructions by the CPU, so its operations alone do not say which bits come out."""
+    import torch
+
+    if kernel_set is not KernelSet.TORCH:
+        return kernel_set.value
+    capability = device.value if device.on_gpu else torch.backends.cpu.get_cpu_capability()
+    return f"{kernel_set.value} {capability.lower()}"
 
 
 def _gpu_runner(device: ComputeDevice) -> type[GpuRunner]:
@@ -305,3 +374,11 @@ def _torch_device(device: ComputeDevice) -> str:
             field="engine.device",
         )
     return "cuda" if device.on_gpu else "cpu"
+
+
+def device_memory_bytes() -> tuple[int, int]:
+    """Free and all of the GPU that this process computes on."""
+    import torch
+
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    return int(free_bytes), int(total_bytes)

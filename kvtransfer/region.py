@@ -129,14 +129,18 @@ def _meminfo(proc: Path) -> dict[str, str]:
 
 
 def _cgroup_rooms_bytes(membership: Path, cgroups: Path) -> list[int]:
-    """Limit less use, of each memory cgroup above this process that can be read and has a limit."""
+    """Limit less use, of each memory cgroup above this process that can be read and has a limit.
+
+    Files that were read, such as a model's weights, count as use; the kernel drops them before it refuses anything.
+    """
     rooms = []
     for line in _read_or_empty(membership).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            root, limit_name, use_name = cgroups, "memory.max", "memory.current"
+            root, limit_name, use_name, idle = cgroups, "memory.max", "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):
-            root, limit_name, use_name = cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            root, idle = cgroups / "memory", "total_inactive_file"
+            limit_name, use_name = "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
         group = root / path.lstrip("/")
@@ -144,7 +148,8 @@ def _cgroup_rooms_bytes(membership: Path, cgroups: Path) -> list[int]:
         for directory in {root, group, *(p for p in group.parents if p.is_relative_to(root))}:
             limit, use = _read_or_empty(directory / limit_name), _read_or_empty(directory / use_name)
             if limit.isdigit() and use.isdigit():
-                rooms.append(int(limit) - int(use))
+                stat = dict(line.split() for line in _read_or_empty(directory / "memory.stat").splitlines())
+                rooms.append(int(limit) - max(0, int(use) - int(stat.get(idle, 0))))
     return rooms
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ from kvtransfer.transports.tcp import moved_by
 from kvtransfer.transports.ucx import UcxUnavailable, destruction_fences, try_ucx
 from node.config import NodeConfig
 from node.grammars import Grammars
+from node.region_size import region_size
 from node.regions import (
     PoolRegion,
     clear_frames_of,
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from engine.gpu.runner import GpuRunner
 
 log = get_log("transports")
+engine_log = get_log("engine")
 
 POISON = 0xFF
 """Such bytes are NaN in every float type."""
@@ -85,6 +88,10 @@ class DevicePool:
     """Those that the configuration names, whether they serve the region and work here or not."""
     arithmetic: str = ""
     """See `BuiltEngine`."""
+    kernels_why: str = ""
+    """See `BuiltEngine`."""
+    size: str = ""
+    """See `RegionSize.text`."""
     grammars: Grammars = field(default_factory=Grammars)
 
     @property
@@ -128,6 +135,7 @@ class DevicePool:
         facts = {
             "device": self.device.value,
             "compute threads": f"{self.compute_threads}, on {self.cores}",
+            "KV": self.size,
             "region": f"{self.region.nbytes:,} bytes in {self.region.kind.value}",
         }
         if self.staged is not None:
@@ -138,6 +146,8 @@ class DevicePool:
             facts["store"] = self.store.describe()
         if self.arithmetic:
             facts["arithmetic"] = self.arithmetic
+        if self.model.kernel_set:
+            facts["kernels"] = f"{self.model.kernel_set}: {self.kernels_why}"
         if self.on_device is not None:
             facts |= self.on_device.describe()
         return facts | self.engine.describe()
@@ -196,9 +206,28 @@ async def open_device_pool(
 
     Raises BatonError: MODEL_MISSING, MODEL_BROKEN, MODEL_UNSUPPORTED, BAD_CONFIG (no room, no such device or backend).
     """
-    built = await asyncio.to_thread(build_runner, config, lambda done, total: progress("loading", done, total))
+    weights_bytes = 0
+
+    def loading(done: int, total: int) -> None:
+        nonlocal weights_bytes
+        weights_bytes = total
+        progress("loading", done, total)
+
+    built = await asyncio.to_thread(build_runner, config, loading)
+    if built.kernel_set:
+        engine_log.info("compute kernels", set=built.kernel_set, why=built.kernels_why)
     layout = built.runner.layout
-    region = await open_pool_region(config, layout, f"baton-{name}", progress, transports)
+    size = region_size(
+        config,
+        layout,
+        context_len_max=built.runner.context_len_max,
+        weights_bytes=weights_bytes,
+        spill=spill,
+        store=store,
+    )
+    began_s = time.monotonic()
+    region = await open_pool_region(config, layout, size.num_blocks, f"baton-{name}", progress, transports)
+    engine_log.info(f"KV: {size.text}", opened_s=round(time.monotonic() - began_s, 1))
     with ExitStack() as opened:
         opened.callback(region.close)
         opened.callback(built.runner.unbind)
@@ -206,7 +235,9 @@ async def open_device_pool(
             staged = await on_thread(pin_staging, region, transports, staging or StagingConfig())
             if staged is not None:
                 opened.callback(staged.close)
-            blocks, padding_blocks = await _open_blocks(built, region, config, decodes=decodes, progress=progress)
+            blocks, padding_blocks = await _open_blocks(
+                built, region, size.num_blocks, config, decodes=decodes, progress=progress
+            )
             engine = Engine(built.runner, blocks, config.scheduler())
             host = None
             if spill is not None and spill.host_blocks:
@@ -228,7 +259,7 @@ async def open_device_pool(
         runner=built.runner,
         engine=engine,
         blocks=blocks,
-        pins=PinTable(blocks.prefix_cache, num_blocks=config.num_blocks - padding_blocks, limits=config.pins),
+        pins=PinTable(blocks.prefix_cache, num_blocks=size.num_blocks - padding_blocks, limits=config.pins),
         ledger=blocks.ledger,
         region=region,
         layout=layout,
@@ -242,6 +273,8 @@ async def open_device_pool(
         staged=staged,
         transports=tuple(transports),
         arithmetic=built.arithmetic,
+        kernels_why=built.kernels_why,
+        size=size.text,
         grammars=Grammars(
             built.tokenizer, vocab_size=built.runner.vocab_size, eos_token_ids=built.runner.eos_token_ids
         ),
@@ -257,12 +290,18 @@ def _bind_store(store: Store, engine: Engine, ledger: Ledger, host: HostMemory |
 
 
 async def _open_blocks(
-    built: BuiltEngine, region: PoolRegion, config: EngineConfig, *, decodes: bool, progress: Progress
+    built: BuiltEngine,
+    region: PoolRegion,
+    num_blocks: int,
+    config: EngineConfig,
+    *,
+    decodes: bool,
+    progress: Progress,
 ) -> tuple[BlockManager, int]:
     """The region's blocks, and how many of them are held for good. Raises BatonError BAD_CONFIG."""
     layout = built.runner.layout
-    await on_thread(_bind, built, region, config)
-    ledger = Ledger(config.num_blocks, on_free=_on_free(built, region, layout, config))
+    await on_thread(_bind, built, region, num_blocks)
+    ledger = Ledger(num_blocks, on_free=_on_free(built, region, layout, num_blocks, poison=config.poison_freed))
     padding_blocks = 0
     if built.on_device is not None:
         padding_blocks = await _warm_up(built.on_device, ledger, decodes=decodes, progress=progress)
@@ -291,11 +330,11 @@ async def _warm_up(runner: GpuRunner, ledger: Ledger, *, decodes: bool, progress
     return padding
 
 
-def _bind(built: BuiltEngine, region: PoolRegion, config: EngineConfig) -> None:
+def _bind(built: BuiltEngine, region: PoolRegion, num_blocks: int) -> None:
     """Blocks. Raises BatonError BAD_CONFIG: no room on the device, or an attention backend that is wrong there."""
     try:
         with _room_on_device():
-            built.runner.bind(region.memory, config.num_blocks)
+            built.runner.bind(region.memory, num_blocks)
     except InvalidField as error:
         field = f"engine.gpu.{error.field}"
         raise BatonError(Reason.BAD_CONFIG, f"{field} {error.args[0]}", field=field) from error
@@ -318,22 +357,22 @@ def _room_on_device() -> Iterator[None]:
 
 
 def _on_free(
-    built: BuiltEngine, region: PoolRegion, layout: Layout, config: EngineConfig
+    built: BuiltEngine, region: PoolRegion, layout: Layout, num_blocks: int, *, poison: bool
 ) -> Callable[[BlockId], None] | None:
-    """What is done with a freed block; with `poison_freed` it is overwritten, all of its pages."""
-    if not config.poison_freed:
+    """What is done with a freed block; with `poison` it is overwritten, all of its pages."""
+    if not poison:
         return built.block_freed
     if built.on_device is not None:
         return built.on_device.poison
-    nbytes, shape = layout.region_bytes(config.num_blocks), (layout.num_rows, config.num_blocks, layout.page_bytes)
+    nbytes, shape = layout.region_bytes(num_blocks), (layout.num_rows, num_blocks, layout.page_bytes)
 
-    def poison(block: BlockId) -> None:
+    def overwrite(block: BlockId) -> None:
         # No view is kept: the region could not be closed then.
         region.memory[:nbytes].reshape(shape)[:, block] = POISON
         if built.block_freed is not None:
             built.block_freed(block)
 
-    return poison
+    return overwrite
 
 
 def root_of(built: BuiltEngine, layout: Layout) -> bytes:
@@ -356,6 +395,7 @@ def _model_info(built: BuiltEngine, layout: Layout, config: EngineConfig) -> Mod
         protocol_max=PROTOCOL_MAX,
         quantisation=built.quantisation,
         quantisation_must_agree=config.quantisation_must_agree,
+        kernel_set=built.kernel_set,
         kv_root=root_of(built, layout),
     )
 

@@ -81,13 +81,19 @@ async def open_host_memory(nbytes: int, name: str, field: str, what: str, progre
 
 
 async def open_pool_region(
-    config: EngineConfig, layout: Layout, name: str, progress: Progress, transports: Sequence[TransportName]
+    config: EngineConfig,
+    layout: Layout,
+    num_blocks: int,
+    name: str,
+    progress: Progress,
+    transports: Sequence[TransportName],
 ) -> PoolRegion:
     """The region of this engine; one on a device has been copied in once, and can be given to other processes where
     `transports` has cuda_ipc and the device allows it. Raises BatonError BAD_CONFIG."""
     if region_kind(config) is RegionKind.HOST:
-        return await open_host_region(layout, config.num_blocks, name, "engine.num_blocks", progress)
-    return await asyncio.to_thread(_open_device_region, config, layout, name, TransportName.CUDA_IPC in transports)
+        return await open_host_region(layout, num_blocks, name, "engine.num_blocks", progress)
+    asked_to_share = TransportName.CUDA_IPC in transports
+    return await asyncio.to_thread(_open_device_region, config, layout, num_blocks, name, asked_to_share)
 
 
 def pin_staging(region: PoolRegion, transports: Sequence[TransportName], config: StagingConfig) -> StagedRegion | None:
@@ -108,20 +114,22 @@ def pin_staging(region: PoolRegion, transports: Sequence[TransportName], config:
         ) from error
 
 
-def _open_device_region(config: EngineConfig, layout: Layout, name: str, asked_to_share: bool) -> DeviceRegion:
+def _open_device_region(
+    config: EngineConfig, layout: Layout, num_blocks: int, name: str, asked_to_share: bool
+) -> DeviceRegion:
     try:
         driver: DeviceDriver = CudaDriver() if config.device.on_gpu else HostDriver()
     except DeviceError as error:
         raise BatonError(
             Reason.BAD_CONFIG, f"engine.device is {config.device.value}: {error}.", field="engine.device"
         ) from error
-    nbytes = layout.region_bytes(config.num_blocks)
+    nbytes = layout.region_bytes(num_blocks)
     try:
         region = DeviceRegion(driver, nbytes, name, shared=asked_to_share and driver.refusal() is None)
     except DeviceError as error:
         raise BatonError(
             Reason.BAD_CONFIG,
-            f"The device cannot hold a region of {config.num_blocks} blocks ({nbytes:,} bytes): {error}. Set a smaller "
+            f"The device cannot hold a region of {num_blocks} blocks ({nbytes:,} bytes): {error}. Set a smaller "
             "engine.num_blocks.",
             field="engine.num_blocks",
         ) from error

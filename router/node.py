@@ -38,7 +38,7 @@ from router.decode_streams import DecodeStreams, DecodeSubscription
 from router.holdings_reader import HoldingsReader
 from router.job import TOKENS_AT_ONCE_MAX, Inbox, Job, Parting, foreign_error, taken_over_error
 from router.line import Place, Turns, priority_to_proto
-from router.placement import RegionWatch, answer_tokens, tokens_max
+from router.placement import KernelWatch, RegionWatch, answer_tokens, tokens_max
 from router.prefill_nodes import NOT_READY_RETRY_MS, PrefillCalls, PrefillNodes
 from router.prompts import PromptEncoder
 from router.request import (
@@ -131,6 +131,7 @@ class RouterNode:
         self._prefill_calls = PrefillCalls(self._prefill_nodes, self.streams, rng, placed=self._line.placed)
         self.texts = TextWorkers(prompts, rng.random)
         self._regions = RegionWatch()
+        self._kernels = KernelWatch()
         self._turns = Turns(loop.call_soon, loop.time)
         """Shared by what goes to clients."""
 
@@ -583,6 +584,7 @@ class RouterNode:
         for stream in self.streams.follow(records):
             self._tasks.spawn(self._drop_stream(stream))
         self._regions.look(records)
+        self._kernels.look(records)
         self._records = records
         if records:
             self._first_news.set()

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from baton.ids import Incarnation, RequestKey
 from baton.lifecycle import Lifecycle
 from baton.log import get_log
-from baton.wire import FetchLoad, ModelInfo, NodeRecord, Owner, PairLoad, Role
+from baton.wire import FetchLoad, ModelInfo, NodeRecord, Owner, PairLoad, Role, kernel_sets
 from cachestore.holder_index import SAVED_WHOLE, Found, HolderIndex
 from cachestore.prefix_cache import chain_digests, root_digest
 
@@ -101,6 +101,23 @@ def outgrown(records: Sequence[NodeRecord]) -> tuple[int, int] | None:
 
     prefill_tokens, decode_tokens = most(Role.PREFILL), most(Role.DECODE)
     return (prefill_tokens, decode_tokens) if 0 < prefill_tokens < decode_tokens else None
+
+
+class KernelWatch:
+    """Logs when nodes compute with different kernels: each state of it once."""
+
+    def __init__(self) -> None:
+        self._found: frozenset[str] = frozenset()
+
+    def look(self, records: Sequence[NodeRecord]) -> None:
+        found = frozenset(kernel_sets(records))
+        if len(found) > 1 and found != self._found:
+            log.warning(
+                "nodes compute with different kernels: an answer that is resumed on another node may go on with other "
+                "tokens where scores tie. Where that matters, set engine.kernels to the best set that all of them have",
+                kernels=", ".join(sorted(found)),
+            )
+        self._found = found
 
 
 class RegionWatch:

@@ -207,7 +207,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "fingerprint", "vocab_size", "context_len_max", "eos_token_ids", "layout_hash", "block_size", "protocol_min", "protocol_max", "quantisation", "quantisation_must_agree", "kv_root", "layer_groups")
+    __slots__ = ("name", "fingerprint", "vocab_size", "context_len_max", "eos_token_ids", "layout_hash", "block_size", "protocol_min", "protocol_max", "quantisation", "quantisation_must_agree", "kv_root", "layer_groups", "kernel_set")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -221,6 +221,7 @@ class ModelInfo(_message.Message):
     QUANTISATION_MUST_AGREE_FIELD_NUMBER: _ClassVar[int]
     KV_ROOT_FIELD_NUMBER: _ClassVar[int]
     LAYER_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    KERNEL_SET_FIELD_NUMBER: _ClassVar[int]
     name: str
     fingerprint: str
     vocab_size: int
@@ -234,4 +235,5 @@ class ModelInfo(_message.Message):
     quantisation_must_agree: bool
     kv_root: bytes
     layer_groups: int
-    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_len_max: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., layout_hash: _Optional[str] = ..., block_size: _Optional[int] = ..., protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., quantisation: _Optional[str] = ..., quantisation_must_agree: bool = ..., kv_root: _Optional[bytes] = ..., layer_groups: _Optional[int] = ...) -> None: ...
+    kernel_set: str
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_len_max: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., layout_hash: _Optional[str] = ..., block_size: _Optional[int] = ..., protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., quantisation: _Optional[str] = ..., quantisation_must_agree: bool = ..., kv_root: _Optional[bytes] = ..., layer_groups: _Optional[int] = ..., kernel_set: _Optional[str] = ...) -> None: ...

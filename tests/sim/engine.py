@@ -204,18 +204,20 @@ def make_pool(config: EngineConfig, *, groups: int, step_s: float, token_s: floa
     """What `open_device_pool` makes, on simulated memory. Freed blocks are poisoned."""
     runner = SimRunner(config.block_size, groups=groups, step_s=step_s, token_s=token_s, rng=rng)
     layout = runner.layout
-    region = SimRegion(layout.region_bytes(config.num_blocks))
-    runner.bind(region.array_U8, config.num_blocks)
+    num_blocks = config.num_blocks
+    assert num_blocks is not None
+    region = SimRegion(layout.region_bytes(num_blocks))
+    runner.bind(region.array_U8, num_blocks)
     layers, poison = runner.layers, POISON * layout.page_bytes
 
     def poison_block(block: BlockId) -> None:
         for records in layers:
             records[block][:] = poison
 
-    ledger = Ledger(config.num_blocks, on_free=poison_block)
+    ledger = Ledger(num_blocks, on_free=poison_block)
     blocks = BlockManager(ledger, config.block_size, KV_ROOT, groups=groups)
     return DevicePool(
-        pins=PinTable(blocks.prefix_cache, num_blocks=config.num_blocks, limits=config.pins),
+        pins=PinTable(blocks.prefix_cache, num_blocks=num_blocks, limits=config.pins),
         runner=cast("Runner", runner),
         engine=Engine(cast("Runner", runner), blocks, config.scheduler()),
         blocks=blocks,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+from dataclasses import replace
 
 import click
 import pytest
@@ -16,12 +17,13 @@ from baton.lifecycle import Lifecycle
 from baton.wire import NodeRecord, Role
 from cli.client import StreamPrinter, answer_data
 from cli.demo import held_by
-from cli.nodes import NodeView, figure_text
+from cli.nodes import KERNELS_DIFFER, NodeView, figure_text, kernels_note
 from cli.output import format_table
 from cli.parameters import IntegerList
 from cli.services import ProgressPrinter
 from cli.up import StartBoard
 from tests.support.cli_harness import run_baton
+from tests.support.router_records import MODEL
 
 Tokens = Piece
 
@@ -210,3 +212,20 @@ def test_the_shell_completes_commands(words: str, completed: str) -> None:
     assert values.stdout == "plain,model\nplain,mock\n"
     script = run_baton("completion", "zsh")
     assert (script.returncode, script.stdout.splitlines()[0]) == (0, "#compdef baton")
+
+
+def test_nodes_of_different_kernels_are_named() -> None:
+    """By what they compute with. Nodes that do not say, such as the mock engine's, differ from nobody."""
+
+    def view(name: str, kernel_set: str | None) -> NodeView:
+        model = None if kernel_set is None else replace(MODEL, kernel_set=kernel_set)
+        record = NodeRecord(
+            name=NodeName(name), role=Role.PREFILL if model else Role.ROUTER, incarnation=Incarnation(1),
+            endpoint="127.0.0.1:1", lifecycle=Lifecycle.READY, model=model,
+        )  # fmt: skip
+        return NodeView(record=record, status=None)
+
+    alike = [view("decode-0", "amx"), view("decode-1", ""), view("prefill-0", "amx"), view("router-0", None)]
+    assert kernels_note(alike) == ""
+    told = "Nodes compute with different kernels (amx: decode-0, prefill-0; avx2: prefill-1). "
+    assert kernels_note([*alike, view("prefill-1", "avx2")]) == told + KERNELS_DIFFER

@@ -90,6 +90,23 @@ def test_flags_reach_their_processes(tmp_path: Path) -> None:
     play(scene())
 
 
+def test_nodes_share_what_is_free_unless_their_blocks_are_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them are told the same figure, of before the first one starts; routers have no region."""
+    monkeypatch.setattr("cli.supervisor.memory_available_bytes", lambda: 12_345)
+    memory = ["--engine-memory-nodes", "3", "--engine-memory-free-bytes", "12345"]
+
+    def told(**fields: Any) -> list[list[str]]:
+        cluster = Cluster(ClusterSpec(engine_kind=EngineKind.MOCK, prefill=1, decode=2, log_dir=tmp_path, **fields))
+        cluster._make_log_dir()
+        commands = [cluster._command(name, service, "127.0.0.1:7070") for name, service in cluster.spec.processes()]
+        return [[word for word in words if word in memory] for words in commands]
+
+    assert told() == [[], [], memory, memory, memory]
+    assert told(blocks=9) == [[]] * 5
+
+
 def test_the_password_of_a_directory_is_on_no_command_line(tmp_path: Path) -> None:
     """Everybody on the machine reads command lines; a process's environment only its owner does."""
     url = "redis://user:secret@127.0.0.1:6379/0"

@@ -148,7 +148,7 @@ MUTATIONS: Final[dict[str, tuple[Spoil, str]]] = {
         lambda e: put(e.variable("baton-prefill", "BATON_PREFILL_ADVERTISE"), "value", to="$(POD_IP):7002"),
         "baton-prefill advertises 10.1.2.3:7002, and listens at 0.0.0.0:7001",
     ),
-    "key of the file": (lambda e: e.toml("num_blocks", "blocks_max"), "engine.blocks_max: unknown key"),
+    "key of the file": (lambda e: e.toml("memory_share", "memory_part"), "engine.memory_part: unknown key"),
     "section of the file": (lambda e: e.toml("[router]", "[route]"), "unknown section"),
     "variable": (
         lambda e: put(e.variable("baton-decode", "BATON_DECODE_POD__NAME"), "name", to="BATON_DECODE_POD_NAME"),

@@ -120,6 +120,29 @@ def test_close_refuses_while_somebody_looks_and_can_be_repeated() -> None:
         ("0::/host/path\n", {"memory.max": "700", "memory.current": "100"}, 600),
         ("0::/a\n", {"a/memory.max": "700", "a/memory.current": "900"}, 0),
         (
+            "0::/a\n",
+            {
+                "a/memory.max": "700",
+                "a/memory.current": "600",
+                "a/memory.stat": "anon 200\nactive_file 100\ninactive_file 250",
+            },
+            350,
+        ),
+        (
+            "0::/a\n",
+            {"a/memory.max": "700", "a/memory.current": "600", "a/memory.stat": "inactive_file 601"},
+            700,
+        ),
+        (
+            "4:memory:/c\n",
+            {
+                "memory/c/memory.limit_in_bytes": "500",
+                "memory/c/memory.usage_in_bytes": "300",
+                "memory/c/memory.stat": "inactive_file 10\ntotal_inactive_file 200",
+            },
+            400,
+        ),
+        (
             "4:cpu,memory:/c\n0::/\n",
             {"memory/c/memory.limit_in_bytes": "500", "memory/c/memory.usage_in_bytes": "1"},
             499,
@@ -127,7 +150,8 @@ def test_close_refuses_while_somebody_looks_and_can_be_repeated() -> None:
     ],
 )
 def test_the_smallest_limit_counts(tmp_path: Path, cgroup: str, files: dict[str, str], available: int) -> None:
-    """MemAvailable, or the room in any memory cgroup above the process, version 1 or 2."""
+    """MemAvailable, or the room in any memory cgroup above the process, version 1 or 2. What the kernel keeps of files
+    that nobody reads is room."""
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 8000 kB\n")
     (tmp_path / "proc/self/cgroup").write_text(cgroup)

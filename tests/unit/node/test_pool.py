@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from baton.cores import own_cores
 from baton.errors import BatonError, InvalidField, Reason
@@ -20,7 +21,7 @@ from engine.build import ComputeDevice, EngineConfig, EngineKind
 from engine.gpu.config import GpuConfig, GraphConfig
 from engine.kernel_sets import KernelSet
 from engine.model_config import ComputeDtype, Quantisation
-from engine.native.kernels import choose_kernels
+from engine.native.kernels import choose_kernels, cpu_sets
 from kvtransfer.checksums import crcs
 from kvtransfer.device.region import DeviceRegion
 from kvtransfer.device.staging import StagingConfig
@@ -89,6 +90,9 @@ def test_graphs_keep_one_block_and_no_request_is_promised_it(config: EngineConfi
         assert facts["region"] == f"{pool.region.nbytes:,} bytes in device memory"
         assert facts["decode graphs"] == f"of 1, 2 rows, contexts up to {MODEL.context_len_max} tokens"
         assert "arithmetic" not in facts
+        assert facts["kernels"] == "cpu-kernels: the kernels of engine.device"
+        assert facts["KV"].startswith(f"{NUM_BLOCKS * BLOCK_SIZE} tokens in {NUM_BLOCKS} blocks, ")
+        assert facts["KV"].endswith(": engine.num_blocks")
         layout = pool.layout
         shape = (layout.num_layers, NUM_BLOCKS, 2, MODEL.num_kv_heads, BLOCK_SIZE, MODEL.head_dim)
         kv_LN2KSD = np.array(pool.region.memory).view(np.float32).reshape(shape)
@@ -130,8 +134,33 @@ def test_which_way_computes_is_told(
     def look(pool: DevicePool, _doing: list[str]) -> None:
         facts = pool.describe()
         assert (facts["device"], facts["arithmetic"]) == ("cpu", wanted)
+        computed_by_torch = wanted.startswith("PyTorch")
+        assert pool.model.kernel_set.startswith("torch ") == computed_by_torch
+        assert facts["kernels"].startswith(f"{pool.model.kernel_set}: ")
 
     asyncio.run(opened(replace(config, device=ComputeDevice.CPU, **changes), decodes=True, look=look))
+
+
+def test_a_kernel_set_that_is_asked_for_is_registered(config: EngineConfig) -> None:
+    """With the instructions that PyTorch chooses, which decide about its bits."""
+    capability = torch.backends.cpu.get_cpu_capability().lower()
+
+    def look(pool: DevicePool, _doing: list[str]) -> None:
+        assert pool.model.kernel_set == f"torch {capability}"
+        assert pool.describe()["kernels"] == f"torch {capability}: engine.kernels names it"
+
+    asked = replace(config, device=ComputeDevice.CPU, dtype=ComputeDtype.BFLOAT16, kernels=KernelSet.TORCH)
+    asyncio.run(opened(asked, decodes=True, look=look))
+
+
+def test_a_kernel_set_that_is_not_here_is_refused_before_anything_is_loaded(config: EngineConfig) -> None:
+    """No CPU has both x86's and ARM's. The words say what this one has, and the model is not even looked for."""
+    missing = KernelSet.AMX if KernelSet.NEON in cpu_sets() else KernelSet.NEON
+    asked = replace(config, device=ComputeDevice.CPU, kernels=missing, model="/nowhere")
+    problem = problem_of(asked)
+    assert (problem.reason, problem.field) == (Reason.BAD_CONFIG, "engine.kernels")
+    assert problem.message.startswith(f"engine.kernels is {missing.value}, which this CPU lacks: it has ")
+    assert problem.message.endswith(". Set it to a set that is here, to torch, or to auto.")
 
 
 @pytest.mark.parametrize(
@@ -324,6 +353,7 @@ ON_DEVICE = EngineConfig(model="m", device=ComputeDevice.CUDA)
             "quantisation",
         ),
         (lambda: EngineConfig(kind=EngineKind.MOCK, device=ComputeDevice.CPU_KERNELS), "device"),
+        (lambda: EngineConfig(model="m", device=ComputeDevice.CUDA, kernels=KernelSet.AVX2), "kernels"),
         (lambda: MixedConfig(name="n", engine=ON_DEVICE, spill=SpillConfig(host_blocks=9)), "spill.host_blocks"),
         (
             lambda: PrefillConfig(name="n", engine=ON_DEVICE, writer=WriterConfig(checksum_fraction=0.1)),

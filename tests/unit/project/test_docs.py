@@ -57,8 +57,16 @@ NO_KEYS: Final = frozenset({
 NO_VARIABLES: Final = frozenset({"BATON_ROUTER_PORT", "BATON_OPERATOR_TOKEN_FILE", "BATON_API_KEY"})
 """An example of one that is refused, and those that only commands take."""
 NO_REASONS: Final = frozenset(
-    {"CUDA_VISIBLE_DEVICES", "MSG_DONTWAIT", "OMP_NUM_THREADS", "O_DIRECT", "XDG_STATE_HOME"}
-    | {"HF_HUB_OFFLINE", "JSON_SCHEMA", "OPENAI_API_BASE", "OPENAI_API_KEY", "OPENAI_BASE_URL"}
+    {"ATEN_CPU_CAPABILITY", "CUDA_VISIBLE_DEVICES", "MSG_DONTWAIT", "OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA"}
+    | {
+        "HF_HUB_OFFLINE",
+        "O_DIRECT",
+        "XDG_STATE_HOME",
+        "JSON_SCHEMA",
+        "OPENAI_API_BASE",
+        "OPENAI_API_KEY",
+        "OPENAI_BASE_URL",
+    }
 )
 """Of systems, libraries and clients."""
 

@@ -20,7 +20,15 @@ from router.answers import Collected
 from router.config import RouterConfig
 from router.job import Job
 from router.line import Place, Priority, Turns
-from router.placement import ANSWER_TOKENS_MIN, RegionWatch, answer_tokens, outgrown, region_tokens, tokens_max
+from router.placement import (
+    ANSWER_TOKENS_MIN,
+    KernelWatch,
+    RegionWatch,
+    answer_tokens,
+    outgrown,
+    region_tokens,
+    tokens_max,
+)
 from router.prefill_nodes import PrefillNodes
 from router.request import CheckedRequest
 from router.retries import Retries, RetryConfig
@@ -237,6 +245,23 @@ def test_the_log_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     reported = [record.baton_fields for record in caplog.records]  # type: ignore[attr-defined]
     assert [fields["tokens_to_be_resumed_max"] for fields in reported] == [64, 64, 80]
     assert {fields["tokens_max"] for fields in reported} == {96}
+
+
+def computing(number: int, kernel_set: str) -> NodeRecord:
+    return replace(node(number, 5), model=replace(MODEL, kernel_set=kernel_set))
+
+
+def test_a_pool_of_different_kernels_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Nodes come with each report. A line when they differ, one when they differ otherwise; a node that does not say,
+    and a router, differ from nobody."""
+    watch, first, second, silent = KernelWatch(), computing(1, "amx"), computing(2, "avx2"), computing(3, "")
+    router = replace(node(4, 0, role=Role.ROUTER), model=None)
+    seen = [(), (first, silent, router), (first, second), (second, first, silent), (first,), (first, second, router)]
+    with caplog.at_level(logging.WARNING):
+        for records in (*seen, (first, second, computing(5, "neon"))):
+            watch.look(records)
+    reported = [record.baton_fields["kernels"] for record in caplog.records]  # type: ignore[attr-defined]
+    assert reported == ["amx, avx2", "amx, avx2", "amx, avx2, neon"]
 
 
 @pytest.mark.parametrize(
