@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import os
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -227,6 +228,7 @@ class RouterMetrics:
         self.queued, self.running, self.in_line = (self.figures.of(each) for each in (QUEUED, RUNNING, IN_LINE))
         self.of_workers: list[FigureValues] = []
         """What other processes of this router have counted beside `figures`."""
+        self.worker_pids: list[int] = []
         for collector in (_FigureCollector(self), _NodeCollector(nodes), _KeyCollector(keys)):
             self.registry.register(collector)
         Gauge("baton_build_info", "1, for the version of this router.", ("version",), registry=self.registry).labels(
@@ -234,7 +236,7 @@ class RouterMetrics:
         ).set(1)
         text = "0 while the directory is out of this router's reach, else 1."
         Gauge("baton_directory_reached", text, registry=self.registry).set_function(lambda: not directory_lost())
-        ProcessCollector(registry=self.registry)
+        self.registry.register(_ProcessCollector(self))
 
     def received(self, now_s: float) -> ObservedRequest:
         """A request has come in."""
@@ -351,6 +353,40 @@ def _metric(figure: Figure, rows: Mapping[_Labels, _Values]) -> Metric:
         *counts, total = row.copy()
         made.add_metric(labels, list(zip(bounds, itertools.accumulate(counts), strict=True)), total)
     return made
+
+
+class _ProcessCollector(Collector):
+    """What Prometheus' own client says of this process, with its workers'."""
+
+    def __init__(self, metrics: RouterMetrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        workers = [_of_process(pid) for pid in self._metrics.worker_pids]
+        for name, metric in _of_process("self").items():
+            if name in _SUMMED:
+                more = [worker[name].samples[0].value for worker in workers if name in worker]
+                if name == "process_cpu_seconds":  # it never falls: those that have ended count too
+                    ended = os.times()
+                    more += [ended.children_user, ended.children_system]
+                sample = metric.samples[0]
+                metric.samples = [sample._replace(value=sample.value + sum(more))]
+            yield metric
+
+
+_SUMMED: Final = frozenset(
+    {
+        "process_cpu_seconds",
+        "process_open_fds",
+        "process_resident_memory_bytes",
+        "process_virtual_memory_bytes",
+    }
+)
+
+
+def _of_process(pid: int | str) -> dict[str, Metric]:
+    """By name; nothing of one that has ended."""
+    return {metric.name: metric for metric in ProcessCollector(pid=lambda: pid, registry=None).collect()}
 
 
 class _NodeCollector(Collector):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+
 import pytest
 from batonpb import common_pb2, inference_pb2
 
@@ -138,6 +141,26 @@ def test_keys_by_their_names() -> None:
     ]
     keys.clear()
     assert 'key="' not in metrics.text()[0].decode()
+
+
+def test_figures_of_processes_are_those_of_all_workers() -> None:
+    """One worker runs, another one has just ended. Files are added up; the start is the parent's."""
+    with subprocess.Popen(["sleep", "1000"]) as worker:
+        try:
+            gone = subprocess.Popen(["true"])
+            gone.wait()
+            metrics = RouterMetrics(list)
+            found = []
+            for pids in ([], [worker.pid, gone.pid]):
+                metrics.worker_pids = pids
+                found.append(dict(line.rsplit(" ", 1) for line in metrics.text()[0].decode().splitlines()))
+            alone, summed = ({name: float(value) for name, value in each.items() if "#" not in name} for each in found)
+            files = len(os.listdir(f"/proc/{worker.pid}/fd"))
+            assert summed["process_open_fds"] == alone["process_open_fds"] + files
+            assert summed["process_start_time_seconds"] == alone["process_start_time_seconds"]
+            assert summed["process_cpu_seconds_total"] >= alone["process_cpu_seconds_total"]
+        finally:
+            worker.kill()
 
 
 def test_connections_of_clients() -> None:
