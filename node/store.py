@@ -77,7 +77,7 @@ is asked for nothing else meanwhile."""
 HOST_FIXED_S: Final = 5e-4
 HOST_BYTES_PER_S: Final = 1e11
 DISK_FIXED_S: Final = 2e-3
-BOOKED_BYTES: Final = 600
+BOOKED_BYTES: Final = 650
 """What the books of a tier take of the node's memory for each block of 16 tokens, about (docs/memory.md)."""
 DISK_BYTES_PER_S: Final = 1e10
 """What coming up is believed to cost before the first time: less than anywhere, as what is believed to cost too much is
