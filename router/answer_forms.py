@@ -290,10 +290,13 @@ class AnswerForm:
         think = next((tags for tags in _THINK if tags[1] in tokens or tags[1] in template), None)
         return cls(tools=tools, think=think)
 
-    @property
-    def markers(self) -> frozenset[str]:
-        """A parser must see them, even where they are special tokens, which answers leave out."""
-        return frozenset((*(MARKERS[self.tools] if self.tools is not None else ()), *(self.think or ())))
+    def markers(self, *, tools: bool = True) -> frozenset[str]:
+        """A parser must see them, even where they are special tokens, which answers leave out. Without `tools`: not
+        those of calls."""
+        calls: tuple[str, ...] = ()
+        if self.tools is not None and (tools or self.tools is ToolForm.HARMONY):
+            calls = MARKERS[self.tools]
+        return frozenset((*calls, *(self.think or ())))
 
     @property
     def splits(self) -> bool:

@@ -298,7 +298,7 @@ class OpenAiApp:
                 whole=not call.stream and call.n == 1,  # of several, one waits for another's second token
                 source=request.scope["state"][SOURCE],
                 resume=resume,
-                shown=node.prompts.shown if call.reading is not None else frozenset(),
+                shown=node.prompts.shown(call.reading),
                 had=partial(replies.had, prompt * call.n + choice) if call.reading is not None else None,
             )
             if keyed is not None:

@@ -9,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from batonpb import inference_pb2
+from batonpb import inference_pb2, resume_pb2
 
 from baton.errors import BatonError, Reason, bad_field
 from baton.log import get_log
@@ -95,15 +95,17 @@ class PromptEncoder:
         self.tool_form = tool_form
         """As the configuration names it."""
         self.form = AnswerForm()
-        self.shown: frozenset[int] = frozenset()
-        """Special tokens that the parsers of its form must see."""
+        self._shown_with_tools: frozenset[int] = frozenset()
+        self._shown: frozenset[int] = frozenset()
         if codec is not None and template is not None:
             self._special = _special_tokens(codec, template)
             self._template = template.marked(self._special.of_template)
             self._takes_tools, self._call_shape = _takes_tools(template), _call_shape(template)
             tokens = {*codec.special.values(), *codec.added.values()}
             self.form = AnswerForm.of(template.source, tokens, tools=tool_form)
-            self.shown = frozenset(id_ for id_, text in codec.special.items() if text in self.form.markers)
+            special = codec.special.items()
+            self._shown_with_tools = frozenset(id_ for id_, text in special if text in self.form.markers())
+            self._shown = frozenset(id_ for id_, text in special if text in self.form.markers(tools=False))
 
     @classmethod
     def load(cls, folder: Path | None, *, chars_max: int, tool_form: ToolForm | None = None) -> PromptEncoder:
@@ -230,6 +232,12 @@ class PromptEncoder:
             return False
         text = "".join(map(self.codec.token_text, ids[-_TAIL_TOKENS:]))
         return text.rstrip().endswith(self.form.think[0])
+
+    def shown(self, reading: resume_pb2.AnswerReading | None) -> frozenset[int]:
+        """Special tokens that the parser of an answer must see. None: it is not read."""
+        if reading is None:
+            return frozenset()
+        return self._shown_with_tools if reading.tools else self._shown
 
     def may_not_say(self, ids: Sequence[int]) -> bool:
         """Whether one of these tokens is special, so that a chat's messages cannot spell it."""

@@ -148,8 +148,8 @@ class Resume:
     """What the client has, of a call that attaches. None: it begins."""
     chat: bool = False
     """Of a call over HTTP that attaches: its answers are of a chat, so `said` may have no special tokens."""
-    splits: bool = False
-    """Of a call over HTTP that attaches, however: special tokens of the model's form are in its text."""
+    reading: resume_pb2.AnswerReading | None = None
+    """Of a call over HTTP that attaches, however: special tokens that its parser must see are in its text."""
     said: tuple[int, ...] = ()
     """The ids that the client says it has, all of them from index 0; empty where it does not say."""
 
@@ -171,7 +171,7 @@ class Resume:
             place=place,
             said=tuple(said),
             chat=token.http is not None and token.http.chat,
-            splits=token.http is not None and token.http.HasField("reading"),
+            reading=token.http.reading if token.http is not None and token.http.HasField("reading") else None,
         )
 
     def token(self, *places: Place) -> ResumeToken:

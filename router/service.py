@@ -141,7 +141,7 @@ class InferenceService:
             whole=whole,
             source=self._source(context),
             resume=resume,
-            shown=self._node.prompts.shown if resume is not None and resume.splits else frozenset(),
+            shown=self._node.prompts.shown(resume.reading) if resume is not None else frozenset(),
         )
         asked = priority_from_proto(request.priority) if request is not None else None
         return with_priority(call if keyed is None else keyed.sign(call), asked)

@@ -317,16 +317,16 @@ SPECIAL_FORMS: Final = {
         untold=f"I look.function{FENCED}",
     ),
     "gpt-oss": SpecialForm(
-        special=("<|channel|>", "<|constrain|>", "<|message|>", "<|call|>"),
+        special=("<|channel|>", "<|constrain|>", "<|message|>"),
         written="<|channel|>commentary to=functions.{{ call.function.name }}<|message|>{{ call.function.arguments }}",
-        answer=f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{A}<|call|>",
+        answer=f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{A}",
         calls=(("get_weather", A),),
         untold="",
     ),
     "gpt-oss, in thought": SpecialForm(
-        special=("<|channel|>", "<|message|>", "<|end|>"),
+        special=("<|channel|>", "<|message|>"),
         written="<|channel|>commentary to=functions.{{ call.function.name }}<|message|>{{ call.function.arguments }}",
-        answer="<|channel|>analysis<|message|>They ask of Rome.<|end|>",
+        answer="<|channel|>analysis<|message|>They ask of Rome.",
         calls=(),
         reasoning="They ask of Rome.",
         untold="",
@@ -362,7 +362,9 @@ def test_markers_that_are_special_tokens(name: str, tmp_path: Path) -> None:
         history = [*asked["messages"], choice.message.model_dump(exclude_none=True), *results]
         history.append({"role": "user", "content": "[hello]"})
         (choice,) = client.chat.completions.create(**{**asked, "messages": history}).choices
-        assert (choice.finish_reason, choice.message.content) == ("stop", "Hello, you.")
+        # The model's end token is one of gpt-oss' markers, and stands behind no message here.
+        said = (choice.message.content or "").removesuffix("<|end|>")
+        assert (choice.finish_reason, said) == ("stop", "Hello, you.")
         (choice,) = client.chat.completions.create(**ask("[weather]", tools=TOOLS, tool_choice="none")).choices
         assert choice.message.tool_calls is None
         assert (choice.message.content or "") == form.untold

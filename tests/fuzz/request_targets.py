@@ -283,7 +283,7 @@ ANSWER_FORMS: Final = Target(
     check=check_answer_form,
     inputs=st.lists(
         st.sampled_from([
-            *[mark for tools in ToolForm for mark in sorted(AnswerForm(tools=tools).markers)], "<think>", "</think>",
+            *[mark for tools in ToolForm for mark in sorted(AnswerForm(tools=tools).markers())], "<think>", "</think>",
             "function", " to=functions.f", "analysis", *'"{}[],:\\ \nf', '{"name": "f", "arguments": {',
         ]) | st.text(max_size=3), max_size=16,
     ).map(lambda parts: "".join(parts).encode()),

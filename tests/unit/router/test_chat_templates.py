@@ -105,7 +105,10 @@ def test_the_form_and_its_markers(name: str) -> None:
     prompts, model = encoder(name), MODELS[name]
     assert prompts.form == model.form
     assert prompts.codec is not None
-    assert {prompts.codec.special[id_] for id_ in prompts.shown} == model.form.markers & set(model.special)
+    shown = prompts.shown(resume_pb2.AnswerReading(tools=True))
+    assert {prompts.codec.special[id_] for id_ in shown} == model.form.markers() & set(model.special)
+    plain = prompts.shown(resume_pb2.AnswerReading())
+    assert plain == (shown if model.form.tools is ToolForm.HARMONY else frozenset())
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -307,8 +307,10 @@ def test_a_resume_token_says_how_an_answer_is_read() -> None:
 
 
 def test_the_markers_that_are_shown() -> None:
-    """Markers that are special tokens are shown; those that are not are text already."""
+    """Markers that are special tokens are shown where calls are read; those that are not are text already."""
     prompts = encoder("[TOOL_CALLS]{{ tools }}")
     assert prompts.codec is not None
-    assert {prompts.codec.special[id_] for id_ in prompts.shown} == {"[TOOL_CALLS]"}
-    assert encoder(HERMES).shown == frozenset()
+    with_tools = resume_pb2.AnswerReading(tools=True)
+    assert {prompts.codec.special[id_] for id_ in prompts.shown(with_tools)} == {"[TOOL_CALLS]"}
+    assert prompts.shown(resume_pb2.AnswerReading()) == prompts.shown(None) == frozenset()
+    assert encoder(HERMES).shown(with_tools) == frozenset()
