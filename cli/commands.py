@@ -44,7 +44,7 @@ _COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "prefill": ("cli.services", "Run a prefill node."),
     "decode": ("cli.services", "Run a decode node."),
     "mixed": ("cli.services", "Run a node that does both halves."),
-    "demo-model": ("cli.demo_model", "Write a small random model."),
+    "demo-model": ("cli.demo_model", "Write a small model: trained, or random."),
     "demo": ("cli.demo", "Start a cluster, check its answers, stop it."),
     "bench": ("cli.bench", "Send requests and report latencies."),
     "completion": ("cli.commands", "Print the completion script of a shell."),

@@ -13,6 +13,7 @@ from cachestore.block_manager import BlockManager, growth_blocks
 from cachestore.ledger import Ledger
 from engine.build import EngineConfig, EngineKind, build_runner
 from engine.core import Engine
+from engine.model_config import ComputeDtype
 from engine.scheduler import Sequence as EngineSequence
 from engine.scheduler import SequenceMode
 from engine.types import NullSink, SamplingParams, TokenLogprobs
@@ -24,10 +25,16 @@ _PROMISE: Final = "reference"
 class Reference:
     """Answers one request at a time and takes no prefix from a cache. One thread."""
 
-    def __init__(self, model: Path, *, num_blocks: int, compute_threads: int) -> None:
+    def __init__(
+        self, model: Path, *, num_blocks: int, compute_threads: int, dtype: ComputeDtype = ComputeDtype.AUTO
+    ) -> None:
         """Load the model (blocking). Raises BatonError MODEL_MISSING, MODEL_BROKEN or MODEL_UNSUPPORTED."""
         config = EngineConfig(
-            kind=EngineKind.MODEL, model=str(model), num_blocks=num_blocks, compute_threads=compute_threads
+            kind=EngineKind.MODEL,
+            model=str(model),
+            num_blocks=num_blocks,
+            compute_threads=compute_threads,
+            dtype=dtype,
         )
         self._codec = TextCodec.load(model)
         built = build_runner(config)

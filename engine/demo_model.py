@@ -1,7 +1,8 @@
-"""Writes a small model with random weights and a tokenizer of its own, in the Hugging Face layout: for demos and tests.
+"""Writes small models in the Hugging Face layout: a trained one for demos, and random ones of any size for tests.
 
-It says English words in no order, but its scores depend on the whole context and are well apart, so that any error in
-positions, cache or handoff changes its answer. transformers loads it too. Needs no torch.
+The trained one tells simple stories; `engine/tales/` has its text, its training and its files. A random one says
+English words in no order, but its scores depend on the whole context and are well apart, so that any error in
+positions, cache or handoff changes its answer. transformers loads both. Needs no torch.
 """
 
 from __future__ import annotations
@@ -11,16 +12,24 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from engine.model_config import EMBEDDING, LM_HEAD, ModelError, ModelFamily, parse_model_config, weight_shapes
+from engine.model_config import (
+    EMBEDDING,
+    GENERATION_CONFIG,
+    LM_HEAD,
+    ModelError,
+    ModelFamily,
+    parse_model_config,
+    weight_shapes,
+)
 
 _PEOPLE = """
 the runner, the carrier, the baker, the teacher, the sailor, the painter, the farmer, the doctor, the driver,
@@ -100,7 +109,10 @@ BOS_ID, EOS_ID = 0, 1
 _RESERVED = "<|reserved_"
 BYTE_TOKENS = 256
 MARKER_FILE = "baton_demo_model.json"
-"""Holds the parameters that a demo model was written with; a folder with it is ours to replace."""
+"""Holds what a demo model was made with; a folder with it is ours to replace."""
+WEIGHTS_FILE: Final = "model.safetensors"
+TRAINED_FILES: Final = Path(__file__).parent / "tales" / "model"
+"""The trained demo model, as `python -m engine.tales.train` made it."""
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message.role + ': ' + message.content | trim + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
@@ -146,14 +158,32 @@ def write_demo_model(folder: Path, params: DemoModelParams | None = None) -> boo
         ConfigFileError: the sizes do not fit each other.
     """
     params = params or DemoModelParams()
+    marker = as_json(asdict(params) | {"family": params.family.value, "format": 2})
+    return _replace(folder, marker, lambda new: _write_files(new, params))
+
+
+def write_trained_model(folder: Path) -> bool:
+    """Write the trained demo model into `folder`, as `write_demo_model` does a random one.
+
+    Raises DemoModelError: the folder holds something else, or cannot be written.
+    """
+
+    def copy(new: Path) -> None:
+        for path in TRAINED_FILES.iterdir():
+            shutil.copyfile(path, new / path.name)  # whoever may read the others may read it: no modes of the package's
+
+    return _replace(folder, (TRAINED_FILES / MARKER_FILE).read_text(encoding="utf-8"), copy)
+
+
+def _replace(folder: Path, wanted: str, write: Callable[[Path], None]) -> bool:
+    """`wanted` is the marker of the model that `write` writes."""
     try:
-        return _replace(folder, params)
+        return _try_replace(folder, wanted, write)
     except OSError as error:
         raise DemoModelError(f"cannot write a demo model to {folder}: {error}") from error
 
 
-def _replace(folder: Path, params: DemoModelParams) -> bool:
-    wanted = _json(asdict(params) | {"family": params.family.value, "format": 2})
+def _try_replace(folder: Path, wanted: str, write: Callable[[Path], None]) -> bool:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         marker = folder / MARKER_FILE
         if not marker.is_file():
@@ -165,7 +195,7 @@ def _replace(folder: Path, params: DemoModelParams) -> bool:
     try:
         new = workspace / "new"
         new.mkdir()
-        _write_files(new, params)
+        write(new)
         (new / MARKER_FILE).write_text(wanted, encoding="utf-8")
         if folder.exists():
             os.rename(folder, workspace / "old")
@@ -176,28 +206,36 @@ def _replace(folder: Path, params: DemoModelParams) -> bool:
 
 
 def _write_files(folder: Path, params: DemoModelParams) -> None:
-    config = _config(params)
-    generation = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID}
-    (folder / "config.json").write_text(_json(config), encoding="utf-8")
-    (folder / "generation_config.json").write_text(_json(generation), encoding="utf-8")
-    tokenizer = _tokenizer(params.vocab_size)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    config = model_config(params)
+    tokenizer = train_tokenizer(demo_lines(), params.vocab_size)
+    write_description(folder, config, tokenizer)
     tensors = _tensors(config, params.seed, _unprintable_ids(tokenizer))
-    weights = folder / "model.safetensors"
+    weights = folder / WEIGHTS_FILE
     save_file(tensors, weights, metadata={"format": "pt"})
     weights.chmod((folder / "config.json").stat().st_mode)  # the library lets nobody else read it
+
+
+def write_description(
+    folder: Path, config: dict[str, Any], tokenizer: Tokenizer, sampling: Mapping[str, float] | None = None
+) -> None:
+    """All of a model's files but the weights. `sampling`: defaults for requests that name none."""
+    generation = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, **(sampling or {})}
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS_TOKEN,
         "eos_token": EOS_TOKEN,
-        "model_max_length": params.context_len_max,
+        "model_max_length": config["max_position_embeddings"],
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }
-    (folder / "tokenizer_config.json").write_text(_json(tokenizer_config), encoding="utf-8")
+    files = {"config.json": config, GENERATION_CONFIG: generation, "tokenizer_config.json": tokenizer_config}
+    for name, content in files.items():
+        (folder / name).write_text(as_json(content), encoding="utf-8")
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def _config(params: DemoModelParams) -> dict[str, Any]:
+def model_config(params: DemoModelParams) -> dict[str, Any]:
+    """What config.json says of float32 weights."""
     config: dict[str, Any] = {
         "architectures": [params.family.value],
         "model_type": params.family.name.lower(),
@@ -251,8 +289,8 @@ def _tensors(config: dict[str, Any], seed: int, quiet_ids: list[int]) -> dict[st
     return tensors
 
 
-def _tokenizer(vocab_size: int) -> Tokenizer:
-    """Byte-level BPE trained on the built-in text; ids that training leaves over are named reserved tokens."""
+def train_tokenizer(lines: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE trained on these lines; ids that training leaves over are named reserved tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -262,11 +300,11 @@ def _tokenizer(vocab_size: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(demo_lines(), trainer)
+    tokenizer.train_from_iterator(lines, trainer)
     left_over = vocab_size - tokenizer.get_vocab_size()
     tokenizer.add_tokens([f"{_RESERVED}{i}|>" for i in range(left_over)])
     return tokenizer
 
 
-def _json(value: object) -> str:
+def as_json(value: object) -> str:
     return json.dumps(value, indent=2, sort_keys=True) + "\n"

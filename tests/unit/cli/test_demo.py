@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from batonpb import inference_pb2
 
 from baton.client import Answer, BatonError, Reason, Sampling, Stats
 from cli.demo import FIRST_WAVE, SECOND_WAVE, DemoRequest, _send_wave, find_mismatches
+from cli.main import run
 from cli.reference import Reference
 from engine.demo_model import DemoModelParams, write_demo_model
 from engine.types import SamplingParams
@@ -84,6 +86,19 @@ class Failing:
         finally:
             self.cancelled.append(request.text)
         yield started()
+
+
+def test_which_model_is_written(tmp_path: Path) -> None:
+    """The trained one, unless random weights are asked for, by name or by an option of their shape."""
+
+    def written(*options: str) -> tuple[str, str, int]:
+        assert run(["demo-model", str(tmp_path / "model"), *options]) == 0
+        config = json.loads((tmp_path / "model" / "config.json").read_text())
+        return config["model_type"], config["dtype"], config["num_hidden_layers"]
+
+    assert written() == ("qwen3", "bfloat16", 5)
+    assert written("--random") == ("llama", "float32", 4)
+    assert written("--layers", "1") == ("llama", "float32", 1)
 
 
 def test_a_request_of_the_demo_fails(capsys: pytest.CaptureFixture[str]) -> None:
