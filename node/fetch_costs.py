@@ -11,7 +11,7 @@ from collections import OrderedDict
 from itertools import islice
 from typing import Final
 
-from baton.wire import FetchLoad, Owner, PairLoad
+from baton.wire import FetchLoad, Owner, PairLoad, Times
 from node.sources import LinearCost
 
 OWNERS_MAX: Final = 1_024
@@ -38,8 +38,9 @@ class OwnerFigures:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.fetches = self.tokens = self.nbytes = self.refused = self.failed = 0
-        self.seconds = 0.0
+        self.tokens = self.nbytes = self.refused = self.failed = 0
+        self.times = Times()
+        """Of fetches that brought something."""
         self.cost: LinearCost | None = None
         """Of so many bytes, once measured."""
         self.measured_s = 0.0
@@ -117,10 +118,9 @@ class FetchCosts:
     def brought(self, owner: Owner, *, tokens: int, nbytes: int, seconds: float) -> None:
         """Count a fetch that has brought something."""
         for figures in (self.of(owner), self.total):
-            figures.fetches += 1
+            figures.times.add(seconds)
             figures.tokens += tokens
             figures.nbytes += nbytes
-            figures.seconds += seconds
 
     def refused(self, owner: Owner) -> None:
         for figures in (self.of(owner), self.total):

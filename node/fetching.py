@@ -421,16 +421,16 @@ class Fetches:
 
     def add_status(self, message: node_pb2.NodeStatus) -> None:
         for incarnation, figures in self.costs.owners.items():
-            if figures.fetches or figures.refused or figures.failed:
+            if figures.times.count or figures.refused or figures.failed:
                 message.fetches.add(
                     owner=figures.name,
                     owner_incarnation=incarnation,
-                    fetches=figures.fetches,
+                    fetches=figures.times.count,
                     tokens=figures.tokens,
                     nbytes=figures.nbytes,
                     refused=figures.refused,
                     failed=figures.failed,
-                    seconds=figures.seconds,
+                    seconds=figures.times.total_s,
                 )
 
     async def close(self) -> None:

@@ -97,9 +97,10 @@ class Transfers:
         return MovedLoad(
             handoff_bytes=handoff_bytes,
             served_bytes=served_bytes,
-            fetches=total.fetches,
+            fetches=total.times.count,
             fetched_bytes=total.nbytes,
-            fetch_s=total.seconds,
+            fetch_s=total.times.total_s,
+            fetch_counts=tuple(total.times.counts),
             fetches_refused=total.refused,
             fetches_failed=total.failed,
         )

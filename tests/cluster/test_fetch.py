@@ -191,7 +191,7 @@ def test_the_next_turn_computes_new_tokens_only() -> None:
 def refusals(cluster: InProcessCluster) -> tuple[int, int, int]:
     """Fetches of the second node that have brought something, were refused, and failed."""
     figures = cluster.fetches["prefill-1"].costs.owners.values()
-    return sum(f.fetches for f in figures), sum(f.refused for f in figures), sum(f.failed for f in figures)
+    return sum(f.times.count for f in figures), sum(f.refused for f in figures), sum(f.failed for f in figures)
 
 
 async def is_computed(
@@ -433,7 +433,7 @@ def test_blocks_that_may_be_broken_when_they_have_come() -> None:
         with patch.object(Fetches, "committed", committed):
             assert (await ask(cluster, prompt)).stats.sources.fetched == BLOCKS * SIZE
         total = cluster.fetches["prefill-1"].costs.total
-        assert (total.fetches, total.tokens, total.failed) == (2, BLOCKS * SIZE, 0)
+        assert (total.times.count, total.tokens, total.failed) == (2, BLOCKS * SIZE, 0)
 
     play(scene)
 
