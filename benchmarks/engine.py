@@ -39,7 +39,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.engine_cases import DECODES, MODELS, STEPS, kv_bytes, product_flops, weight_bytes
+from benchmarks.engine_cases import DECODES, MODELS, PREFILL, STEPS, kv_bytes, product_flops, weight_bytes
 from benchmarks.engine_side import Side
 from engine.kernel_sets import KernelSet
 
@@ -109,7 +109,13 @@ def table(rounds: Sequence[dict[str, Any]]) -> str:
         if all("float32_flops_s" in each["own"] for each in mine):
             share = spread([over_float32(each) for each in mine], 2)
         lines.append(
-            _line(name, "prefill 16 x 512, tokens/s (share of float32)", prefill, [a / b for a, b in prefill], share)
+            _line(
+                name,
+                f"prefill {PREFILL[0]} x {PREFILL[1]}, tokens/s (share of float32)",
+                prefill,
+                [a / b for a, b in prefill],
+                share,
+            )
         )
         for batch, context in DECODES[model]:
             pairs = [(a * 1e3, b * 1e3) for a, b in _pairs(mine, f"decode_s_{batch}_{context}")]

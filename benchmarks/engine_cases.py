@@ -57,7 +57,8 @@ DECODES = {"473m": ((1, 64), (1, 512), (16, 64), (16, 512)), "small": ((16, 64),
 STEPS = {"473m": 32, "small": 256, "small8": 256}
 REPEATS = {"473m": 1, "small": 3, "small8": 3}
 """In a round: the larger model's takes half a minute."""
-PREFILL = (16, 512)
+PREFILL = (4, 512)
+"""(prompts, tokens of each): one whole step of either side."""
 
 Steps = list[tuple[float, int]]
 """Of each step of an engine: when it ended, in seconds after the prompts were submitted, and the answers it went on."""
