@@ -20,6 +20,8 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "kvtransfer/native/sockets.c": (),
     "kvtransfer/native/rdma_poster.c": (),
     "engine/native/cpu.c": (),
+    "engine/native/kernels_avx2.c": (),
+    "engine/native/kernels_avx512.c": (),
     "engine/native/kernels_avx512bf16.c": (),
     "engine/native/draw.c": ("m",),
 }

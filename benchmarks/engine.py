@@ -2,10 +2,14 @@
 
     python -m benchmarks.engine --vllm ENV/bin/python --json engine.json
     python -m benchmarks.engine --json engine.json --table
+    python -m benchmarks.engine --vllm ENV/bin/python --kernels avx2,avx512bf16 --json engine.json
 
 The first appends rounds of both models to the file and prints the table, in less than ten minutes where nothing else
 runs; the second prints what is in the file. Each side is started once for a model, and is stopped (SIGSTOP) while the
 other is measured; the order changes from round to round.
+
+With --kernels each set in turn, and both sides are held to its instructions (`HELD`). The table also has the rate at
+which PyTorch multiplies float32, in the same process and round, and what share of it a prefill's products are.
 
 What a decode step of ours is held against is the time of reading its weights and its KV once. The rate of reading
 changes on shared machines within a minute, so it is measured for each case by itself: by the same process and threads,
@@ -35,23 +39,47 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.engine_cases import DECODES, MODELS, STEPS, kv_bytes, weight_bytes
+from benchmarks.engine_cases import DECODES, MODELS, PREFILL, STEPS, kv_bytes, product_flops, weight_bytes
 from benchmarks.engine_side import Side
+from engine.kernel_sets import KernelSet
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def own(model: str, folder: Path, threads: int) -> Side:
-    command = [sys.executable, "-m", "benchmarks.engine_own", model, str(folder), str(threads)]
+LACKS = {
+    KernelSet.AVX2: "_is_avx512_supported _is_avx512_bf16_supported _is_amx_tile_supported _is_amx_fp16_supported",
+    KernelSet.AVX512: "_is_avx512_bf16_supported _is_amx_tile_supported _is_amx_fp16_supported",
+    KernelSet.AVX512BF16: "_is_amx_tile_supported _is_amx_fp16_supported",
+}
+"""What the peer is told that the CPU lacks, by PyTorch's functions."""
+HELD = {
+    KernelSet.AVX2: ("avx2", "AVX2"),
+    KernelSet.AVX512: ("avx512", "AVX512_CORE"),
+    KernelSet.AVX512BF16: ("avx512", "AVX512_CORE_BF16"),
+}
+"""What PyTorch's and oneDNN's own kernels may use, on both sides."""
+
+
+def held(kernels: KernelSet) -> dict[str, str]:
+    """The environment of both sides. PyTorch's operations are held to AVX2: they are for CPUs with no more."""
+    kernels = KernelSet.AVX2 if kernels is KernelSet.TORCH else kernels
+    if kernels not in HELD:
+        return {}
+    names = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+    return dict(zip(names, HELD[kernels], strict=True)) | {"BENCHMARK_LACKS": LACKS[kernels]}
+
+
+def own(model: str, folder: Path, threads: int, kernels: KernelSet) -> Side:
+    command = [sys.executable, "-m", "benchmarks.engine_own", model, str(folder), str(threads), kernels.value]
     path = os.pathsep.join((str(ROOT), str(ROOT / "proto")))
-    return Side(command, {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}, ROOT)
+    return Side(command, {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)} | held(kernels), ROOT)
 
 
-def vllm(python: str, model: str, folder: Path, threads: int, tokens_per_step: int) -> Side:
+def vllm(python: str, model: str, folder: Path, threads: int, tokens_per_step: int, kernels: KernelSet) -> Side:
     command = [python, str(ROOT / "benchmarks" / "engine_vllm.py"), model, str(folder), str(tokens_per_step)]
     settings = {
         "BENCHMARK_ROOT": str(ROOT),
-        "PYTHONPATH": "",
+        "PYTHONPATH": str(ROOT / "benchmarks" / "engine_held") if held(kernels) else "",
         "OMP_NUM_THREADS": str(threads),
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
@@ -59,7 +87,12 @@ def vllm(python: str, model: str, folder: Path, threads: int, tokens_per_step: i
         "VLLM_LOGGING_LEVEL": "ERROR",
         "HF_HUB_OFFLINE": "1",
     }
-    return Side(command, settings, ROOT)
+    return Side(command, settings | held(kernels), ROOT)
+
+
+def name_of(each: dict[str, Any]) -> tuple[str, str]:
+    """Of a round: model and kernels. (Files from before have no kernels: the best of the CPU.)"""
+    return each["model"], each.get("kernels", KernelSet.AUTO.value)
 
 
 def table(rounds: Sequence[dict[str, Any]]) -> str:
@@ -68,18 +101,32 @@ def table(rounds: Sequence[dict[str, Any]]) -> str:
         "| model | figure | ours | vLLM | ours is better by | over the read rate |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for model in dict.fromkeys(each["model"] for each in rounds):
-        mine = [each for each in rounds if each["model"] == model]
+    for model, kernels in dict.fromkeys(map(name_of, rounds)):
+        mine = [each for each in rounds if name_of(each) == (model, kernels)]
+        name = model if kernels == KernelSet.AUTO.value else f"{model}, {kernels}"
         prefill = _pairs(mine, "prefill_tokens_s")
-        lines.append(_line(model, "prefill 16 x 512, tokens/s", prefill, [a / b for a, b in prefill], ""))
+        share = ""
+        if all("float32_flops_s" in each["own"] for each in mine):
+            share = spread([over_float32(each) for each in mine], 2)
+        lines.append(
+            _line(
+                name,
+                f"prefill {PREFILL[0]} x {PREFILL[1]}, tokens/s (share of float32)",
+                prefill,
+                [a / b for a, b in prefill],
+                share,
+            )
+        )
         for batch, context in DECODES[model]:
             pairs = [(a * 1e3, b * 1e3) for a, b in _pairs(mine, f"decode_s_{batch}_{context}")]
             over = spread([over_limit(each, batch, context) for each in mine], 2)
-            name = f"decode, batch {batch}, context {context}, ms a step"
-            lines.append(_line(model, name, pairs, [b / a for a, b in pairs], over))
+            figure = f"decode, batch {batch}, context {context}, ms a step"
+            lines.append(_line(name, figure, pairs, [b / a for a, b in pairs], over))
         read = spread([read_bytes_s(each, *case) / 1e9 for each in mine for case in DECODES[model]], 1)
         outside = median(each["own"]["outside_runner_s"] for each in mine) * 1e3
-        lines.append(f"| {model} | memory read, GB/s; scheduling, ms a step | {read}; {outside:.3f} | | | |")
+        lines.append(f"| {name} | memory read, GB/s; scheduling, ms a step | {read}; {outside:.3f} | | | |")
+        flops = [each["own"].get("float32_flops_s", 0) / 1e9 for each in mine]
+        lines.append(f"| {name} | PyTorch's float32 products, GFLOP/s | {spread(flops, 0)} | | | |")
     return "\n".join(lines)
 
 
@@ -103,6 +150,12 @@ def over_limit(each: dict[str, Any], batch: int, context: int) -> float:
     return float(each["own"][f"decode_s_{batch}_{context}"] / limit_s)
 
 
+def over_float32(each: dict[str, Any]) -> float:
+    """The rate of a prefill's products, all else counted in, over that of PyTorch's float32 products."""
+    own = each["own"]
+    return float(own["prefill_tokens_s"] * product_flops(each["model"]) / own["float32_flops_s"])
+
+
 def _pairs(rounds: Sequence[dict[str, Any]], key: str) -> list[tuple[float, float]]:
     return [(each["own"][key], each["vllm"][key]) for each in rounds]
 
@@ -112,15 +165,17 @@ def _line(model: str, name: str, pairs: Sequence[tuple[float, float]], ratios: S
     return f"| {model} | {name} | {ours:.4g} | {theirs:.4g} | {median(ratios):.2f} | {over} |"
 
 
-def measure_model(model: str, args: argparse.Namespace, rounds: list[dict[str, Any]]) -> None:
-    """Add `args.rounds` rounds of one model to `rounds`, and to the file after each."""
-    about = {"model": model, "steps": STEPS[model], "threads": args.threads}
+def measure_model(model: str, kernels: KernelSet, args: argparse.Namespace, rounds: list[dict[str, Any]]) -> None:
+    """Add `args.rounds` rounds of one model and set to `rounds`, and to the file after each."""
+    about = {"model": model, "kernels": kernels.value, "steps": STEPS[model], "threads": args.threads}
     about["vllm_tokens_per_step"] = args.vllm_tokens_per_step
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         sides = {
-            "own": stack.enter_context(own(model, folder, args.threads)),
-            "vllm": stack.enter_context(vllm(args.vllm, model, folder, args.threads, args.vllm_tokens_per_step)),
+            "own": stack.enter_context(own(model, folder, args.threads, kernels)),
+            "vllm": stack.enter_context(
+                vllm(args.vllm, model, folder, args.threads, args.vllm_tokens_per_step, kernels)
+            ),
         }
         for number in range(args.rounds):
             order = sorted(sides, reverse=number % 2 == 1)
@@ -133,6 +188,7 @@ def measure_model(model: str, args: argparse.Namespace, rounds: list[dict[str, A
 def main() -> None:
     parser = argparse.ArgumentParser(description="Our engine beside vLLM's CPU build.")
     parser.add_argument("--vllm", help="interpreter of vLLM's environment")
+    parser.add_argument("--kernels", default=KernelSet.AUTO.value, help="sets of ours, by commas")
     parser.add_argument("--model", choices=sorted(MODELS), help="only this one")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
@@ -146,8 +202,9 @@ def main() -> None:
             parser.error("--vllm is needed: the peer is measured in the same run")
         # As an exception, so that the sides are ended too.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-        for model in [args.model] if args.model else MODELS:
-            measure_model(model, args, rounds)
+        for kernels in map(KernelSet, args.kernels.split(",")):
+            for model in [args.model] if args.model else MODELS:
+                measure_model(model, kernels, args, rounds)
     print(table(rounds))
 
 

@@ -51,12 +51,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocab_size": 8_192,
     },
 }
-DECODES = {"473m": ((1, 64), (1, 512), (16, 64), (16, 512)), "small": ((16, 64),)}
+MODELS["small8"] = MODELS["small"] | {"num_hidden_layers": 8}
+DECODES = {"473m": ((1, 64), (1, 512), (16, 64), (16, 512)), "small": ((16, 64),), "small8": ((8, 64),)}
 """(batch, context)"""
-STEPS = {"473m": 32, "small": 256}
-REPEATS = {"473m": 1, "small": 3}
+STEPS = {"473m": 32, "small": 256, "small8": 256}
+REPEATS = {"473m": 1, "small": 3, "small8": 3}
 """In a round: the larger model's takes half a minute."""
-PREFILL = (16, 512)
+PREFILL = (4, 512)
+"""(prompts, tokens of each): one whole step of either side."""
 
 Steps = list[tuple[float, int]]
 """Of each step of an engine: when it ended, in seconds after the prompts were submitted, and the answers it went on."""
@@ -80,6 +82,12 @@ def weight_bytes(model: str) -> int:
     attention = 2 * hidden * head * (m["num_attention_heads"] + m["num_key_value_heads"])
     mlp = 3 * hidden * m["intermediate_size"]
     return int(2 * (m["num_hidden_layers"] * (attention + mlp) + m["vocab_size"] * hidden))
+
+
+def product_flops(model: str) -> int:
+    """Of a token in prefill: the layers' products, two for each weight. The output projection takes a few rows only."""
+    output_bytes = 2 * MODELS[model]["vocab_size"] * MODELS[model]["hidden_size"]
+    return weight_bytes(model) - output_bytes
 
 
 def kv_bytes(model: str, tokens: int) -> int:

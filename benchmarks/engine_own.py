@@ -1,4 +1,4 @@
-"""Our side of benchmarks/engine.py: `python -m benchmarks.engine_own MODEL FOLDER THREADS`. See `serve`."""
+"""Our side of benchmarks/engine.py: `python -m benchmarks.engine_own MODEL FOLDER THREADS KERNELS`. See `serve`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from cachestore.block_manager import BlockManager, growth_blocks
 from cachestore.ledger import Ledger
 from engine.core import Engine
 from engine.grammar import Matcher
+from engine.kernel_sets import KernelSet
 from engine.model_config import Quantisation, load_model_config, weight_shapes
 from engine.native.kernels import huge_pages
 from engine.runner import TorchRunner
@@ -27,13 +28,20 @@ from engine.types import Grammar, NullSink, SamplingParams
 BLOCK_SIZE, NUM_BLOCKS, TOKENS_PER_STEP = 16, 1_024, 2_048
 READ_BYTES, READ_PASSES = 1 << 30, 8
 """Many times the caches, and memory as the weights lie in: anonymous, in huge pages."""
+PRODUCT, PRODUCT_PASSES = (2_048, 1_024, 6_144), 5
+"""Rows, inner dimension and columns: the larger model's widest product."""
 
 
 class OwnEngine:
     """Scheduler, blocks and runner on this thread; nothing is kept between two calls."""
 
     def __init__(
-        self, folder: Path, *, quantisation: Quantisation = Quantisation.NONE, num_blocks: int = NUM_BLOCKS
+        self,
+        folder: Path,
+        *,
+        quantisation: Quantisation = Quantisation.NONE,
+        kernels: KernelSet = KernelSet.AUTO,
+        num_blocks: int = NUM_BLOCKS,
     ) -> None:
         config = load_model_config(folder)
         generator = torch.Generator().manual_seed(0)
@@ -41,7 +49,9 @@ class OwnEngine:
             name: (torch.ones(s) if len(s) == 1 else torch.randn(s, generator=generator) * s[1] ** -0.5).bfloat16()
             for name, s in weight_shapes(config).items()
         }
-        self._runner = TorchRunner(config=config, tensors=tensors, block_size=BLOCK_SIZE, quantisation=quantisation)
+        self._runner = TorchRunner(
+            config=config, tensors=tensors, block_size=BLOCK_SIZE, quantisation=quantisation, kernels=kernels
+        )
         region = np.full(self._runner.layout.region_bytes(num_blocks), 1, np.uint8)
         self._runner.bind(region, num_blocks)
         self._num_blocks = num_blocks
@@ -173,15 +183,31 @@ class RatedEngine:
         return READ_BYTES / median(times)
 
 
+def float32_flops_s() -> float:
+    """PyTorch's rate of float32 products, of the shape of a prefill's: the median of some, after one for warmth."""
+    rows, inner, columns = PRODUCT
+    x, w = torch.rand(rows, inner), torch.rand(columns, inner)
+    times = []
+    for _ in range(1 + PRODUCT_PASSES):
+        started = time.perf_counter()
+        torch.nn.functional.linear(x, w)
+        times.append(time.perf_counter() - started)
+    return 2 * rows * inner * columns / median(times[1:])
+
+
 def main() -> None:
     model, folder, threads = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(threads)
-    engine = OwnEngine(write_config(folder, model))
+    engine = OwnEngine(write_config(folder, model), kernels=KernelSet(sys.argv[4]))
     rated = RatedEngine(engine)
 
     def more() -> dict[str, float]:
         rates, rated.all_rates = rated.all_rates, []
-        return {"read_bytes_s": median(rates), "outside_runner_s": median(engine.outside_s)}
+        return {
+            "read_bytes_s": median(rates),
+            "outside_runner_s": median(engine.outside_s),
+            "float32_flops_s": float32_flops_s(),
+        }
 
     serve(model, rated.generate, rated.rates, more)
 

@@ -70,8 +70,8 @@ class _SequencePlan:
 
 
 class TorchAttention:
-    """The reference, on any device: copies each sequence's blocks together and runs torch's own attention over them.
-    Slots past the end of a context do not affect the result: they may hold anything, even NaN."""
+    """The reference, on any device: copies each sequence's blocks together, in the queries' type, and runs torch's own
+    attention over them. Slots past the end of a context do not affect the result: they may hold anything, even NaN."""
 
     def __init__(self, pool: KvPool, num_heads: int | None = None) -> None:
         """`num_heads` is for other attentions."""
@@ -111,7 +111,7 @@ class TorchAttention:
 
     def _attend_one(self, runs: torch.Tensor, q_THD: torch.Tensor, plan: _SequencePlan) -> torch.Tensor:
         spec = self.pool.spec
-        kv_2KCD = runs.index_select(0, plan.runs_2Kn).view(2, spec.num_kv_heads, -1, spec.head_dim)
+        kv_2KCD = runs.index_select(0, plan.runs_2Kn).to(q_THD.dtype).view(2, spec.num_kv_heads, -1, spec.head_dim)
         k_KCD, v_KCD = kv_2KCD[:, :, : plan.context_len]
         q_THD = q_THD[plan.first_row : plan.first_row + plan.num_rows]
         num_rows, num_heads, head_dim = q_THD.shape
@@ -122,7 +122,7 @@ class TorchAttention:
             q_KGTD,
             k_KCD[:, None].expand(-1, group, -1, -1),
             v_KCD[:, None].expand(-1, group, -1, -1),
-            attn_mask=plan.mask_TC,
+            attn_mask=None if plan.mask_TC is None else plan.mask_TC.to(q_THD.dtype),
             is_causal=plan.is_causal,
         )
         return out_KGTD.permute(2, 0, 1, 3).reshape(num_rows, num_heads, head_dim)

@@ -327,7 +327,7 @@ def _registered(kernel_set: KernelSet, device: ComputeDevice) -> str:
     import torch
 
     if kernel_set is not KernelSet.TORCH:
-        return kernel_set.value
+        return str(kernel_set.value)
     capability = device.value if device.on_gpu else str(torch.backends.cpu.get_cpu_capability())
     return f"{kernel_set.value} {capability.lower()}"
 

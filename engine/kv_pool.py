@@ -90,10 +90,10 @@ class KvPool:
         )
 
     def store(self, layer: int, k_TKD: torch.Tensor, v_TKD: torch.Tensor, where: SlotMapping) -> None:
-        """Write the K and V of one layer's new tokens into their slots, and no other byte."""
+        """Write the K and V of one layer's new tokens into their slots, in the pool's type, and no other byte."""
         kv_N2KSD = self.kv_LN2KSD[layer]
-        kv_N2KSD[where.blocks_T, 0, :, where.slots_T] = k_TKD
-        kv_N2KSD[where.blocks_T, 1, :, where.slots_T] = v_TKD
+        kv_N2KSD[where.blocks_T, 0, :, where.slots_T] = k_TKD.to(self.dtype)
+        kv_N2KSD[where.blocks_T, 1, :, where.slots_T] = v_TKD.to(self.dtype)
 
 
 class DeviceMirror:

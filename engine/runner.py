@@ -388,7 +388,12 @@ class TorchRunner(ModelRunner):
         choice = self._choice(kernels, quantisation)
         self.kernel_set = choice.kernel_set
         self.kernels_why = choice.why
-        self.arithmetic = f"PyTorch's operations{', a token at a time' * deterministic} ({self.kv_spec.dtype})"
+        # A CPU without AVX512-BF16 emulates products of bfloat16, eight times as slowly as it multiplies float32.
+        # Weights are widened when they are loaded: for each product it would take longer than the product, in decoding.
+        # K and V are stored as bfloat16 all the same, so that nodes with other kernels take them over.
+        widened = self.kv_spec.dtype == "bfloat16" and self.device.type == "cpu" and not deterministic
+        numbers = "float32, K and V bfloat16" if widened else self.kv_spec.dtype
+        self.arithmetic = f"PyTorch's operations{', a token at a time' * deterministic} ({numbers})"
         """For people: what computes, and with which type of number."""
         self._native: NativeDecoder | None = None
         if quantisation is Quantisation.FP8:
@@ -401,7 +406,9 @@ class TorchRunner(ModelRunner):
                 f"({choice.why}); set quantisation to none"
             )
         else:
-            self._decoder = Decoder(config, {name: tensor.to(self.device) for name, tensor in tensors.items()})
+            dtype = torch.float32 if widened else getattr(torch, self.kv_spec.dtype)
+            own = {name: tensor.to(self.device, dtype) for name, tensor in tensors.items()}
+            self._decoder = Decoder(config, own)
         if self.device.type == "cpu":
             draw_kernel()  # compiled now if needed, and not in the first step
 

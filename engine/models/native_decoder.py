@@ -1,6 +1,6 @@
 """The decoder of engine/models/decoder.py for bfloat16 on a CPU: fewer and larger operations, on packed matrices.
 
-It rounds where the plain decoder rounds; only the order of long sums differs. A layer is two calls of the compute kernels,
+It rounds where the plain decoder rounds; only the order of long sums differs. A layer is two calls of the kernels,
 or all layers are one: a call from Python costs as much as a small product.
 
 Shape suffixes as in engine/types.py; X the width of query, key and value together.

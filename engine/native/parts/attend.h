@@ -40,7 +40,7 @@ static void attention_tasks(void *arg) {
 /* Bytes that each thread needs for contexts of up to `context` tokens. */
 API int64_t baton_attention_scratch(int64_t context, int64_t d) {
     int64_t padded = (context + 31) / 32 * 32, wide = (d + 31) / 32 * 32;
-    return ((int64_t)sizeof(Tile) + 64 + padded * (d + wide) * 2 + 4095) / 4096 * 4096;
+    return ((int64_t)sizeof(Tile) + 64 + padded * (d + wide) * (int64_t)sizeof(Packed) + 4095) / 4096 * 4096;
 }
 
 API void baton_attention(const bf16 *q, int64_t q_stride, bf16 *out, const bf16 *layer, const int64_t *tables,

@@ -1,10 +1,5 @@
-/* What every part of kernels.c begins with: the instructions that all of it is compiled for, and a few words. */
+/* A few words, for every part. The set's header comes first: it names the instructions that all of it is compiled for. */
 #pragma once
-#include <immintrin.h>
-#include <stdint.h>
-#include <string.h>
-
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,bmi2,prfchw")
 
 typedef uint16_t bf16;
 #define API __attribute__((visibility("default"))) /* what kernels.py and engine/models/native_decoder.py call */

@@ -11,23 +11,22 @@ typedef struct {
 
 static void highest_tasks(void *arg) {
     Highest *a = arg;
-    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    static const int32_t LANES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (int64_t row; (row = take(&a->counter)) < a->rows;) {
         const bf16 *x = a->x + row * a->n;
-        __m512 best = _mm512_set1_ps(-__builtin_inff());
-        __m512i where = _mm512_set1_epi32(INT32_MAX);
-        __mmask16 nan = 0;
+        F16 best = f_all(-__builtin_inff());
+        I16 lanes = i_load(LANES), where = i_all(INT32_MAX);
+        M16 nan = m_none();
         for (int64_t i = 0; i < a->n; i += 16) {
-            __mmask16 mask = a->n - i >= 16 ? 0xffff : (__mmask16)((1u << (a->n - i)) - 1);
-            __m512 v = widen(load16(x + i, a->n - i));
-            __mmask16 higher = _mm512_mask_cmp_ps_mask(mask, v, best, _CMP_GT_OQ);
-            best = _mm512_mask_mov_ps(best, higher, v);
-            nan |= _mm512_mask_cmp_ps_mask(mask, v, v, _CMP_UNORD_Q);
-            where = _mm512_mask_mov_epi32(where, higher, _mm512_add_epi32(lanes, _mm512_set1_epi32((int)i)));
+            M16 mask = m_first(a->n - i);
+            F16 v = widen(load16(x + i, a->n - i));
+            M16 higher = m_and(mask, f_above(v, best));
+            best = f_pick(higher, v, best);
+            nan = m_or(nan, m_and(mask, f_nan(v)));
+            where = i_pick(higher, i_add(lanes, i_all((int32_t)i)), where);
         }
-        __mmask16 top = _mm512_cmp_ps_mask(best, _mm512_set1_ps(_mm512_reduce_max_ps(best)), _CMP_EQ_OQ);
-        int64_t found = _mm512_mask_reduce_min_epi32(top, where);
-        a->out[row] = !nan && found < a->n ? found : -1;
+        int64_t found = i_least(i_pick(f_equal(best, f_all(f_highest(best))), where, i_all(INT32_MAX)));
+        a->out[row] = !m_any(nan) && found < a->n ? found : -1;
     }
 }
 

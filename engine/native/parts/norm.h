@@ -6,20 +6,20 @@
 
 /* 1 / rms(x) */
 INLINE float norm_scale(const bf16 *x, int64_t n, float eps) {
-    __m512 sum = _mm512_setzero_ps();
+    F16 sum = f_zero();
     for (int64_t i = 0; i < n; i += 16) {
-        __m512 v = widen(load16(x + i, n - i));
-        sum = _mm512_fmadd_ps(v, v, sum);
+        F16 v = widen(load16(x + i, n - i));
+        sum = f_fma(v, v, sum);
     }
-    return 1.0f / __builtin_sqrtf(_mm512_reduce_add_ps(sum) / (float)n + eps);
+    return 1.0f / __builtin_sqrtf(f_sum(sum) / (float)n + eps);
 }
 
 /* out = x / rms(x) * weight, `n` of each. */
 INLINE void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, int64_t n, float eps) {
-    __m512 scale = _mm512_set1_ps(norm_scale(x, n, eps));
+    F16 scale = f_all(norm_scale(x, n, eps));
     for (int64_t i = 0; i < n; i += 16) {
-        __m512 v = rounded(_mm512_mul_ps(widen(load16(x + i, n - i)), scale));
-        store16(out + i, n - i, narrow(_mm512_mul_ps(v, widen(load16(weight + i, n - i)))));
+        F16 v = rounded(f_mul(widen(load16(x + i, n - i)), scale));
+        store16(out + i, n - i, narrow(f_mul(v, widen(load16(weight + i, n - i)))));
     }
 }
 

@@ -11,17 +11,17 @@
 INLINE void turn_head(const bf16 *x, const bf16 *norm, float scale, const bf16 *cosines, const bf16 *sines, bf16 *out,
                       int64_t d) {
     int64_t half = d / 2;
-    __m512 factor = _mm512_set1_ps(scale);
+    F16 factor = f_all(scale);
     for (int64_t i = 0; i < half; i += 16) {
         int64_t left = half - i;
-        __m512 a = widen(load16(x + i, left)), b = widen(load16(x + half + i, left));
+        F16 a = widen(load16(x + i, left)), b = widen(load16(x + half + i, left));
         if (norm) {
-            a = rounded(_mm512_mul_ps(rounded(_mm512_mul_ps(a, factor)), widen(load16(norm + i, left))));
-            b = rounded(_mm512_mul_ps(rounded(_mm512_mul_ps(b, factor)), widen(load16(norm + half + i, left))));
+            a = rounded(f_mul(rounded(f_mul(a, factor)), widen(load16(norm + i, left))));
+            b = rounded(f_mul(rounded(f_mul(b, factor)), widen(load16(norm + half + i, left))));
         }
-        __m512 c = widen(load16(cosines + i, left)), s = widen(load16(sines + i, left));
-        __m512 first = _mm512_sub_ps(rounded(_mm512_mul_ps(a, c)), rounded(_mm512_mul_ps(b, s)));
-        __m512 second = _mm512_add_ps(rounded(_mm512_mul_ps(b, c)), rounded(_mm512_mul_ps(a, s)));
+        F16 c = widen(load16(cosines + i, left)), s = widen(load16(sines + i, left));
+        F16 first = f_sub(rounded(f_mul(a, c)), rounded(f_mul(b, s)));
+        F16 second = f_add(rounded(f_mul(b, c)), rounded(f_mul(a, s)));
         store16(out + i, left, narrow(first));
         store16(out + half + i, left, narrow(second));
     }

@@ -55,11 +55,11 @@ static void meet(Team *team, Soon *soon) {
     }
     for (int spins = spins_of(threads); __atomic_load_n(&team->round, __ATOMIC_ACQUIRE) == round;) {
         if (soon->at < soon->end) {
-            for (int i = 0; i < 256; i += 64) _mm_prefetch(soon->at + i, _MM_HINT_T1);
+            for (int i = 0; i < 256; i += 64) __builtin_prefetch(soon->at + i, 0, 2);
             soon->at += 256;
         } else if (spins > 0) {
             spins--;
-            _mm_pause();
+            pause_core();
         } else {
             sched_yield();
         }

@@ -1,68 +1,58 @@
-/* bfloat16 in vectors: reading, rounding, storing, turning, and e^x. Nothing here is shared by threads. */
+/* What every set's header provides, in vectors of 16, and what follows from it: rounding, e^x. Nothing here is shared
+ * by threads.
+ *
+ *   F16, I16   16 float32, 16 int32; an I16 also holds 16 pairs of bfloat16, the lower k in the lower half
+ *   B16, M16   16 bfloat16; a choice of lanes
+ *   ROWS_MAX   rows whose sums fit into registers, with HALVES (1 or 2) vectors of columns each; FEW_ROWS: with two
+ *              vectors of columns, and the weights' pairs being widened beside them
+ *
+ *   f_...      float32. f_load and f_store take any address. f_round: to the nearest whole number, ties to even.
+ *              f_times_power(x, n): x * 2^n for whole n from -126 to 127, about 0 below, infinity above.
+ *              f_of_whole: int32 -> float32; f_of_bits: the same bits. f_sum, f_highest: of all lanes, in one order
+ *   i_...      int32. i_load_halves: 16 int16, sign-extended. i_shr: zeros come in, i_sar: the sign. i_of_b: zeros above
+ *   m_first(n) the first n lanes, all where n >= 16; f_above, f_equal, f_nan compare; f_pick and i_pick choose by lane;
+ *              f_keep: 0 in other lanes
+ *   widen, narrow                 bfloat16 -> float32 and back, to the nearest, ties to even
+ *   load16, store16(x, left)      `left` elements, or all where there are more; zeros past the end. left > 0
+ *   load32, store32(x, left)      the same for 32; `left` may be 0 or less
+ *   i_joined, i_low, i_high       two B16 in a row <-> 32 bfloat16
+ *   sums16(v)                     16 vectors -> one vector of their 16 sums
+ *   transpose16(v)                row i of 16 becomes column i
+ *
+ * A set that multiplies pairs of bfloat16 (VDPBF16PS) defines PAIRS and has products of its own (pairs.h); the others
+ * widen weights to float32 (wide.h).
+ */
 #pragma once
-#include "base.h"
 
-INLINE __m512 widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
-INLINE __m256i narrow(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
-INLINE __m512 rounded(__m512 x) { return widen(narrow(x)); }
+INLINE F16 rounded(F16 x) { return widen(narrow(x)); }
+/* The two bfloat16 of each pair. */
+INLINE F16 evens(I16 x) { return f_of_bits(i_shl(x, 16)); }
+INLINE F16 odds(I16 x) { return f_of_bits(i_and(x, i_all((int)0xffff0000))); }
 
-/* `left` elements, or all where there are more: masks only at an end. */
-INLINE __m256i load16(const bf16 *x, int64_t left) {
-    if (left >= 16) return _mm256_loadu_si256((const __m256i *)x);
-    return _mm256_maskz_loadu_epi16((__mmask16)((1u << left) - 1), x);
+/* e^x, to a few units in the last place: 2^n times a polynomial on [-ln2/2, ln2/2] (Cephes, expf). */
+INLINE F16 exp16(F16 x) {
+    x = f_max(x, f_all(-87.0f));
+    F16 n = f_round(f_mul(x, f_all(1.44269504088896341f)));
+    x = f_fma(n, f_all(-0.693359375f), x);
+    x = f_fma(n, f_all(2.12194440e-4f), x);
+    F16 y = f_all(1.9875691500e-4f);
+    y = f_fma(y, x, f_all(1.3981999507e-3f));
+    y = f_fma(y, x, f_all(8.3334519073e-3f));
+    y = f_fma(y, x, f_all(4.1665795894e-2f));
+    y = f_fma(y, x, f_all(1.6666665459e-1f));
+    y = f_fma(y, x, f_all(5.0000001201e-1f));
+    y = f_fma(f_mul(x, x), y, f_add(x, f_all(1.0f)));
+    return f_times_power(y, n);
 }
 
-INLINE void store16(bf16 *x, int64_t left, __m256i v) {
-    if (left >= 16) _mm256_storeu_si256((__m256i *)x, v);
-    else _mm256_mask_storeu_epi16(x, (__mmask16)((1u << left) - 1), v);
-}
-
-/* `left` may be 0 or less. */
-INLINE __m512i load32(const bf16 *x, int64_t left) {
-    if (left >= 32) return _mm512_loadu_si512(x);
-    return left <= 0 ? _mm512_setzero_si512() : _mm512_maskz_loadu_epi16((1u << left) - 1, x);
-}
-
-INLINE void store32(bf16 *x, int64_t left, __m512i v) {
-    if (left >= 32) _mm512_storeu_si512(x, v);
-    else if (left > 0) _mm512_mask_storeu_epi16(x, (1u << left) - 1, v);
-}
-
-/* e^x for x <= 88, to a few units in the last place: 2^n times a polynomial on [-ln2/2, ln2/2] (Cephes, expf). */
-INLINE __m512 exp512(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-87.0f));
-    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), 8);
-    x = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    x = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), x);
-    __m512 y = _mm512_set1_ps(1.9875691500e-4f);
-    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(1.3981999507e-3f));
-    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(8.3334519073e-3f));
-    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(4.1665795894e-2f));
-    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(1.6666665459e-1f));
-    y = _mm512_fmadd_ps(y, x, _mm512_set1_ps(5.0000001201e-1f));
-    y = _mm512_fmadd_ps(_mm512_mul_ps(x, x), y, _mm512_add_ps(x, _mm512_set1_ps(1.0f)));
-    return _mm512_scalef_ps(y, n);
-}
-
-/* 16 rows of 16 words turned: row i of `v` becomes column i. */
-INLINE void transpose16(__m512i *v) {
-    __m512i t[16];
-    UNROLL for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
-    }
-    UNROLL for (int i = 0; i < 16; i += 4) UNROLL for (int j = 0; j < 2; j++) {
-        v[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
-        v[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
-    }
-    UNROLL for (int i = 0; i < 4; i++) {
-        __m512i a = _mm512_shuffle_i32x4(v[i], v[i + 4], 0x88), b = _mm512_shuffle_i32x4(v[i], v[i + 4], 0xdd);
-        __m512i c = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0x88);
-        __m512i d = _mm512_shuffle_i32x4(v[i + 8], v[i + 12], 0xdd);
-        t[i] = _mm512_shuffle_i32x4(a, c, 0x88);
-        t[i + 8] = _mm512_shuffle_i32x4(a, c, 0xdd);
-        t[i + 4] = _mm512_shuffle_i32x4(b, d, 0x88);
-        t[i + 12] = _mm512_shuffle_i32x4(b, d, 0xdd);
-    }
-    UNROLL for (int i = 0; i < 16; i++) v[i] = t[i];
+/* 2^x for x <= 0, to 4e-6 of it: more than enough for what becomes bfloat16 (Taylor's series on [-1/2, 1/2]). */
+INLINE F16 power16(F16 x) {
+    F16 n = f_round(x);
+    x = f_sub(x, n);
+    F16 y = f_all(1.33335581e-3f);
+    y = f_fma(y, x, f_all(9.61812911e-3f));
+    y = f_fma(y, x, f_all(5.55041087e-2f));
+    y = f_fma(y, x, f_all(2.40226507e-1f));
+    y = f_fma(y, x, f_all(6.93147181e-1f));
+    return f_times_power(f_fma(y, x, f_all(1.0f)), n);
 }

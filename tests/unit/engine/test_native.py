@@ -413,6 +413,25 @@ def test_other_types_and_modes_stay_with_torch() -> None:
         assert not other.arithmetic.startswith("compute kernels")
 
 
+@pytest.mark.parametrize("block_size", [4, 24])
+def test_without_kernels_pytorch_computes_in_float32(block_size: int) -> None:
+    """A bfloat16 checkpoint by float32 operations over a region of bfloat16: near what its own type computes, in scores
+    and records."""
+    config, tensors = model("odd sizes")
+    runner = TorchRunner(config=config, tensors=tensors, block_size=block_size, kernels=KernelSet.TORCH)
+    assert runner.arithmetic == "PyTorch's operations (float32, K and V bfloat16)"
+    assert runner.kv_spec.dtype == "bfloat16"
+    wide, narrow = Side(runner, None, None), Side(runner, TorchForward, Decoder(config, tensors))
+    tokens = text(60, 1)
+    for step in (piece(0, tokens, 0, 40),), (piece(0, tokens, 40, 59), piece(1, tokens, 0, 1)):
+        scores = wide.score(*step)
+        assert_near(scores, narrow.score(*step))
+    layers = [side.region_U8.view(np.int16).reshape(2, NUM_BLOCKS, -1)[0] for side in (wide, narrow)]
+    first, second = (torch.from_numpy(layer).view(torch.bfloat16).float() for layer in layers)
+    assert torch.equal(first.isnan(), second.isnan())
+    assert_near(first.nan_to_num(), second.nan_to_num())
+
+
 @pytest.mark.parametrize("in_two_calls", [True, False])
 @pytest.mark.parametrize("draws", [True, False])
 def test_a_layer_is_told_of_when_its_records_are_there(in_two_calls: bool, draws: bool, kernel_set: KernelSet) -> None:

@@ -109,7 +109,11 @@ def test_graphs_keep_one_block_and_no_request_is_promised_it(config: EngineConfi
     [
         ({}, "PyTorch's operations (float32)", None),
         ({"deterministic": True}, "PyTorch's operations, a token at a time (float32)", None),
-        ({"dtype": ComputeDtype.BFLOAT16}, "PyTorch's operations (bfloat16)", "compute kernels (bfloat16)"),
+        (
+            {"dtype": ComputeDtype.BFLOAT16},
+            "PyTorch's operations (float32, K and V bfloat16)",
+            "compute kernels (bfloat16)",
+        ),
         (
             {"dtype": ComputeDtype.BFLOAT16, "quantisation": Quantisation.INT8},
             None,
@@ -126,8 +130,6 @@ def test_which_way_computes_is_told(
     wanted = plainly if choice.kernels is None else natively or plainly
     if wanted is None:
         pytest.skip("no compute kernels, so no weights of 8 bits")
-    if choice.kernel_set is KernelSet.AMX and wanted == "compute kernels (bfloat16)":
-        wanted = "compute kernels (bfloat16, products by oneDNN)"
 
     def look(pool: DevicePool, _doing: list[str]) -> None:
         facts = pool.describe()

@@ -4,10 +4,8 @@
  * runs over k in one order, whatever that number is.
  */
 #pragma once
-#include "vectors.h"
+#include "linear.h"
 
-#define ROWS_MAX 12
-#define PANEL 32
 
 /* acc[R][2] += A[R] * panel, over `pairs` pairs of k. Pair kp of row r is a[kp * a_k + r * a_r]. Asks for `lines` cache
  * lines at `ahead` with each pair, `step` bytes on from those before. */
