@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from cases import ANSWERS, MODEL, PERSON, PERSON_SCHEMA, api_key, base_url, program, run
+from cases import ANSWERS, MODEL, OTHER_NAME, PERSON, PERSON_SCHEMA, api_key, base_url, program, run
 
 HERE = Path.cwd()
 USER = HERE / "llm"
@@ -40,7 +40,7 @@ def case_endpoint() -> None:
     server = ("openai", "endpoint", base_url(), "--key", api_key())
     assert llm(*server, "[hello]", "-m", MODEL) == ANSWERS["[hello]"]
     assert llm(*server, "[sea]", "-m", MODEL, "--no-stream") == ANSWERS["[sea]"]
-    assert llm(*server, "--models").splitlines() == [MODEL]
+    assert llm(*server, "--models").splitlines() == [MODEL, OTHER_NAME]
 
 
 def case_configured() -> None:
