@@ -231,6 +231,7 @@ class NodeRuntime:
             self._set_ready(False)
         serving = self.lifecycle.takes_requests or self.lifecycle.state is Lifecycle.CORDONED
         self._become(LifecycleEvent.DRAIN if serving else LifecycleEvent.STOP, "asked to stop")
+        self.follow_lifecycle()  # the directory may take its time
         self.ending = True
         self._wake_watchers()
         await self.membership.stop()

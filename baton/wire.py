@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
@@ -24,9 +25,28 @@ GRAMMAR_BYTES_MAX: Final = 64 * 1024
 """Of a grammar as it is written."""
 JSON_WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{1,32}"
 """Between the parts of a JSON text. Bounded: a model may else write white space up to max_tokens."""
+TIME_BOUNDS_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+"""Of the classes that times are counted in."""
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 """Of nodes, pins and API keys."""
 _E = TypeVar("_E", bound=IntEnum)
+
+
+class Times:
+    """How long something has taken since the start, in classes: what a histogram shows."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(TIME_BOUNDS_S) + 1)
+        """Up to each bound, but not to one before it; and longer ones."""
+        self.total_s = 0.0
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(TIME_BOUNDS_S, seconds)] += 1
+        self.total_s += seconds
 
 
 class Role(IntEnum):
@@ -111,6 +131,7 @@ class TierLoad:
     blocks_refused: int = 0
     promotions: int = 0
     promotion_s: float = 0.0
+    promotion_counts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +145,7 @@ class MovedLoad:
     fetch_s: float = 0.0
     fetches_refused: int = 0
     fetches_failed: int = 0
+    fetch_counts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,8 +247,12 @@ def record_from_proto(message: directory_pb2.NodeRecord) -> NodeRecord:
     """Raises BatonError for a record that `check_record` refuses, or with a role or state unknown to this version."""
     check_record(message)
     blocks = BlockLoad(**_values(BlockLoad, message.load.blocks))
-    tiers = tuple(TierLoad(**_values(TierLoad, tier)) for tier in message.load.tiers)
-    moved = MovedLoad(**_values(MovedLoad, message.load.moved))
+    tiers = tuple(
+        TierLoad(**_values(TierLoad, tier, promotion_counts=tuple(tier.promotion_counts)))
+        for tier in message.load.tiers
+    )
+    moved_load = message.load.moved
+    moved = MovedLoad(**_values(MovedLoad, moved_load, fetch_counts=tuple(moved_load.fetch_counts)))
     return NodeRecord(
         **_values(
             NodeRecord,

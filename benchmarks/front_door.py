@@ -57,6 +57,8 @@ from benchmarks.front_door_servers import (
 )  # fmt: skip
 
 TOKENS = 128
+ROUNDS_MANY_MAX: Final = 2
+"""From 500 streams on."""
 FREE_TOKENS_MANY = 64
 """Of an answer where a thousand streams are as fast as they can."""
 WHOLE_STREAMS, WHOLE_TOKENS, WHOLE_WAVES = 16, 16, 16
@@ -127,7 +129,7 @@ class Rounds:
             for door in self._doors(server):
                 await self._clients.play(self._job(server, door, 4))
         for streams in () if self._args.requests_only else self._args.streams:
-            for number in range(self._args.rounds if streams < 500 else 1):
+            for number in range(self._args.rounds if streams < 500 else min(self._args.rounds, ROUNDS_MANY_MAX)):
                 for server in streaming[:: 1 if number % 2 == 0 else -1]:
                     for door in self._doors(server):
                         await self._one(server, self._job(server, door, streams))
@@ -219,7 +221,7 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, nargs="+", help="at a time (16 64 200 1000)")
     parser.add_argument("--doors", nargs="+", choices=("http", "grpc"), default=["http", "grpc"])
-    parser.add_argument("--rounds", type=int, help="below 500 streams; above there is one")
+    parser.add_argument("--rounds", type=int, help="from 500 streams on two at most")
     parser.add_argument("--rate", type=float, default=4_000.0, help="tokens a second of the mock engine")
     parser.add_argument("--quick", action="store_true", help="16 and 200 streams, two rounds")
     parser.add_argument("--requests-only", action="store_true", help="only requests without streaming")

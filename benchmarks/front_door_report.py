@@ -63,6 +63,11 @@ class Run:
     client_share: float = 0.0
     """Of a core, while all streams ran. Near 1 the clients are the limit."""
 
+    @property
+    def event_us(self) -> float | None:
+        """Of the front, for what comes together: whoever joins more tokens pays less for each."""
+        return None if self.token_us is None else self.token_us * self.tokens_of_event
+
     def __str__(self) -> str:
         kind = "" if self.streaming else ", whole"
         token = "no window" if self.token_us is None else f"{self.token_us:.1f} us a token"
@@ -219,6 +224,9 @@ class Figures:
                     ratio(f"{label} of the bare loop's", mine, self.of(door, streams, BARE_HTTP, what), BARE_HTTP_MAX)
                 else:
                     ratio(f"{label} of grpc.aio's", mine, self.of(door, streams, BARE_GRPC, what), BARE_GRPC_MAX)
+            if door == "http":
+                mine, peer = (self.of(door, streams, server, "event_us") for server in (ROUTER, VLLM))
+                ratio(f"{door}, {streams} streams, an event: of vLLM's", mine, peer, VLLM_MAX)
             for server, node_of in ((MODEL, "decode node, a token:"), (ROUTER, "decode node, mock engine, a token:")):
                 node = self.of(door, streams, server, "node_token_us")
                 text = f"{door}, {streams} streams, {node_of} of the bare loop's"

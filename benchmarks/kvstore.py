@@ -1,9 +1,12 @@
 """The KV store, piece by piece, each beside its limit or a peer in the same run.
 
+    python -m benchmarks.kvstore chat                         # later turns of conversations, with the store and without
     python -m benchmarks.kvstore disk [--folder /var/tmp]     # the disk tier's file beside fio
     python -m benchmarks.kvstore fetch                        # fetches beside transfers, and beside computing
     python -m benchmarks.kvstore host                         # copies to and from the host tier beside memcpy
+    python -m benchmarks.kvstore index                        # what routers know of nodes: look-ups, changes, memory
     python -m benchmarks.kvstore mooncake --python PYTHON     # gets over tcp beside Mooncake Store's
+    python -m benchmarks.kvstore replay --trace FILE          # hit rates of a trace, in mock time
     python -m benchmarks.kvstore unused                       # with the store over without, where nothing is reused
 
 Each prints a table with ratios and says which bar it misses; `--json` keeps the samples. A part is a module of its own,
@@ -15,7 +18,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
-PARTS = ("disk", "fetch", "host", "mooncake", "unused")
+PARTS = ("chat", "disk", "fetch", "host", "index", "mooncake", "replay", "unused")
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """What KV that outlives its request is worth to a chat: time to first token of later turns, with the store and without.
 
-    python -m benchmarks.kvstore_chat                        # about 15 minutes, alternating
-    python -m benchmarks.kvstore_chat --without-tree ../old  # without: the code of another checkout
+    python -m benchmarks.kvstore chat                        # about 15 minutes, alternating
+    python -m benchmarks.kvstore chat --without-tree ../old  # without: the code of another checkout
 
 Each round starts a cluster of one prefill and one decode node of the demo model twice: once with host memory for every
 conversation below each node's region, once with none. `baton bench` then sends 20 conversations of 8 turns to it, in
@@ -40,7 +40,7 @@ def region_blocks() -> int:
     return CONVERSATIONS * TURNS * (QUESTION_TOKENS + ANSWER_TOKENS) // BLOCK_SIZE // REGION_SHARE
 
 
-def run(tree: Path, model: Path, folder: Path, *, host_bytes: int, concurrency: int) -> dict[str, Any]:
+def run_bench(tree: Path, model: Path, folder: Path, *, host_bytes: int, concurrency: int) -> dict[str, Any]:
     """One run of `baton bench` with the code of `tree` -> its figures."""
     config, figures = folder / "nodes.toml", folder / "run.json"
     store = f"[prefill.store]\nhost_bytes = {host_bytes}\n[decode.store]\nhost_bytes = {host_bytes}\n"
@@ -59,22 +59,23 @@ def run(tree: Path, model: Path, folder: Path, *, host_bytes: int, concurrency: 
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--concurrency", type=int, default=2)
     parser.add_argument("--without-tree", type=Path, help="checkout whose code runs without the store; default: this")
-    given = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
     here = Path(__file__).resolve().parents[1]
-    trees = {"with": here, "without": (given.without_tree or here).resolve()}
+    trees = {"with": here, "without": (options.without_tree or here).resolve()}
     means: dict[str, list[float]] = {"with": [], "without": []}
     with tempfile.TemporaryDirectory() as name:
         model = Path(name) / "model"
         write_demo_model(model, MODEL)
-        for _ in range(given.rounds):
+        for _ in range(options.rounds):
             for what, tree in trees.items():
                 host_bytes = HOST_BYTES if what == "with" else 0
-                found = run(tree, model, Path(name), host_bytes=host_bytes, concurrency=given.concurrency)
+                found = run_bench(tree, model, Path(name), host_bytes=host_bytes, concurrency=options.concurrency)
                 ttft, itl = found["latency_ms"]["ttft"], found["latency_ms"]["itl"]
                 means[what].append(ttft["mean"])
                 print(
@@ -83,7 +84,3 @@ def main() -> None:
                     flush=True,
                 )
     print(f"TTFT with the store over without: {mean(means['with']) / mean(means['without']):.2f}")
-
-
-if __name__ == "__main__":
-    main()

@@ -245,7 +245,7 @@ async def ask_prefill(
 async def first_token(two: Two, channel: grpc.aio.Channel, mode: str, tokens: list[int]) -> dict[str, Any]:
     await two.emptied()
     gatherer = two.half.node.gatherer
-    measured, fetches = gatherer._computing, two.fetches.total.fetches
+    measured, fetches = gatherer._computing, two.fetches.total.times.count
     if mode == "fetch":  # computing is believed to take a second a token: all is fetched at once
         gatherer._computing = LinearCost(fixed_s=0.0, unit_s=1.0, units=1000)
     try:
@@ -260,7 +260,7 @@ async def first_token(two: Two, channel: grpc.aio.Channel, mode: str, tokens: li
         "seconds": seconds,
         "token": first.token,
         "fetched": first.sources.fetched,
-        "fetches": two.fetches.total.fetches - fetches,
+        "fetches": two.fetches.total.times.count - fetches,
     }
 
 

@@ -1,7 +1,7 @@
 """What a router's index of who has which blocks takes: memory at a million blocks, and time at 1,250 nodes.
 
-    python -m benchmarks.kvstore_index             # a minute or two; processor time, so other work harms little
-    python -m benchmarks.kvstore_index --rounds 9
+    python -m benchmarks.kvstore index             # a minute or two; processor time, so other work harms little
+    python -m benchmarks.kvstore index --rounds 9
 
 Memory is what the index has allocated, by tracemalloc, over the (block, node) pairs that it knows: when it has been
 filled; when a third of all blocks has been evicted and others have come; and at most meanwhile. Its limit is 24 bytes.
@@ -185,14 +185,11 @@ def times(rounds: int) -> dict[str, dict[str, float]]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=9)
-    args = parser.parse_args()
-    print(json.dumps({"times": times(args.rounds)}, indent=2))
+
+
+def run(options: argparse.Namespace) -> None:
+    print(json.dumps({"times": times(options.rounds)}, indent=2))
     print(json.dumps({"pauses": [pauses(1_000_000), pauses(16_000_000)]}, indent=2))
     print(json.dumps({"memory": [memory(100, 1), memory(NODES, 1), memory(NODES, 10), memory(1_000, 1_000)]}, indent=2))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """How much of published traces' prompts a cluster need not compute: our placement and caches, replayed in mock time.
 
-    python -m benchmarks.kvstore_replay --trace conversation_trace.jsonl synthetic_trace.jsonl
+    python -m benchmarks.kvstore replay --trace conversation_trace.jsonl synthetic_trace.jsonl
 
 The traces are not in this repository: github.com/kvcache-ai/Mooncake, FAST25-release/traces. Each request has a time, a
 length, and an id for each 512 tokens of its prompt; equal ids are equal prompts up to there.
@@ -259,6 +259,9 @@ class MockDiskFile:
 
     def start_load(self, memory: object, slots: Sequence[int], at: object, done: Done) -> None:
         self._start(self._reads, len(slots), done)
+
+    def erase(self, slots: Sequence[int]) -> None:
+        """No later process is there to find them."""
 
     def _start(self, lane: MockLane, count: int, done: Done) -> None:
         asyncio.get_running_loop().call_at(lane.take(count * BLOCK_BYTES), done, [Outcome.DONE] * count)
@@ -655,7 +658,7 @@ async def replay(prompts: Sequence[Prompt], policy: Policy, sizes: Sizes, most: 
     return cluster
 
 
-def run(prompts: Sequence[Prompt], policy: Policy, sizes: Sizes, most: Tally | None = None) -> Cluster:
+def run_cluster(prompts: Sequence[Prompt], policy: Policy, sizes: Sizes, most: Tally | None = None) -> Cluster:
     """The cluster as it is at the end. `most` is `infinite(prompts)`."""
     most = infinite(prompts) if most is None else most
     with asyncio.Runner(loop_factory=MockTimeLoop) as runner:
@@ -713,27 +716,24 @@ def report(path: Path, *, limit: int | None, policies: Sequence[Policy], sizes: 
     rows = [row("infinite", most, most, everywhere, time.monotonic() - began_s)]
     for policy in policies:
         began_s = time.monotonic()
-        cluster = run(prompts, policy, sizes, most)
+        cluster = run_cluster(prompts, policy, sizes, most)
         figure = policy.paper(paper) if policy.paper is not None and paper is not None else None
         rows.append(row(policy.name, cluster.tally, most, figure, time.monotonic() - began_s))
         print(f"{path.stem}: {' '.join(rows[-1])}{cluster.tiers()}", file=sys.stderr, flush=True)
     return f"{path.stem}, {len(prompts)} requests\n\n{table(rows)}\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, nargs="+", required=True, help="files of Mooncake's FAST'25 release")
     parser.add_argument("--limit", type=int, help="only so many requests of each")
     parser.add_argument("--device-tokens", type=int, default=DEVICE_TOKENS, help="of each node")
     parser.add_argument("--host", type=float, default=HOST_SHARE, help="host memory of a node, in times of its device")
     parser.add_argument("--disk", type=float, default=DISK_SHARE, help="the same of its disk")
     parser.add_argument("--policies", nargs="+", type=int, help="by their numbers in the table")
-    args = parser.parse_args()
-    policies = [POLICIES[number - 1] for number in args.policies] if args.policies else POLICIES
-    sizes = Sizes(device_tokens=args.device_tokens, host_share=args.host, disk_share=args.disk)
-    for path in args.trace:
-        print(report(path, limit=args.limit, policies=policies, sizes=sizes))
 
 
-if __name__ == "__main__":
-    main()
+def run(options: argparse.Namespace) -> None:
+    policies = [POLICIES[number - 1] for number in options.policies] if options.policies else POLICIES
+    sizes = Sizes(device_tokens=options.device_tokens, host_share=options.host, disk_share=options.disk)
+    for path in options.trace:
+        print(report(path, limit=options.limit, policies=policies, sizes=sizes))

@@ -9,7 +9,9 @@ vocabulary and to compile, the time of a mask (mean and longest over a text of t
 one call, each at another place of its text), and what the process's memory has grown by. Each library in a process of
 its own. hostile: what schemas that are made to be slow cost before they are refused, over random answers of 150 tokens.
 steps: milliseconds of a decode step, the median, of the fastest of the rounds, free text and grammars in turn;
-the model is "473m" of `benchmarks.engine` with a vocabulary of 150,000.
+the model is "473m" of `benchmarks.engine` with a vocabulary of 150,000. Of Baton's steps also what of them is
+not the model's: masks, the scores of what they forbid, and drawing. That says what grammars add where a machine's own
+changes are larger.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -137,9 +140,8 @@ class Ours:
     """llguidance, as `engine.grammar` uses it."""
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
-        from engine.grammar import GrammarCompiler, _executor
+        from engine.grammar import GrammarCompiler
 
-        self._executor = _executor()
         self._masks = np.zeros((ROWS, -(-len(tokens) // 32)), dtype=np.int32)
         with tempfile.TemporaryDirectory() as folder:
             write_tokenizer(Path(folder) / "tokenizer.json", tokens)
@@ -152,7 +154,8 @@ class Ours:
     @property
     def mask_U8(self) -> np.ndarray:
         """Of the one matcher of the last `fill`."""
-        return self._masks[0].view(np.uint8)
+        mask_U8: np.ndarray = self._masks[0].view(np.uint8)
+        return mask_U8
 
     def compile(self, kind: str, grammar: Any) -> Any:
         from engine.types import Grammar, GrammarKind
@@ -162,17 +165,15 @@ class Ours:
         return self._compiler.compile(Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(grammar)))
 
     def start(self, compiled: Any) -> Any:
-        return compiled.copy().matcher
+        return compiled.copy()
 
     def accept(self, matcher: Any, token: int) -> bool:
-        return bool(matcher.consume_token(token))
+        return bool(matcher.matcher.consume_token(token))
 
     def fill(self, matchers: Sequence[Any]) -> None:
-        if len(matchers) == 1:
-            matchers[0].unsafe_compute_mask_ptr(self._masks.ctypes.data, self._masks[0].nbytes)
-            return
-        pairs = [(matcher, row) for row, matcher in enumerate(matchers)]
-        self._executor.unsafe_compute_mask_ptr(pairs, self._masks.ctypes.data, self._masks[0].nbytes, ROWS)
+        from engine.grammar import fill_masks
+
+        fill_masks(matchers, self._masks)
 
 
 class XGrammar:
@@ -302,8 +303,8 @@ def measure_hostile() -> None:
         matcher = None if said else library.start(compiled)
         while matcher is not None and len(masks) < 150:
             masks.append(elapsed_s(partial(library.fill, [matcher])))
-            if matcher.is_error():
-                said = f"ended: {matcher.get_error().splitlines()[0]}"
+            if matcher.problem:
+                said = f"ended: {matcher.problem}"
                 break
             allowed = np.flatnonzero(np.unpackbits(library.mask_U8, bitorder="little"))
             token = rng.choice(allowed[allowed != end].tolist() or [end])
@@ -321,7 +322,7 @@ Generate = Callable[[list[list[int]], int, bool], Any]
 
 
 def measure_steps(generate: Generate, batches: Sequence[int], steps: int, rounds: int) -> dict[str, list[float]]:
-    """Of each batch: milliseconds of a step of free text, and with grammars."""
+    """Of each batch: milliseconds of a step of free text, and with grammars. No answer may end before the last step."""
     from benchmarks.engine_cases import full_steps
 
     taken = {}
@@ -331,8 +332,9 @@ def measure_steps(generate: Generate, batches: Sequence[int], steps: int, rounds
         least = [float("inf"), float("inf")]
         for _ in range(rounds):
             for follows in (False, True):
-                found = generate(prompts, 1 + steps, follows)
-                least[follows] = min(least[follows], 1e3 * median(full_steps(found, batch)))
+                full_s = full_steps(generate(prompts, 1 + steps, follows), batch)
+                assert len(full_s) >= steps - 1, f"an answer of {batch} has ended: {len(full_s)} full steps of {steps}"
+                least[follows] = min(least[follows], 1e3 * median(full_s))
         taken[str(batch)] = least
     return taken
 
@@ -349,6 +351,41 @@ def write_model(folder: Path, layers: int) -> Path:
     return folder
 
 
+PARTS: Final = ("compute_masks", "allow_only", "sample")
+"""Of `engine.runner`, around which clocks are put."""
+
+
+class Clocks:
+    """How long the parts of each step take."""
+
+    def __init__(self) -> None:
+        from engine import runner
+
+        self._now_s = dict.fromkeys(PARTS, 0.0)
+        self._steps_s: list[dict[str, float]] = []
+        for name in PARTS:
+            setattr(runner, name, self._timed(name, getattr(runner, name)))
+
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **named: Any) -> Any:
+            began_s = time.perf_counter()
+            try:
+                return call(*arguments, **named)
+            finally:
+                self._now_s[name] += time.perf_counter() - began_s
+
+        return timed
+
+    def step_ended(self, _: int) -> None:
+        self._steps_s.append(self._now_s)
+        self._now_s = dict.fromkeys(PARTS, 0.0)
+
+    def take_ms(self, steps: int) -> dict[str, float]:
+        """Medians over the last `steps` steps. What was before them is forgotten with them."""
+        last, self._steps_s = self._steps_s[-steps:], []
+        return {name: 1e3 * median(each[name] for each in last) for name in PARTS}
+
+
 def own_steps(args: argparse.Namespace) -> dict[str, list[float]]:
     import torch
 
@@ -362,12 +399,21 @@ def own_steps(args: argparse.Namespace) -> dict[str, list[float]]:
         folder, size = write_model(Path(name), args.layers), VOCABULARIES[-1]
         compiler = GrammarCompiler(folder / "tokenizer.json", vocab_size=size, eos_token_ids=frozenset({size - 1}))
         engine = OwnEngine(folder)
-    pair = (grammar, compiler.compile(grammar))
+    pair, clocks = (grammar, compiler.compile(grammar)), Clocks()
+    found: dict[tuple[int, bool], list[dict[str, float]]] = defaultdict(list)
 
     def generate(prompts: list[list[int]], tokens: int, follows: bool) -> Any:
-        return engine.generate(prompts, tokens, temperature=1.0, grammar=pair if follows else None)
+        bound = pair if follows else None
+        steps = engine.generate(prompts, tokens, temperature=1.0, grammar=bound, step_ended=clocks.step_ended)
+        found[len(prompts), follows].append(clocks.take_ms(args.steps))
+        return steps
 
-    return measure_steps(generate, args.batch, args.steps, args.rounds)
+    taken = measure_steps(generate, args.batch, args.steps, args.rounds)
+    for (batch, follows), rounds in found.items():
+        parts = {name: median(each[name] for each in rounds) for name in PARTS}
+        told = " + ".join(f"{name} {ms:.2f}" for name, ms in parts.items())
+        print(f"{batch} answers, {'grammars' if follows else 'free text'}: {told} = {sum(parts.values()):.2f} ms")
+    return taken
 
 
 def vllm_steps(args: argparse.Namespace) -> dict[str, list[float]]:
@@ -400,8 +446,9 @@ def vllm_steps(args: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def compare_steps(args: argparse.Namespace) -> None:
+    own = own_steps(args)
     print("| engine | batch | free text, ms | with grammars, ms | longer by | |\n|" + " --- |" * 6)
-    print_steps("Baton", own_steps(args))
+    print_steps("Baton", own)
     for backend in ("xgrammar", "guidance") if args.vllm else ():
         options = [f"--{name}={getattr(args, name)}" for name in ("layers", "steps", "rounds")]
         batches = ["--batch", *map(str, args.batch)]

@@ -10,6 +10,7 @@ too.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 USES_MIN: Final = 2
@@ -38,27 +39,30 @@ class Admission:
         """Digests remembered; one that was used lately may count twice."""
         return len(self._young) + len(self._old)
 
-    def use(self, digest: bytes) -> None:
-        """A prompt has this block: computed now, or found in any tier."""
-        uses = self._uses(digest) + 1
-        if uses == self._uses_min > 1:
-            self.credit = min(CREDIT_MAX, self.credit + ONCE_PER_REUSE)
-        self._count(digest, uses)
+    def use(self, digests: Iterable[bytes]) -> None:
+        """A prompt has these blocks: computed now, or found in any tier."""
+        for digest in digests:
+            uses = self.uses(digest) + 1
+            if uses == self._uses_min > 1:
+                self.credit = min(CREDIT_MAX, self.credit + ONCE_PER_REUSE)
+            self._count(digest, uses)
 
-    def brought(self, digest: bytes) -> None:
-        """It came from elsewhere, and a prompt is going to use it."""
-        if digest not in self._young and digest not in self._old:
-            self._count(digest, -1)
+    def brought(self, digests: Iterable[bytes]) -> None:
+        """They came from elsewhere, and a prompt is going to use them."""
+        for digest in digests:
+            if digest not in self._young and digest not in self._old:
+                self._count(digest, -1)
 
     def admits(self, digest: bytes, *, room: bool) -> bool:
         """Whether it may be written to disk now, which has `room` or would evict another. Not a use."""
-        return self._uses(digest) >= (1 if room else self._uses_min)
+        return self.uses(digest) >= (1 if room else self._uses_min)
 
     def _count(self, digest: bytes, uses: int) -> None:
         if digest not in self._young and len(self._young) == self._young_max:
             self._young, self._old = {}, self._young
         self._young[digest] = min(uses, self._uses_min)
 
-    def _uses(self, digest: bytes) -> int:
+    def uses(self, digest: bytes) -> int:
+        """Of those that are remembered, at most `uses_min`."""
         uses = self._young.get(digest)
         return self._old.get(digest, 0) if uses is None else uses

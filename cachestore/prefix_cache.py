@@ -107,6 +107,8 @@ class Entry:
     spoiled: bool = False
     """Its content may be broken: no sequence that has it is indexed any further."""
     pinned: bool = False
+    found: bool = False
+    """By a prompt that began with it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,9 +150,9 @@ class PrefixCache:
         self._heap: list[tuple[int, int, int, Entry]] = []
         self.may_pin: Callable[[], bool] = lambda: True
         """Asked before each position that is pinned: whether whoever has been admitted can do without its blocks."""
-        self.on_idle: Callable[[Entry, bool], None] | None = None
-        """Called with each indexed position that nobody holds any more, those before it in its chain first, and with
-        `used` of `released`."""
+        self.on_idle: Callable[[Sequence[Entry], bool], None] | None = None
+        """Called with the indexed positions that nobody holds any more since a `released`, those at the beginning of a
+        chain first, and with its `used`."""
         self.on_pin: Callable[[Sequence[bytes], bool], None] | None = None
         """Called with each chain that is pinned (True) or unpinned."""
         self.on_forget: Callable[[Sequence[bytes]], None] | None = None
@@ -159,6 +161,8 @@ class PrefixCache:
         self._serial = 0
         self.prompt_tokens = self.hit_tokens = 0
         """Totals since the start."""
+        self.evicted = self.evicted_unused = 0
+        """Positions since the start; unused: found by no prompt."""
         self.holdings = Holdings()
         """What is here, for other processes. Tiers below add what they have."""
 
@@ -198,6 +202,7 @@ class PrefixCache:
             if child is None or not _is_same(child, entry, salt, packed):
                 break
             entry = child
+            entry.found = True
             found += entry.blocks
         self._touch(entry)
         return found
@@ -242,17 +247,22 @@ class PrefixCache:
         """Request references of these blocks have been dropped. Those nobody holds may now be evicted, the least
         recently released first. `used`: by a request, and not only brought here for one."""
         self._now += 1
-        before = None
+        before, idle, is_held = None, [], self._ledger.is_held
         for block in blocks:
             entry = self._by_block.get(block)
             if entry is None or entry is before:  # another group's block of the same position
                 continue
             before = entry
             self._touch(entry)
-            if not entry.in_heap and self._is_evictable(entry):
+            held = 0
+            for each in entry.blocks:
+                held += is_held(each)
+            if held < self.groups and not entry.in_heap and not entry.pinned:
                 self._push(entry)
-            if self.on_idle is not None and not any(map(self._ledger.is_held, entry.blocks)):
-                self.on_idle(entry, used)
+            if not held:
+                idle.append(entry)
+        if idle and self.on_idle is not None:
+            self.on_idle(idle, used)
 
     def evict_until(self, free: int) -> bool:
         """Evict until the ledger has `free` free blocks. False, with nothing evicted, when that cannot be reached.
@@ -269,7 +279,9 @@ class PrefixCache:
                 self._find_idle()
                 entry = self._oldest_idle()
             assert entry is not None, "the ledger counts an idle cached block that the index does not know"
-            self._remove(entry)
+            for gone in self._remove(entry):
+                self.evicted += 1
+                self.evicted_unused += not gone.found
         return True
 
     @property
@@ -436,10 +448,12 @@ class PrefixCache:
         if not entry.in_heap and self._is_evictable(entry):
             self._push(entry)
 
-    def _remove(self, entry: Entry) -> None:
+    def _remove(self, entry: Entry) -> list[Entry]:
+        """With all behind it -> these."""
         if entry.parent is not None:
             del entry.parent.children[entry.digest]
-        for gone in reversed(_with_descendants(entry)):
+        removed = _with_descendants(entry)
+        for gone in reversed(removed):
             assert not gone.pinned, (gone.blocks, "evicted, though it is pinned")
             gone.alive = False
             gone.children.clear()
@@ -448,6 +462,7 @@ class PrefixCache:
             for block in gone.blocks:
                 del self._by_block[block]
                 self._ledger.evict(block)
+        return removed
 
 
 def _with_descendants(entry: Entry) -> list[Entry]:

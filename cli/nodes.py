@@ -423,10 +423,9 @@ def _node_text(view: NodeView) -> str:
 
 
 def tier_row(tier: directory_pb2.TierLoad) -> list[str]:
-    """Bytes are of whole blocks. The region has no tier above it, and keeps no count of what it evicts."""
+    """Bytes are of whole blocks. The region has no tier above it."""
     below = tier.tier != "device"
     moved = (tier.blocks_stored, tier.blocks_hit) if below else (0, 0)
-    counts = (tier.blocks_evicted, tier.blocks_evicted_unused, tier.blocks_lost, tier.blocks_refused)
     return [
         tier.tier,
         f"{tier.blocks} of {tier.blocks_max}",
@@ -434,7 +433,9 @@ def tier_row(tier: directory_pb2.TierLoad) -> list[str]:
         str(tier.blocks_pinned),
         str(tier.blocks_hit),
         *(str(count * tier.block_bytes) if below else "-" for count in moved),
-        *(str(count) if below else "-" for count in counts),
+        str(tier.blocks_evicted),
+        str(tier.blocks_evicted_unused),
+        *(str(count) if below else "-" for count in (tier.blocks_lost, tier.blocks_refused)),
         f"{tier.promotion_s / tier.promotions * 1e3:.1f} ms" if tier.promotions else "-",
     ]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -228,7 +229,6 @@ def _build_model(config: EngineConfig, progress: Callable[[int, int], None] | No
     import torch
 
     from engine.checkpoint import checkpoint_fingerprint
-    from engine.runner import TorchRunner
 
     # For the whole process, before any engine thread: more threads than cores on the machine stall every one of them.
     torch.set_num_threads(config.compute_threads)
@@ -241,24 +241,37 @@ def _build_model(config: EngineConfig, progress: Callable[[int, int], None] | No
         "quantisation": config.quantisation,
         "progress": progress,
     }
-    identity: dict[str, Any] = {
-        "model_name": Path(config.model).name if Path(config.model).is_dir() else config.model,
-        "fingerprint": checkpoint_fingerprint(folder),
-        "tokenizer": folder / "tokenizer.json",
-    }
+    with ThreadPoolExecutor(1, thread_name_prefix="fingerprint") as beside:  # it reads what is loaded meanwhile
+        fingerprint = beside.submit(checkpoint_fingerprint, folder)
+        built = _load_runner(config, folder, common)
+        return replace(
+            built,
+            model_name=Path(config.model).name if Path(config.model).is_dir() else config.model,
+            fingerprint=fingerprint.result(),
+            tokenizer=folder / "tokenizer.json",
+        )
+
+
+def _load_runner(config: EngineConfig, folder: Path, common: Mapping[str, Any]) -> BuiltEngine:
+    """Without what the folder says of itself. Raises ModelError, BatonError BAD_CONFIG."""
+    from engine.runner import TorchRunner
+
     if config.device.has_region:
         rows_max = min(config.gpu.graphs.graph_rows_max, config.sequences_max)
         gpu = replace(config.gpu, graphs=replace(config.gpu.graphs, graph_rows_max=rows_max))
         on_device = _gpu_runner(config.device).load(folder, gpu=gpu, **common)
-        return BuiltEngine(runner=on_device, quantisation=on_device.quantisation, on_device=on_device, **identity)
+        return BuiltEngine(
+            runner=on_device, model_name="", fingerprint="", quantisation=on_device.quantisation, on_device=on_device
+        )
     mirrored = config.device is not ComputeDevice.CPU
     runner = TorchRunner.load(folder, deterministic=config.deterministic, mirrored=mirrored, **common)
     return BuiltEngine(
         runner=runner,
+        model_name="",
+        fingerprint="",
         quantisation="" if config.quantisation is Quantisation.NONE else config.quantisation.value,
         block_freed=None if runner.mirror is None else runner.mirror.forget,
         arithmetic=runner.arithmetic,
-        **identity,
     )
 
 

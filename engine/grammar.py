@@ -25,15 +25,18 @@ from engine.types import Grammar, GrammarKind, SequenceSlice
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits
 
-MASK_THREADS: Final = 4
 MASK_MS_FREE: Final = 2
 """Of the processor's time for one mask. All rows of a step wait for the slowest."""
 MASK_MS_OWED_MAX: Final = 200
 """What an answer's masks may take beyond that before it ends; a fast mask pays back what it leaves."""
+ALONE_MS_MAX: Final = 2
+"""Of a step's masks, by those before them: so much the engine's thread computes by itself, each mask by its own clock.
+Threads that have to be woken may wait as long for a processor, as the model's threads spin on theirs."""
+MASK_THREADS: Final = 4
 MASK_MS_WATCHED: Final = 10
-"""What a row owes to begin with, once masks were slow and it is not known whose."""
-ROW_MS_MAX: Final = 0.1
-"""Of the masks of a step, for each row. Masks that take longer are looked at one by one."""
+"""What a row owes to begin with, once masks that were computed together were slow and it is not known whose."""
+ROW_MS_MAX: Final = 0.2
+"""Of masks that are computed together, for each row. Those that take longer are looked at one by one."""
 ERROR_CHARS_MAX: Final = 300
 
 
@@ -68,14 +71,16 @@ def _in_one_line(error: str) -> str:
 class Matcher:
     """Follows one answer. Not thread-safe: the engine's while it has the sequence."""
 
-    __slots__ = ("_followed", "matcher", "owed_ms", "words")
+    __slots__ = ("_followed", "mask_ms", "matcher", "owed_ms", "words")
 
     def __init__(self, matcher: LLMatcher, words: int) -> None:
         self.matcher = matcher
         self.words = words
         """Of a mask."""
         self.owed_ms = 0.0
-        """Of the masks' time: see MASK_MS_OWED_MAX. More than zero: the row's masks are timed."""
+        """Of the masks' time: see MASK_MS_OWED_MAX. More than zero: the row's masks are computed by themselves."""
+        self.mask_ms = 0.0
+        """Of a processor, for its last mask."""
         self._followed = 0
 
     def copy(self) -> Matcher:
@@ -171,42 +176,54 @@ def compute_masks(drawn: Sequence[SequenceSlice]) -> tuple[list[int], np.ndarray
         piece.grammar.follow(piece.tokens, piece.stop - piece.output_index, piece.stop)
         matchers.append(piece.grammar)
     allowed_RI = np.zeros((len(rows), matchers[0].words), dtype=np.int32)
-    _fill([(each, at) for at, each in enumerate(matchers) if not each.owed_ms], allowed_RI)
+    fill_masks(matchers, allowed_RI)
     for at, each in enumerate(matchers):
-        if each.owed_ms:
-            _fill_timed(each, allowed_RI[at])
         if each.matcher.is_error():  # llguidance lets the answer end then
             allowed_RI[at] = 0
     return rows, allowed_RI
 
 
-def _fill(pairs: Sequence[tuple[Matcher, int]], allowed_RI: np.ndarray) -> None:
-    """All at a time. If that is slow, whose fault it is shows from the next mask on."""
-    began_s = time.perf_counter()
-    if len(pairs) == 1:
-        matcher, at = pairs[0]
-        matcher.matcher.unsafe_compute_mask_ptr(allowed_RI[at].ctypes.data, allowed_RI[at].nbytes)
-    elif pairs:
-        each_bytes = allowed_RI[0].nbytes
-        found = [(matcher.matcher, at) for matcher, at in pairs]
-        _executor().unsafe_compute_mask_ptr(found, allowed_RI.ctypes.data, each_bytes, len(allowed_RI))
-    if 1e3 * (time.perf_counter() - began_s) > MASK_MS_FREE + ROW_MS_MAX * len(pairs):
-        for matcher, _ in pairs:
+def fill_masks(matchers: Sequence[Matcher], allowed_RI: np.ndarray) -> None:
+    """One mask for each. Where they take long all at a time, but for rows that owe something."""
+    together = [(each, at) for at, each in enumerate(matchers) if not each.owed_ms]
+    executor = _executor() if sum(each.mask_ms for each, _ in together) > ALONE_MS_MAX else None
+    alone = [(each, at) for at, each in enumerate(matchers) if each.owed_ms or executor is None]
+    if executor is not None:
+        _fill_together(executor, together, allowed_RI)
+    for each, at in alone:
+        _fill_alone(each, allowed_RI[at])
+
+
+def _fill_together(executor: LLExecutor, pairs: Sequence[tuple[Matcher, int]], allowed_RI: np.ndarray) -> None:
+    """If that is slow, whose fault it is shows from the next mask on."""
+    began_s, each_bytes = time.perf_counter(), allowed_RI[0].nbytes
+    found = [(matcher.matcher, at) for matcher, at in pairs]
+    executor.unsafe_compute_mask_ptr(found, allowed_RI.ctypes.data, each_bytes, len(allowed_RI))
+    taken_ms = 1e3 * (time.perf_counter() - began_s)
+    for matcher, _ in pairs:
+        matcher.mask_ms = taken_ms * min(_mask_threads(), len(pairs)) / len(pairs)
+        if taken_ms > MASK_MS_FREE + ROW_MS_MAX * len(pairs):
             matcher.owed_ms = MASK_MS_WATCHED
 
 
-def _fill_timed(matcher: Matcher, allowed_I: np.ndarray) -> None:
-    """One of a grammar that may be slow. A thread's own time: a machine that is busy or stopped ends no answer."""
+def _fill_alone(matcher: Matcher, allowed_I: np.ndarray) -> None:
+    """Counts a thread's own time: a machine that is busy or stopped ends no answer."""
     if matcher.owed_ms > MASK_MS_OWED_MAX:
         return
     began_s = time.thread_time()
     matcher.matcher.unsafe_compute_mask_ptr(allowed_I.ctypes.data, allowed_I.nbytes)
-    matcher.owed_ms = max(0.0, matcher.owed_ms + 1e3 * (time.thread_time() - began_s) - MASK_MS_FREE)
+    matcher.mask_ms = 1e3 * (time.thread_time() - began_s)
+    matcher.owed_ms = max(0.0, matcher.owed_ms + matcher.mask_ms - MASK_MS_FREE)
 
 
 @cache
-def _executor() -> LLExecutor:
-    """Its threads sleep between masks."""
+def _mask_threads() -> int:
+    return min(MASK_THREADS, len(os.sched_getaffinity(0)))
+
+
+@cache
+def _executor() -> LLExecutor | None:
+    """Its threads sleep between masks. None: there is one processor."""
     from llguidance import LLExecutor
 
-    return LLExecutor(min(MASK_THREADS, len(os.sched_getaffinity(0))))
+    return LLExecutor(_mask_threads()) if _mask_threads() > 1 else None

@@ -122,10 +122,12 @@ Work = Callable[[_Scratch], tuple[Results, Sums | None]]
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Part:
     work: Work
-    report: Callable[[Results, Sums | None], object] | None
-    """On any thread; None: nobody asks how it ends."""
-    count: int = 0
+    report: Callable[[Results, Sums | None], object]
+    """On any thread."""
+    count: int
     """Blocks."""
+    empties: bool = False
+    """It makes blocks unfindable, and is done even while the file is closed."""
 
 
 class _Batch:
@@ -239,9 +241,10 @@ class DiskFile:
         return f"{self.path}: {self.num_slots:,} blocks of {self.block_bytes:,} bytes, {how}{whole}, {self._io.name}"
 
     def restore(self, books: TierBooks) -> int:
-        """Enter what an earlier process has left, into books of `num_slots` slots that are empty; how many blocks.
+        """Enter what an earlier process has left, into books of `num_slots` slots that are empty; how many blocks were
+        found. Once, on any thread: millions take a while.
 
-        Once. Of two blocks by one digest the later one stays.
+        Of two blocks by one digest the later one stays. What is behind a block that is missing is left out.
         """
         assert books.num_slots == self.num_slots, (books.num_slots, self.num_slots)
         latest = {block.key.digest: block for block in self._found}
@@ -307,8 +310,9 @@ class DiskFile:
             memory_U8=memory_U8, at_B=at_B, nbytes=self.block_bytes, bounce_U8=scratch.bounce_U8, stop_1=self._stop_1
         )
 
-    def erase(self, slots: Sequence[TierSlot]) -> None:
-        """No later process finds what these slots have now. Returns at once; nobody is told if it fails."""
+    def erase(self, slots: Sequence[TierSlot]) -> asyncio.Future[bool]:
+        """No later process finds what these slots have now, once this says so: False: it has failed. It comes before
+        what waits to be written."""
         places = [self.identity.slot_at(slot) for slot in slots]
 
         def work(_: _Scratch) -> tuple[Results, Sums | None]:
@@ -320,21 +324,39 @@ class DiskFile:
                         self._stores.clear()
                     break
                 os.pwrite(self._fd, zeros_U8.data, at)
-            return np.zeros(0, dtype=np.int32), None
+            os.fdatasync(self._fd)
+            return np.zeros(1, dtype=np.int32), None
 
-        self._queue(self._stores, _Part(work=work, report=None))
+        return self._start_emptying(work)
 
-    def start_empty(self) -> None:
-        """No later process finds anything that was stored before, or that is being stored. Returns at once; this one's
-        blocks stay readable."""
+    def empty(self) -> asyncio.Future[bool]:
+        """As `erase`, of anything that was stored before, or that is being stored. This process's blocks stay
+        readable."""
         self._file_id = secrets.token_bytes(FILE_ID_BYTES)
         page = self._new_page(self._file_id)
 
         def work(_: _Scratch) -> tuple[Results, Sums | None]:
             self._write_page(page)
-            return np.zeros(0, dtype=np.int32), None
+            os.fdatasync(self._fd)
+            return np.zeros(1, dtype=np.int32), None
 
-        self._queue(self._stores, _Part(work=work, report=None))
+        return self._start_emptying(work)
+
+    def _start_emptying(self, work: Work) -> asyncio.Future[bool]:
+        loop = asyncio.get_running_loop()
+        emptied: asyncio.Future[bool] = loop.create_future()
+
+        def tell(done: bool) -> None:
+            if not emptied.done():  # whoever waits may have been cancelled
+                emptied.set_result(done)
+
+        def report(results: Results, _: Sums | None) -> None:
+            call_loop(loop, tell, not results.any())
+
+        part = _Part(work=work, report=report, count=1, empties=True)
+        if not self._queue(self._stores, part, first=True):
+            tell(False)
+        return emptied
 
     def _new_page(self, file_id: bytes) -> bytes:
         return pack_first_page(FirstPage(identity=self.identity, file_id=file_id))
@@ -350,7 +372,7 @@ class DiskFile:
             self._stop_1[0] = 1
             self._erase_until_s = time.monotonic() + ERASE_S_MAX
             self._loads.clear()
-            self._stores = deque(part for part in self._stores if part.report is None)
+            self._stores = deque(part for part in self._stores if part.empties)
             self._wake.notify_all()
         for thread in self._threads:
             thread.join()
@@ -537,11 +559,14 @@ class DiskFile:
 
     # On the threads.
 
-    def _queue(self, queue: deque[_Part], part: _Part) -> None:
+    def _queue(self, queue: deque[_Part], part: _Part, *, first: bool = False) -> bool:
+        """False: it is closed."""
         with self._wake:
-            if not self._closed:
-                queue.append(part)
-                self._wake.notify()
+            if self._closed:
+                return False
+            (queue.appendleft if first else queue.append)(part)
+            self._wake.notify()
+            return True
 
     def _work(self) -> None:
         scratch = _Scratch(self.identity)
@@ -551,8 +576,7 @@ class DiskFile:
             except Exception as error:
                 log.error("a call of the disk tier failed", path=self.path, exc_info=error)
                 results, sums = np.full(part.count, errno.EIO, dtype=np.int32), None
-            if part.report is not None:
-                part.report(results, sums)
+            part.report(results, sums)
 
     def _next(self) -> _Part | None:
         """What waits for reading comes first. None: it is closed."""

@@ -28,7 +28,7 @@ from baton.repeats import RepeatLog
 from baton.rpc import Channels, rpc_errors
 from baton.runtime import NodeRuntime
 from baton.tasks import Tasks
-from baton.wire import Owner, check_header, key_from_proto, key_to_proto
+from baton.wire import Owner, Times, check_header, key_from_proto, key_to_proto
 from cachestore.prefix_cache import TOKEN_BYTES, IndexCursor, pack_tokens, unpack_tokens
 from kvtransfer.checksums import checksums_from_proto
 from kvtransfer.protocol.receiver import AnswerRefused, CommitAsked, Refusal, ReserveAsked
@@ -92,8 +92,9 @@ class OwnerFigures:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.fetches = self.tokens = self.nbytes = self.refused = self.failed = 0
-        self.seconds = 0.0
+        self.tokens = self.nbytes = self.refused = self.failed = 0
+        self.times = Times()
+        """Of fetches that brought something."""
         self._cost = _believed()
         self._measured_s = 0.0
 
@@ -156,7 +157,7 @@ class Fetches:
     @property
     def tokens_per_s(self) -> float:
         """Of all that was fetched; 0 before the first fetch."""
-        return self.total.tokens / self.total.seconds if self.total.seconds else 0.0
+        return self.total.tokens / self.total.times.total_s if self.total.times.count else 0.0
 
     # As a source of prefixes.
 
@@ -316,10 +317,9 @@ class Fetches:
         nbytes = fetch.filled // self._groups * layout.position_bytes
         for figures in (self._of(fetch.owner), self.total):
             figures.measured(nbytes, seconds, self._loop.time())
-            figures.fetches += 1
+            figures.times.add(seconds)
             figures.tokens += fetch.came * layout.block_size
             figures.nbytes += nbytes
-            figures.seconds += seconds
 
     # What the owner asks, as the writer.
 
@@ -425,16 +425,16 @@ class Fetches:
 
     def add_status(self, message: node_pb2.NodeStatus) -> None:
         for incarnation, figures in self._figures.items():
-            if figures.fetches or figures.refused or figures.failed:
+            if figures.times.count or figures.refused or figures.failed:
                 message.fetches.add(
                     owner=figures.name,
                     owner_incarnation=incarnation,
-                    fetches=figures.fetches,
+                    fetches=figures.times.count,
                     tokens=figures.tokens,
                     nbytes=figures.nbytes,
                     refused=figures.refused,
                     failed=figures.failed,
-                    seconds=figures.seconds,
+                    seconds=figures.times.total_s,
                 )
 
     async def close(self) -> None:

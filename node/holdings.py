@@ -11,8 +11,7 @@ from batonpb import holdings_pb2, holdings_pb2_grpc
 from baton.clock import Clock, wait_s
 from baton.ids import Incarnation
 from baton.wire import check_header
-from cachestore.holdings import Holdings, HoldingsPart
-from cachestore.prefix_cache import DIGEST_BYTES
+from cachestore.holdings import Holdings
 
 NEWS_PAUSE_MS: Final = 50
 """At least, between two messages to a follower."""
@@ -47,7 +46,7 @@ class HoldingsService(holdings_pb2_grpc.HoldingsServicer):
                 yield known
                 number = known.number
             else:
-                for part in _parts(self._holdings.snapshot()):
+                for part in self._parts():
                     yield part
                     number = part.number
             while await self._changed(number):
@@ -56,7 +55,7 @@ class HoldingsService(holdings_pb2_grpc.HoldingsServicer):
                     yield news
                     number = news.number
                     continue
-                for part in _parts(self._holdings.snapshot()):
+                for part in self._parts():
                     yield part
                     number = part.number
         finally:
@@ -65,6 +64,16 @@ class HoldingsService(holdings_pb2_grpc.HoldingsServicer):
     def close(self) -> None:
         self._closing.set()
         self._wake()
+
+    def _parts(self) -> Iterator[holdings_pb2.HoldingsNews]:
+        """Of a snapshot; at least one. Made one by one, as they are sent."""
+        holdings, snapshot = self._holdings, self._holdings.snapshot()
+        count = max(1, -(-len(snapshot.digests) // PART_BLOCKS_MAX))
+        for index in range(count):
+            part = holdings.part(snapshot, index * PART_BLOCKS_MAX, (index + 1) * PART_BLOCKS_MAX)
+            yield holdings_pb2.HoldingsNews(
+                number=part.number, part=index + 1, parts=count, digests=part.digests, tiers=part.tiers
+            )
 
     def _since(self, number: int) -> holdings_pb2.HoldingsNews | None:
         part = self._holdings.since(number)
@@ -86,17 +95,3 @@ class HoldingsService(holdings_pb2_grpc.HoldingsServicer):
         self._holdings.on_change = None
         news, self._news = self._news, asyncio.Event()
         news.set()
-
-
-def _parts(snapshot: HoldingsPart) -> Iterator[holdings_pb2.HoldingsNews]:
-    """At least one."""
-    count = max(1, -(-len(snapshot.tiers) // PART_BLOCKS_MAX))
-    for index in range(count):
-        start, end = index * PART_BLOCKS_MAX, (index + 1) * PART_BLOCKS_MAX
-        yield holdings_pb2.HoldingsNews(
-            number=snapshot.number,
-            part=index + 1,
-            parts=count,
-            digests=snapshot.digests[start * DIGEST_BYTES : end * DIGEST_BYTES],
-            tiers=snapshot.tiers[start:end],
-        )

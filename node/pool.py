@@ -117,6 +117,8 @@ class DevicePool:
                 block_bytes=self.layout.position_bytes,
                 blocks_pinned=cache.pinned_blocks // groups,
                 blocks_hit=max(0, cache.hit_tokens // size - from_below),
+                blocks_evicted=cache.evicted,
+                blocks_evicted_unused=cache.evicted_unused,
             ),
             *below,
         )

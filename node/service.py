@@ -102,7 +102,7 @@ class CacheService(cache_pb2_grpc.CacheServicer):
         if tier is None or store is None:
             text = f"This node has no tier '{request.tier}' below its region; `baton cache` shows what there is."
             raise bad_field("tier", text)
-        count = store.empty(tier)
+        count = await store.empty(tier)
         log.info("a tier has been emptied", tier=request.tier, blocks=count)
         return cache_pb2.EmptyTierReply(blocks=count)
 

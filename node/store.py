@@ -17,7 +17,7 @@ import asyncio
 import math
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -32,12 +32,12 @@ from baton.ids import BlockId
 from baton.log import get_log
 from baton.runtime import Progress
 from baton.tasks import Tasks, end_task, log_failure
-from baton.wire import TierLoad
+from baton.wire import TierLoad, Times
 from cachestore.admission import Admission
 from cachestore.block_manager import BlockManager
-from cachestore.holdings import Holdings, Tier
+from cachestore.holdings import BLOCKS_MAX, Holdings, Tier
 from cachestore.layout import Layout
-from cachestore.prefix_cache import Entry, IndexCursor, pack_tokens, root_digest
+from cachestore.prefix_cache import Entry, IndexCursor, pack_blocks, root_digest
 from cachestore.tier_books import BlockKey, TierBooks, TierSlot, salt_digest
 from node.copiers import BlockCopier, MemoryBelow, PositionCopy, PositionPlaces, open_memory_below
 from node.disk_file import DiskFile, Outcome
@@ -68,6 +68,8 @@ WAITING_BLOCKS_MAX: Final = 1 << 17
 """Blocks that wait to be copied down to a tier; of more, those that wait for longest are not."""
 PROMOTIONS_MAX: Final = 16
 """Prompts that blocks come up for at the same time."""
+OFFERED_BLOCKS_MAX: Final = 1 << 11
+"""Of a prompt, at a time: they are looked up on the control thread."""
 LATE_S: Final = 1.0
 LATE_SHARE: Final = 4
 """What comes up for another node is waited for so long and as many times as long as expected. A disk that takes longer
@@ -75,6 +77,8 @@ is asked for nothing else meanwhile."""
 HOST_FIXED_S: Final = 5e-4
 HOST_BYTES_PER_S: Final = 1e11
 DISK_FIXED_S: Final = 2e-3
+BOOKED_BYTES: Final = 600
+"""What the books of a tier take of the node's memory for each block of 16 tokens, about (docs/memory.md)."""
 DISK_BYTES_PER_S: Final = 1e10
 """What coming up is believed to cost before the first time: less than anywhere, as what is believed to cost too much is
 never tried, and so never measured."""
@@ -115,10 +119,8 @@ class TierCounters:
 
     hit_blocks: int = 0
     """Blocks that came up from it."""
-    promotions: int = 0
-    """Times that blocks came up, for one prompt each."""
-    promotion_s: float = 0.0
-    """How long all of these took."""
+    promotion_times: Times = field(default_factory=Times)
+    """How long each time took that blocks came up, for one prompt each."""
     stored_blocks: int = 0
     lost_blocks: int = 0
     """Evicted above before they were copied, or while they were."""
@@ -150,6 +152,8 @@ class DiskTier:
     kind: SourceKind = SourceKind.DISK
     due_s: list[float] = field(default_factory=list)
     """When what is being read for a prompt is late, for each."""
+    emptying: int = 0
+    """Orders to empty it that are being carried out: nothing is written."""
 
 
 class Store:
@@ -182,6 +186,8 @@ class Store:
         """By the digest of the first block that is coming up, how many come: prompts of one beginning share it."""
         self._promotions = Tasks(self._loop, log, broken="blocks did not come up")
         self._tasks: list[asyncio.Task[None]] = []
+        self._sweeping: asyncio.Handle | None = None
+        """When more is forgotten of what is to be."""
         self._broken = False
         """A copy has failed: nothing is copied any more."""
 
@@ -189,6 +195,7 @@ class Store:
         """From now on idle blocks are copied down, and pins hold in every tier."""
         assert not self._tasks
         self._cache.on_idle, self._cache.on_pin, self._cache.on_forget = self._on_idle, self._on_pin, self._on_forget
+        self._cache.holdings.on_gone = self._on_gone
         for work in (self._copy_down(), *(() if self.disk is None else (self._write_down(self.disk),))):
             task = self._loop.create_task(work, name="store")
             task.add_done_callback(log_failure)
@@ -196,7 +203,10 @@ class Store:
 
     async def stop(self) -> None:
         """Nothing is asked of it any more. Copies under way end with `close`."""
-        self._cache.on_idle = self._cache.on_pin = self._cache.on_forget = None
+        self._cache.on_idle = self._cache.on_pin = self._cache.on_forget = self._cache.holdings.on_gone = None
+        while self._sweeping is not None:  # what may be broken must not be there after a restart
+            self._sweeping.cancel()
+            self._sweep()
         for task in self._tasks:
             await end_task(task)
         await self._promotions.cancel()
@@ -207,25 +217,38 @@ class Store:
             self.disk.file.close()
         self.host.memory.close()
 
-    def empty(self, tier: Tier) -> int:
-        """Forget what a tier has, or is about to have, but for what is pinned -> how many blocks it had.
+    async def empty(self, tier: Tier) -> int:
+        """Forget what a tier has, or is about to have, but for what is pinned -> how many blocks it had. When this
+        returns a later process does not find them either.
 
-        Raises BatonError BAD_FIELD: there is no such tier.
+        Raises BatonError BAD_FIELD: there is no such tier; INTERNAL: the disk could not be written.
         """
         found = {Tier.HOST: self.host, Tier.DISK: self.disk}.get(tier)
         if found is None:
             raise BatonError(Reason.BAD_FIELD, f"This node has no {tier.name.lower()} tier.", field="tier")
-        gone = found.books.clear()
         if isinstance(found, HostTier):
             self._idle.clear()
-            return len(gone)
-        self._to_disk.clear()
-        self._once.clear()
-        if found.books.blocks:
-            found.file.erase(gone)
-        else:
-            found.file.start_empty()
+            return len(await self._clear(found))
+        found.emptying += 1
+        try:
+            self._to_disk.clear()
+            self._once.clear()
+            gone = await self._clear(found)
+            emptied = await (found.file.erase(gone) if found.books.blocks else found.file.empty())
+        finally:
+            found.emptying -= 1
+        if not emptied:
+            text = "The disk could not be written: a restart may bring these blocks back. Delete its file before."
+            raise BatonError(Reason.INTERNAL, text, field="tier")
         return len(gone)
+
+    async def _clear(self, tier: HostTier | DiskTier) -> list[TierSlot]:
+        """In slices, so that the control thread does other work between them -> the slots of those that were stored."""
+        gone: list[TierSlot] = []
+        for slots in tier.books.clear():
+            gone += slots
+            await asyncio.sleep(0)
+        return gone
 
     # Down to host memory.
 
@@ -238,17 +261,35 @@ class Store:
     def _on_forget(self, digests: Sequence[bytes]) -> None:
         """Their content may be broken, and so may copies, and what was computed behind them: no tier keeps these."""
         for tier in self.tiers:
-            gone = tier.books.forget_with_descendants(digests)
+            tier.books.forget_with_descendants(digests)
+        self._sweep()
+
+    def _on_gone(self, digest: bytes) -> None:
+        """No tier has it any more: blocks behind it, which no prompt finds before it is computed again, go too. So
+        what a node publishes are beginnings of chains, as routers take it to be."""
+        for tier in self.tiers:
+            if tier.books.forget_behind(digest) and self._sweeping is None:
+                self._sweeping = self._loop.call_soon(self._sweep)
+
+    def _sweep(self) -> None:
+        """Forget a slice of what is to be forgotten, and go on when the loop has done other work."""
+        self._sweeping = None
+        for tier in self.tiers:
+            gone = tier.books.sweep()
             if gone and isinstance(tier, DiskTier):
                 tier.file.erase(gone)
+        if self._sweeping is None and any(tier.books.sweep_due for tier in self.tiers):
+            self._sweeping = self._loop.call_soon(self._sweep)
 
-    def _on_idle(self, entry: Entry, used: bool) -> None:
+    def _on_idle(self, entries: Sequence[Entry], used: bool) -> None:
         if self.disk is not None:
-            (self.disk.admission.use if used else self.disk.admission.brought)(entry.digest)
+            admission = self.disk.admission
+            (admission.use if used else admission.brought)([entry.digest for entry in entries])
         if not used:
-            return  # it will be, or somebody else has it
-        self._idle[entry.digest] = entry
-        if len(self._idle) > WAITING_BLOCKS_MAX:
+            return  # they will be, or somebody else has them
+        for entry in entries:
+            self._idle[entry.digest] = entry
+        while len(self._idle) > WAITING_BLOCKS_MAX:
             self._idle.popitem(last=False)
         self._idled.set()
 
@@ -283,35 +324,31 @@ class Store:
         return True
 
     def _next_piece(self) -> list[tuple[Entry, TierSlot]]:
-        books = self.host.books
+        books, counters, idle = self.host.books, self.host.counters, self._idle
         found: list[tuple[Entry, TierSlot]] = []
+        here: list[bytes] = []
         piece_max = max(1, min(PIECE_BLOCKS_MAX, PIECE_BYTES_MAX // books.block_bytes))
-        for _ in range(min(LOOKS_MAX, len(self._idle))):
-            digest, entry = self._idle.popitem(last=False)
-            if books.known(digest):
-                self._admit((digest,))
-                continue
+        for _ in range(min(LOOKS_MAX, len(idle))):
+            digest, entry = idle.popitem(last=False)
             if not entry.alive:
-                self.host.counters.lost_blocks += 1
+                counters.lost_blocks += not books.known(digest)
                 continue
             slot = books.begin_store(self._key_of(entry))
-            if slot is None:
-                self.host.counters.refused_blocks += 1
-                continue
-            found.append((entry, slot))
-            if len(found) == piece_max:
-                break
+            if slot is not None:
+                found.append((entry, slot))
+                if len(found) == piece_max:
+                    break
+            elif books.known(digest):
+                here.append(digest)
+            else:
+                counters.refused_blocks += 1
+        self._admit(here)
         return found
 
     def _key_of(self, entry: Entry) -> BlockKey:
         root, salt = _salted(self._cache.kv_root, entry.salt)
-        return BlockKey(
-            digest=entry.digest,
-            parent=root if entry.parent is None else entry.parent.digest,
-            packed=entry.packed,
-            salt=salt,
-            depth=entry.depth - 1,
-        )
+        parent = root if entry.parent is None else entry.parent.digest
+        return BlockKey(entry.digest, parent, entry.packed, salt, entry.depth - 1)
 
     # Down to the disk.
 
@@ -320,13 +357,14 @@ class Store:
         disk = self.disk
         if disk is None or not disk.file.writable:
             return
+        known, there, admits = disk.books.known, self.host.books.known, disk.admission.admits
         for digest in digests:
-            if disk.books.known(digest) or self.host.books.find(digest) is None:
+            if known(digest) or not there(digest):
                 continue
-            if disk.admission.admits(digest, room=False) or disk.books.pinned(digest):
+            if admits(digest, room=False) or disk.books.pinned(digest):
                 self._once.pop(digest, None)
                 self._to_disk[digest] = None
-            elif disk.admission.admits(digest, room=True):
+            elif admits(digest, room=True):
                 self._once[digest] = None
         for waiting, most in ((self._to_disk, WAITING_BLOCKS_MAX), (self._once, self.host.books.num_slots)):
             while len(waiting) > most:
@@ -336,6 +374,8 @@ class Store:
 
     def _wait_for_disk(self, disk: DiskTier) -> int:
         """How many blocks are to be written now."""
+        if disk.emptying:
+            return 0
         once = len(self._once) - ONCE_MAX * self.host.books.free
         return len(self._to_disk) + max(0, min(once, disk.books.free + disk.admission.credit))
 
@@ -359,18 +399,20 @@ class Store:
         piece_max = max(1, min(PIECE_BLOCKS_MAX, PIECE_BYTES_MAX // books.block_bytes, disk.file.room))
         for _ in range(min(piece_max, self._wait_for_disk(disk))):
             once = not self._to_disk
+            paid = once and not disk.books.free  # nor missed where it does not come
+            if paid and not disk.admission.credit:
+                break  # others of this piece have taken the last free places
             digest, _ = (self._once if once else self._to_disk).popitem(last=False)
-            once &= not disk.books.free  # nor missed where it does not come
             source = books.find(digest)
             if source is None:
-                disk.counters.lost_blocks += not once
+                disk.counters.lost_blocks += not paid
                 continue
             key = books.key_of(source)
-            disk.admission.credit -= once
             slot = disk.books.begin_store(key)
             if slot is None:
                 disk.counters.refused_blocks += not disk.books.known(digest)
                 continue
+            disk.admission.credit -= paid
             found.append((key, source, slot))
         if not found:
             return
@@ -404,13 +446,15 @@ class Store:
     # Up: PrefixSource.
 
     def offer(self, prompt: Prefix, have_blocks: int) -> Offer | None:
-        """See `PrefixSource.offer`. The blocks of one tier, up to the first that it has not."""
+        """See `PrefixSource.offer`. The blocks of one tier, up to the first that it has not, by their names: only what
+        is brought counts as used, and has its tokens compared."""
         if self._broken or len(self._promotions) >= PROMOTIONS_MAX:
             return None
         for tier in self.tiers:
             if isinstance(tier, DiskTier) and not self._answers(tier):
                 continue
-            count = min(len(self._match(tier, prompt, have_blocks)), self.spare() // self._groups)
+            most = min(self.spare() // self._groups, OFFERED_BLOCKS_MAX)
+            count = tier.books.count(prompt.chain[have_blocks : have_blocks + max(0, most)])
             if count > 0:
                 return Offer(
                     source=self,
@@ -468,7 +512,7 @@ class Store:
         region from those who compute."""
         began_s = self._loop.time()
         tier = next(tier for tier in self.tiers if tier.kind is offer.kind)
-        slots = self._match(tier, offer.prompt, offer.have_blocks)[: offer.blocks]
+        slots = tier.books.match(self._keys(offer))
         if isinstance(tier, DiskTier):
             slots = await self._read_up(tier, slots)
         else:
@@ -479,8 +523,7 @@ class Store:
             took_s = self._loop.time() - began_s
             tier.cost.measured(came, took_s)
             tier.counters.hit_blocks += came
-            tier.counters.promotions += 1
-            tier.counters.promotion_s += took_s
+            tier.counters.promotion_times.add(took_s)
         return came
 
     async def _copy_up(self, offer: Offer, slots: Sequence[TierSlot]) -> int:
@@ -513,72 +556,78 @@ class Store:
     async def _read_up(self, disk: DiskTier, slots: Sequence[TierSlot]) -> list[TierSlot]:
         """From the disk into host memory, where they stay -> the slots of the leading ones that came, as after
         `begin_load`."""
+        books = self.host.books
         disk.books.begin_load(slots)
         due_s = self._loop.time() + _late_s(disk.cost.of(len(slots)))
         disk.due_s.append(due_s)
-        firsts = range(0, len(slots), PIECE_BLOCKS_MAX)
-        pieces = await asyncio.gather(*(self._read_piece(disk, slots[at : at + PIECE_BLOCKS_MAX]) for at in firsts))
+        keys = [disk.books.key_of(slot) for slot in slots]
+        places, held = self._places_for(keys, disk.file.room)
+        read = [i for i, place in enumerate(places) if place not in held]
+        outcomes = await self._read(disk, [slots[i] for i in read], [places[i] for i in read])
         disk.due_s.remove(due_s)
         disk.books.end_load(slots)
-        came: list[TierSlot] = []
-        for first, piece in zip(firsts, pieces, strict=True):
-            if len(came) == first:
-                came += piece
-            else:
-                self.host.books.end_load(piece)
+        for i, outcome in zip(read, outcomes, strict=True):
+            if outcome is Outcome.DONE:
+                books.stored(places[i])
+                continue
+            books.dropped(places[i])
+            if disk.books.find(keys[i].digest) == slots[i]:
+                self._lost_on_disk(disk, slots[i], erase=outcome is Outcome.CORRUPT)
+        # One that was forgotten meanwhile is not there either.
+        lost = (i for i, place in enumerate(places) if books.find(keys[i].digest) != place)
+        came = places[: next(lost, len(places))]
+        books.begin_load(came)
+        books.end_load(held)
         return came
 
-    async def _read_piece(self, disk: DiskTier, slots: Sequence[TierSlot]) -> list[TierSlot]:
+    def _places_for(self, keys: Sequence[BlockKey], reads_max: int) -> tuple[list[TierSlot], set[TierSlot]]:
+        """In host memory, for the leading ones of these blocks that may come; and those of them that have come already,
+        as after `begin_load`. The others are to be read into."""
         books = self.host.books
-        staged: list[TierSlot] = []
-        for slot in slots[: disk.file.room]:
-            place = books.begin_store(disk.books.key_of(slot))
+        places: list[TierSlot] = []
+        held: set[TierSlot] = set()
+        for key in keys:
+            place = books.find(key.digest)
+            if place is not None and books.key_of(place) == key:
+                books.begin_load((place,))
+                held.add(place)
+            else:
+                place = books.begin_store(key) if len(places) - len(held) < reads_max else None
             if place is None:
                 break
-            staged.append(place)
-        if not staged:
-            return []
-        keys = [books.key_of(place) for place in staged]
-        ended: asyncio.Future[Sequence[Outcome]] = self._loop.create_future()
+            places.append(place)
+        return places, held
+
+    async def _read(self, disk: DiskTier, slots: Sequence[TierSlot], places: Sequence[TierSlot]) -> list[Outcome]:
         region_U8 = self.host.memory.region.array_U8
-        disk.file.start_load(region_U8, slots[: len(staged)], self._at(staged), partial(_set_result, ended))
-        outcomes = await ended
-        for slot, place, key, outcome in zip(slots, staged, keys, outcomes, strict=False):
-            if outcome is Outcome.DONE:
-                books.stored(place)
-                continue
-            books.dropped(place)
-            if disk.books.find(key.digest) == slot:  # not asked for again: a bad place costs a drive seconds each time
-                disk.books.dropped(slot)
-                if outcome is Outcome.CORRUPT:
-                    disk.file.erase([slot])
-        # One that was forgotten meanwhile is not there either.
-        lost = (i for i, (place, key) in enumerate(zip(staged, keys, strict=True)) if books.find(key.digest) != place)
-        came = staged[: next(lost, len(staged))]
-        books.begin_load(came)
-        return came
+        pieces: list[asyncio.Future[Sequence[Outcome]]] = []
+        for first in range(0, len(slots), PIECE_BLOCKS_MAX):
+            end = first + PIECE_BLOCKS_MAX
+            pieces.append(self._loop.create_future())
+            done = partial(_set_result, pieces[-1])
+            disk.file.start_load(region_U8, slots[first:end], self._at(places[first:end]), done)
+        return [outcome for piece in await asyncio.gather(*pieces) for outcome in piece]
+
+    def _lost_on_disk(self, disk: DiskTier, slot: TierSlot, *, erase: bool) -> None:
+        """It cannot be read: it is not asked for again, as a bad place costs a drive seconds each time."""
+        disk.books.dropped(slot)
+        if erase:
+            disk.file.erase([slot])
 
     def _release(self, table: Sequence[BlockId]) -> None:
         self._blocks.release(table, used=False)
         self.room_changed()
 
-    def _match(self, tier: HostTier | DiskTier, prompt: Prefix, first: int) -> list[TierSlot]:
-        """Slots of the prompt's blocks from `first` on, up to the first that the tier has not."""
-        return tier.books.match(list(self._known_keys(tier.books, prompt, first)))
-
-    def _known_keys(self, books: TierBooks, prompt: Prefix, first: int) -> Iterator[BlockKey]:
+    def _keys(self, offer: Offer) -> list[BlockKey]:
+        """Of the offer's blocks."""
+        prompt, first, end = offer.prompt, offer.have_blocks, offer.have_blocks + offer.blocks
         root, salt = _salted(self._cache.kv_root, prompt.salt)
-        size = self._cache.block_size
-        for depth in range(first, len(prompt.chain)):
-            if not books.known(prompt.chain[depth]):
-                return
-            yield BlockKey(
-                digest=prompt.chain[depth],
-                parent=prompt.chain[depth - 1] if depth else root,
-                packed=pack_tokens(prompt.tokens[depth * size : (depth + 1) * size]),
-                salt=salt,
-                depth=depth,
-            )
+        digests = prompt.chain[first:end]
+        parents = (prompt.chain[first - 1] if first else root, *digests)
+        packed = pack_blocks(prompt.tokens, self._cache.block_size, first, end, count=end - first)
+        return [
+            BlockKey(*names, salt, first + i) for i, names in enumerate(zip(digests, parents, packed, strict=False))
+        ]
 
     # Copies.
 
@@ -599,7 +648,10 @@ class Store:
         """In a line."""
         books = self.host.books
         text = f"{self.host.memory.describe()} for {books.num_slots:,} blocks"
-        return text if self.disk is None else f"{text}; {self.disk.file.describe()}"
+        if self.disk is not None:
+            text += f"; {self.disk.file.describe()}"
+        nbytes = BOOKED_BYTES * sum(tier.books.num_slots for tier in self.tiers)
+        return f"{text}; books of about {nbytes:,} bytes once these are full"
 
     def loads(self) -> list[TierLoad]:
         """Of its tiers, the upper one first."""
@@ -616,8 +668,9 @@ class Store:
                 blocks_evicted_unused=tier.books.evicted_unused,
                 blocks_lost=tier.counters.lost_blocks,
                 blocks_refused=tier.counters.refused_blocks,
-                promotions=tier.counters.promotions,
-                promotion_s=tier.counters.promotion_s,
+                promotions=tier.counters.promotion_times.count,
+                promotion_s=tier.counters.promotion_times.total_s,
+                promotion_counts=tuple(tier.counters.promotion_times.counts),
             )
             for tier in self.tiers
         ]
@@ -648,7 +701,7 @@ def _salted(kv_root: bytes, salt: bytes) -> tuple[bytes, bytes]:
     return root_digest(kv_root, salt), salt_digest(salt)
 
 
-def _books(num_slots: int, block_bytes: int, holdings: Holdings, tier: Tier) -> TierBooks:
+def make_books(num_slots: int, block_bytes: int, holdings: Holdings, tier: Tier) -> TierBooks:
     return TierBooks(
         num_slots,
         block_bytes,
@@ -672,6 +725,7 @@ async def open_store(
     """
     block_bytes, holdings = layout.position_bytes, blocks.prefix_cache.holdings
     num_slots = config.host_bytes // block_bytes
+    _check_count(config, layout, region_blocks=blocks.ledger.num_blocks // layout.num_groups)
     if num_slots == 0:
         raise BatonError(
             Reason.BAD_CONFIG,
@@ -692,10 +746,35 @@ async def open_store(
         opened.pop_all()
     host = HostTier(
         memory=memory,
-        books=_books(num_slots, block_bytes, holdings, Tier.HOST),
+        books=make_books(num_slots, block_bytes, holdings, Tier.HOST),
         cost=LinearCost(fixed_s=HOST_FIXED_S, unit_s=block_bytes / HOST_BYTES_PER_S, units=PIECE_BLOCKS_MAX),
     )
     return Store(blocks=blocks, groups=layout.num_groups, host=host, disk=disk)
+
+
+def _check_count(config: StoreConfig, layout: Layout, *, region_blocks: int) -> None:
+    """Raises BatonError BAD_CONFIG: there may be more blocks than routers know of one node."""
+    below = config.host_bytes // layout.position_bytes
+    if config.disk_path is not None:
+        below += _identity(b"", layout).slots_in(config.disk_bytes)
+    if below + region_blocks <= BLOCKS_MAX:
+        return
+    larger = layout.block_size * -(-below // max(1, BLOCKS_MAX - region_blocks))
+    text = (
+        f"The tiers hold {below:,} blocks of {layout.block_size} tokens ({layout.position_bytes:,} bytes) below "
+        f"{region_blocks:,} of the region; routers know {BLOCKS_MAX:,} of a node, and each takes the node about "
+        f"{BOOKED_BYTES} bytes of memory. Set engine.block_size to {larger} on all nodes, or fewer bytes."
+    )
+    raise BatonError(Reason.BAD_CONFIG, text, field="store.disk_bytes" if config.disk_bytes else "store.host_bytes")
+
+
+def _identity(kv_root: bytes, layout: Layout) -> FileIdentity:
+    return FileIdentity(
+        kv_root=kv_root,
+        layout_hash=layout.compatibility_hash(),
+        block_bytes=layout.position_bytes,
+        block_tokens=layout.block_size,
+    )
 
 
 async def _open_disk(
@@ -703,12 +782,7 @@ async def _open_disk(
 ) -> DiskTier:
     path = config.disk_path
     assert path is not None
-    identity = FileIdentity(
-        kv_root=blocks.prefix_cache.kv_root,
-        layout_hash=layout.compatibility_hash(),
-        block_bytes=layout.position_bytes,
-        block_tokens=layout.block_size,
-    )
+    identity = _identity(blocks.prefix_cache.kv_root, layout)
     progress("reading the disk tier", 0, config.disk_bytes)
     file = await on_thread(
         partial(
@@ -718,8 +792,8 @@ async def _open_disk(
             identity=identity,
         )
     )
-    books = _books(file.num_slots, layout.position_bytes, blocks.prefix_cache.holdings, Tier.DISK)
-    file.restore(books)
+    books = make_books(file.num_slots, layout.position_bytes, blocks.prefix_cache.holdings, Tier.DISK)
+    await on_thread(partial(file.restore, books))
     progress("reading the disk tier", config.disk_bytes, config.disk_bytes)
     cost = LinearCost(fixed_s=DISK_FIXED_S, unit_s=layout.position_bytes / DISK_BYTES_PER_S, units=PIECE_BLOCKS_MAX)
     return DiskTier(file=file, books=books, cost=cost)

@@ -97,9 +97,10 @@ class Transfers:
         return MovedLoad(
             handoff_bytes=handoff_bytes,
             served_bytes=served_bytes,
-            fetches=fetches.total.fetches,
+            fetches=fetches.total.times.count,
             fetched_bytes=fetches.total.nbytes,
-            fetch_s=fetches.total.seconds,
+            fetch_s=fetches.total.times.total_s,
+            fetch_counts=tuple(fetches.total.times.counts),
             fetches_refused=fetches.total.refused,
             fetches_failed=fetches.total.failed,
         )

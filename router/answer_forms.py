@@ -232,10 +232,12 @@ _FORMS: Final[Mapping[ToolForm, Callable[[Reader], Steps[None]]]] = {
 class AnswerParser:
     """Of one answer. Its state is a function of the text so far: made anew, and fed the same text, it goes on."""
 
-    def __init__(self, form: AnswerForm, *, tools: bool, parallel: bool = True, begun: bool = False) -> None:
+    def __init__(
+        self, form: AnswerForm, *, tools: bool, parallel: bool = True, begun: bool = False, reasoning: bool = True
+    ) -> None:
         """Without `tools` only reasoning is read, without `parallel` one call. `begun`: the prompt has opened the
-        reasoning."""
-        self._reader = Reader(calls_max=0 if not tools else CALLS_MAX if parallel else 1)
+        reasoning. Without `reasoning` it is read and dropped."""
+        self._reader = Reader(calls_max=0 if not tools else CALLS_MAX if parallel else 1, reasoning=reasoning)
         self._steps = self._read(form, tools=tools, begun=begun)
 
     def _read(self, form: AnswerForm, *, tools: bool, begun: bool) -> Steps[None]:

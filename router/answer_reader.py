@@ -53,12 +53,14 @@ class Piece:
 class Reader:
     """The text of one answer that has come and is not read yet, and the pieces that were made of what was read."""
 
-    def __init__(self, *, calls_max: int = CALLS_MAX) -> None:
+    def __init__(self, *, calls_max: int = CALLS_MAX, reasoning: bool = True) -> None:
+        """Without `reasoning` its pieces are dropped."""
         self._text = ""
         self._at = 0
         self._ended = False
         self._pieces: list[Piece] = []
         self._calls_max = calls_max
+        self._reasoning = reasoning
         self._dropping = False
         """The last call was one too many."""
         self.calls = 0
@@ -119,7 +121,7 @@ class Reader:
             self._put(self._kind, self._spaces)
 
     def _put(self, kind: PieceKind, text: str) -> None:
-        if not text:
+        if not text or (kind is PieceKind.REASONING and not self._reasoning):
             return
         call = max(0, self.calls - 1) if kind in (PieceKind.CALL, PieceKind.ARGUMENTS) else 0
         if self._pieces and (last := self._pieces[-1]).kind is kind and kind is not PieceKind.CALL:

@@ -111,13 +111,13 @@ class Doors:
         return [number for number, held in self._held.items() if held.taker is taker]
 
     def take_again(self, number: int, sock: socket.socket) -> None:
-        """Its taker is gone, and has never had it: another one gets it, once one is able. Closed behind `close`."""
-        if self._ports[self._held[number].door].wanted is None:
-            sock.close()
-            self.closed(number)
-            return
+        """Its taker is gone, and has never had it: another one gets it, once one is able. Where its door is shut
+        nobody may be for long: it is closed."""
         self._again[number] = sock
-        self.resume()
+        if self._ports[self._held[number].door].listeners:
+            self.resume()
+        else:
+            self._end_waits()
 
     def open(self, door: Door, listen: str, *, setting: str) -> int:
         """Listen, and take connections while somebody is able; the bound port.
@@ -140,17 +140,23 @@ class Doors:
             self._reopen(door)
         else:
             self._shut(port)
+            self._end_waits()
 
     def close(self) -> None:
         """Listen no more. What is connected stays. Idempotent."""
         for port in self._ports.values():
             self._shut(port)
             port.wanted = None
-        for number, sock in list(self._again.items()):
-            sock.close()
-            self.closed(number)
-        self._again.clear()
+        self._end_waits()
         self._repeats.close()
+
+    def _end_waits(self) -> None:
+        """Of connections that wait for another taker behind a door that is shut."""
+        for number, sock in list(self._again.items()):
+            if not self._ports[self._held[number].door].listeners:
+                del self._again[number]
+                sock.close()
+                self.closed(number)
 
     def closed(self, number: int) -> None:
         """The connection is over: its place is free."""

@@ -22,17 +22,13 @@ from baton.rpc import Channels, rpc_errors
 from baton.tasks import Tasks
 from baton.wire import NodeRecord, Role
 from cachestore.holder_index import HolderIndex
+from cachestore.holdings import BLOCKS_MAX
 
 log = get_log("holdings")
 
 AGAIN_MS: Final = 100
 """Pause before a stream that broke is opened again; doubled with each that brings nothing."""
 AGAIN_MS_MAX: Final = 5_000
-
-
-BLOCKS_OF_NODE_MAX: Final = 1 << 23
-"""Of a node that says that it has more, nothing is known: 64 MiB of the index. Before they are counted, hidden entries
-may make them twice as many."""
 
 
 class GapError(Exception):
@@ -50,8 +46,8 @@ class _Follower:
         self._filling: int | None = None
         """Where a snapshot is put until it is whole."""
         self._parts = 0
-        self._room = 2 * BLOCKS_OF_NODE_MAX
-        """Entries that it may still get before they are counted."""
+        self._room = 2 * BLOCKS_MAX
+        """Entries that it may still get before they are counted: hidden ones may make them twice as many."""
         self.task: asyncio.Task[None] | None = None
 
     def take(self, news: holdings_pb2.HoldingsNews) -> None:
@@ -70,7 +66,7 @@ class _Follower:
     def _take_part(self, news: holdings_pb2.HoldingsNews) -> None:
         if news.part == 1:
             self.drop_part()
-            self._filling, self._parts, self._room = self._index.begin(), 0, 2 * BLOCKS_OF_NODE_MAX
+            self._filling, self._parts, self._room = self._index.begin(), 0, 2 * BLOCKS_MAX
             if self._filling is None:
                 raise GapError("more nodes than can be known")
         if self._filling is None or news.part != self._parts + 1:
@@ -85,8 +81,8 @@ class _Follower:
         self._room -= len(news.tiers)
         if self._room < 0:
             count = self._index.count(holder)
-            self._room = 2 * BLOCKS_OF_NODE_MAX - count - len(news.tiers)
-            if count > BLOCKS_OF_NODE_MAX or self._room < 0:
+            self._room = 2 * BLOCKS_MAX - count - len(news.tiers)
+            if count > BLOCKS_MAX or self._room < 0:
                 self.forget()
                 raise GapError("more blocks than are known of one node")
         self._index.put(holder, news.digests, news.tiers)

@@ -24,7 +24,8 @@ WITHOUT_KEY: Final = frozenset({"/health", "/live", "/ping", "/version", "/opena
 
 class KeyedApp:
     """Lets those calls to `app` through that have a good key, and room under its limits. All but those of WITHOUT_KEY
-    need one; only POST counts, and to attach, which takes what a POST took before."""
+    need one; only POST counts, and to attach, which takes what a POST took before. To end answers has a rate of its
+    own."""
 
     def __init__(self, app: ASGIApp, desk: KeyDesk, *, rng: random.Random, request_log: RequestLog) -> None:
         self._app = app
@@ -40,9 +41,12 @@ class KeyedApp:
         call: KeyedCall | None = None
         try:
             key = self._desk.find(authorization_of(headers.items()))
-            if scope["method"] == "POST" or (scope["method"] == "GET" and scope["path"].startswith(REQUESTS_PATH)):
+            method, of_request = scope["method"], scope["path"].startswith(REQUESTS_PATH)
+            if method == "POST" or (method == "GET" and of_request):
                 former = partial(read_token, headers.getlist(LAST_EVENT_ID)) if LAST_EVENT_ID in headers else None
                 call = await self._desk.admit(key, former=former)
+            elif method == "DELETE" and of_request:
+                await self._desk.end_answers(key)
         except BatonError as error:
             await (await self._refuse(error, key, headers))(scope, receive, send)
             return

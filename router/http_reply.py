@@ -68,6 +68,8 @@ class CallReply(Response):
         self._direct: HttpCall | None = None
         """Where the stream is written without a task: with other servers, all of it is sent by one."""
         self._sinks: list[_Choice] = []
+        self._turn = 0
+        """The sink that goes on first when the client takes more."""
         self._lines: list[str] = []
         """To be sent."""
         self._is_open = True
@@ -173,12 +175,21 @@ class CallReply(Response):
             if self._lines:  # the end of an answer does not wait until it may come
                 continue
             self._set_open(True)
-            for sink in self._sinks:
-                if sink.on_open is not None:
-                    sink.on_open()
+            self._go_on()
             if self._is_open:
                 self._news.clear()
                 await self._news.wait()
+
+    def _go_on(self) -> None:
+        """What waits in the answers comes, until the client has enough: the next time behind the answer that was last.
+        Those that have not had their turn wait still, and are cut off if they wait for too long."""
+        for _ in range(self._answers):
+            sink = self._sinks[self._turn]
+            self._turn = (self._turn + 1) % self._answers
+            if sink.on_open is not None:
+                sink.on_open()
+            if not self._is_open:
+                return
 
     async def _flush(self, *, more: bool = True) -> None:
         if not self._begun and self._lines:

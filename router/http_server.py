@@ -212,7 +212,7 @@ class OpenAiApp:
             if key is None or self._desk is None:
                 await self._node.forget(token, None)
             else:
-                await self._node.forget(token, key.name, partial(self._desk.came_back, key))
+                await self._node.forget(token, key.name, partial(self._desk.ended, key))
         except BatonError as error:
             return self._refused(request, error)
         return Response(status_code=204, headers={"x-request-id": request.scope["state"][REQUEST_ID]})

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 from baton.errors import BatonError
 from baton.ids import RequestId
-from router.keys import Admission, ApiKey, KeyBook, KeyUse
+from router.keys import ENDED_EPOCH, Admission, ApiKey, KeyBook, KeyUse
 from router.request import ClientCall
 from router.resume import ResumeToken
 
@@ -34,8 +34,11 @@ class KeyDesk(Protocol):
         nothing shown.
         """
 
-    def came_back(self, key: ApiKey, request: RequestId) -> None:
-        """A client has ended an answer that it had left."""
+    async def end_answers(self, key: ApiKey) -> None:
+        """Take in a call that only ends answers. Raises BatonError as `admit`."""
+
+    def ended(self, key: ApiKey, request: RequestId) -> None:
+        """A client has ended an answer, which it may have left before."""
 
     async def headers(self, key: ApiKey) -> dict[str, str]:
         """What is left of its limits, for a client over HTTP."""
@@ -65,8 +68,8 @@ def signed(
     *,
     take_prompt: Callable[[int], Awaitable[None]],
     take_output: Callable[[int], None],
-    left: Callable[[RequestId], None],
-    came_back: Callable[[RequestId], None],
+    left: Callable[[RequestId, int], None],
+    came_back: Callable[[RequestId, int], None],
 ) -> ClientCall:
     return replace(
         call,
@@ -111,9 +114,12 @@ class LocalDesk:
         admission = use.admit(self._now_s(), spread=self._rng.random(), attaches=former is not None)
         return LocalCall(admission, self._now_s)
 
-    def came_back(self, key: ApiKey, request: RequestId) -> None:
+    async def end_answers(self, key: ApiKey) -> None:
+        self._book.use_of(key.name).end_answers(self._now_s())
+
+    def ended(self, key: ApiKey, request: RequestId) -> None:
         with suppress(BatonError):
-            self._book.use_of(key.name).come_back(request)
+            self._book.use_of(key.name).come_back(request, ENDED_EPOCH, self._now_s())
 
     async def headers(self, key: ApiKey) -> dict[str, str]:
         with suppress(BatonError):
@@ -142,6 +148,6 @@ class LocalCall:
             admission.key,
             take_prompt=take_prompt,
             take_output=lambda n: use.take_output(n, now_s()),
-            left=lambda request: use.leave(request, now_s()),
-            came_back=use.come_back,
+            left=lambda request, epoch: use.leave(request, epoch, now_s()),
+            came_back=lambda request, epoch: use.come_back(request, epoch, now_s()),
         )

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -40,7 +40,9 @@ BUSY_RETRY_MS: Final = 1_000
 """Retry time of a key that has as many requests under way as it may."""
 LEFT_MS: Final = 10_000
 """How long an answer that goes on without its client counts as one that the client waits for: decode nodes run it for
-`orphan_ms`, as long by default."""
+`orphan_ms`, as long by default. So long it is known too that a client has come back."""
+ENDED_EPOCH: Final = 1 << 32
+"""Of an answer that its client has ended: nobody takes it up any more."""
 HOW_TO_SEND: Final = (
     "Send one as 'Authorization: Bearer KEY' (over gRPC: metadata 'authorization'; Baton's commands: --api-key-file "
     "FILE)."
@@ -172,6 +174,23 @@ class Bucket:
         return max(0.0, amount - self.level(now_s)) * 60 / self.per_minute
 
 
+class _News(NamedTuple):
+    epoch: int
+    until_s: float
+    """When it counts no more."""
+
+
+def _put_last(news: dict[RequestId, _News], request: RequestId, epoch: int, now_s: float) -> None:
+    news.pop(request, None)
+    news[request] = _News(epoch, now_s + LEFT_MS / 1000)
+
+
+def _drop_old(news: dict[RequestId, _News], now_s: float) -> None:
+    """They are in the order of their times."""
+    while news and news[first := next(iter(news))].until_s <= now_s:
+        del news[first]
+
+
 class KeyUse:
     """What one key uses now, and has used since the start. Lives as long as the book or a request knows it."""
 
@@ -183,8 +202,12 @@ class KeyUse:
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.refused: Counter[Limit] = Counter()
-        self._left: dict[RequestId, float] = {}
-        """Answers that go on without their client, and until when they count."""
+        self._left: dict[RequestId, _News] = {}
+        """Answers that go on without their client."""
+        self._came_back: dict[RequestId, _News] = {}
+        """Those that one has taken up again or ended: what is heard late of the time before counts no more."""
+        self._ended: Bucket | None = None
+        """Calls that end answers: as many a minute as may begin some. Who ends each of its answers asks for as many."""
         self._buckets: dict[Limit, Bucket] = {}
         self._tokens: Bucket | None = None
         """Of those."""
@@ -202,27 +225,47 @@ class KeyUse:
             elif bucket.per_minute != per_minute:
                 bucket.resize(per_minute, now_s)
         self._tokens = self._buckets.get(Limit.TOKENS)
+        per_minute = key.requests_per_minute
+        if per_minute is None:
+            self._ended = None
+        elif self._ended is None:
+            self._ended = Bucket(per_minute, now_s)
+        else:
+            self._ended.resize(per_minute, now_s)
+
+    def end_answers(self, now_s: float) -> None:
+        """Take in a call that only ends answers. Raises BatonError RATE_LIMIT_EXCEEDED."""
+        if self._ended is not None:
+            self._check(Limit.REQUESTS, self._ended, 1, now_s)
+            self._ended.take(1, now_s)
 
     def admit(self, now_s: float, *, spread: float, attaches: bool = False) -> Admission:
         """Take one request in. Raises BatonError RATE_LIMIT_EXCEEDED. `spread` is the asker's place from 0 to 1. One
         that `attaches` may be for an answer that the client has left: these count once it is computed anew."""
         self.check_running(1, spread, now_s=None if attaches else now_s)
-        for limit in self._buckets:
-            self._check(limit, 1, now_s)
+        for limit, bucket in self._buckets.items():
+            self._check(limit, bucket, 1, now_s)
         if (requests := self._buckets.get(Limit.REQUESTS)) is not None:
             requests.take(1, now_s)
         self.running += 1
         self.requests += 1
         return Admission(self, spread, now_s, attaches=attaches)
 
-    def leave(self, request: RequestId, now_s: float) -> None:
-        """Its client has left an answer that goes on."""
-        if self.key.concurrency is not None:
-            self._left[request] = now_s + LEFT_MS / 1000
+    def leave(self, request: RequestId, epoch: int, now_s: float) -> None:
+        """Its client has left an answer that goes on. `epoch` counts how often it had been taken up until then."""
+        _drop_old(self._came_back, now_s)
+        back = self._came_back.get(request)
+        if self.key.concurrency is not None and (back is None or epoch >= back.epoch):
+            _put_last(self._left, request, epoch, now_s)
 
-    def come_back(self, request: RequestId) -> None:
-        """It has taken it up again, or ended it."""
-        self._left.pop(request, None)
+    def come_back(self, request: RequestId, epoch: int, now_s: float) -> None:
+        """It has taken it up again, for the time that `epoch` says, or ended it. Two workers may tell in any order."""
+        left = self._left.get(request)
+        if left is not None and left.epoch < epoch:
+            del self._left[request]
+        _drop_old(self._came_back, now_s)
+        if self.key.concurrency is not None:
+            _put_last(self._came_back, request, epoch, now_s)
 
     @property
     def full(self) -> bool:
@@ -233,7 +276,7 @@ class KeyUse:
         """Raises BatonError RATE_LIMIT_EXCEEDED where it may not have so many more answers at the same time, those that
         its clients have left by `now_s` among them."""
         if now_s is not None:
-            self._left = {request: until_s for request, until_s in self._left.items() if until_s > now_s}
+            _drop_old(self._left, now_s)
         running = self.running + (len(self._left) if now_s is not None else 0)
         most = self.key.concurrency
         if most is not None and running + more > most:
@@ -253,7 +296,7 @@ class KeyUse:
                     "key for more.",
                 )
             # Sent again, the call needs all of them.
-            self._check(Limit.TOKENS, tokens, now_s, again=before + tokens)
+            self._check(Limit.TOKENS, bucket, tokens, now_s, again=before + tokens)
             bucket.take(tokens, now_s)
         self.prompt_tokens += tokens
 
@@ -271,9 +314,8 @@ class KeyUse:
             made[f"x-ratelimit-reset-{limit.value}"] = _duration(bucket.wait_s(bucket.per_minute, now_s))
         return made
 
-    def _check(self, limit: Limit, amount: int, now_s: float, *, again: int | None = None) -> None:
+    def _check(self, limit: Limit, bucket: Bucket, amount: int, now_s: float, *, again: int | None = None) -> None:
         """`again`: what is needed next time, if it is not the same."""
-        bucket = self._buckets[limit]
         wait_ms = int(bucket.wait_s(again or amount, now_s) * 1000)
         if bucket.level(now_s) >= amount:
             return

@@ -205,6 +205,9 @@ class _OneProcess:
     async def fetch_figures(self) -> list[FigureValues]:
         return []
 
+    def pids(self) -> list[int]:
+        return []
+
 
 class _Workers:
     """Other processes do."""
@@ -243,7 +246,7 @@ class _Workers:
         self.prompts = PromptEncoder.load(folder, chars_max=config.prompt_chars_max, tool_form=config.tool_parser)
         self.model, self.warm, self.follow_directory = pool.model, pool.warm, pool.follow_directory
         self.follow_lifecycle, self.upkeep, self.stop = pool.follow_lifecycle, pool.upkeep, pool.stop
-        self.fetch_figures = pool.fetch_figures
+        self.fetch_figures, self.pids = pool.fetch_figures, pool.pids
         runtime.status = self._tell_status
 
     async def start(self) -> None:
@@ -320,6 +323,7 @@ def _open_metrics(
 
     async def fetch() -> None:
         metrics.of_workers = await staff.fetch_figures()
+        metrics.worker_pids = staff.pids()
 
     assert config.metrics_listen is not None
     server = HttpServer(metrics_app(metrics, fetch), config, rng=runtime.rng)

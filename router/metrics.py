@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import os
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from baton.errors import Reason
 from baton.http2_front import Ended
 from baton.lifecycle import Lifecycle
 from baton.loop_lag import BUCKETS_MS
-from baton.wire import LOCAL_TRANSPORT, BlockLoad, NodeLoad, NodeRecord, Role, TierLoad
+from baton.wire import LOCAL_TRANSPORT, TIME_BOUNDS_S, BlockLoad, NodeLoad, NodeRecord, Role, TierLoad
 from router.doors import Door
 from router.keys import KeyUse, Limit
 from router.request import ObservedRequest
@@ -227,6 +228,7 @@ class RouterMetrics:
         self.queued, self.running, self.in_line = (self.figures.of(each) for each in (QUEUED, RUNNING, IN_LINE))
         self.of_workers: list[FigureValues] = []
         """What other processes of this router have counted beside `figures`."""
+        self.worker_pids: list[int] = []
         for collector in (_FigureCollector(self), _NodeCollector(nodes), _KeyCollector(keys)):
             self.registry.register(collector)
         Gauge("baton_build_info", "1, for the version of this router.", ("version",), registry=self.registry).labels(
@@ -234,7 +236,7 @@ class RouterMetrics:
         ).set(1)
         text = "0 while the directory is out of this router's reach, else 1."
         Gauge("baton_directory_reached", text, registry=self.registry).set_function(lambda: not directory_lost())
-        ProcessCollector(registry=self.registry)
+        self.registry.register(_ProcessCollector(self))
 
     def received(self, now_s: float) -> ObservedRequest:
         """A request has come in."""
@@ -353,29 +355,72 @@ def _metric(figure: Figure, rows: Mapping[_Labels, _Values]) -> Metric:
     return made
 
 
+class _ProcessCollector(Collector):
+    """What Prometheus' own client says of this process, with its workers'."""
+
+    def __init__(self, metrics: RouterMetrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        workers = [_of_process(pid) for pid in self._metrics.worker_pids]
+        for name, metric in _of_process("self").items():
+            if name in _SUMMED:
+                more = [worker[name].samples[0].value for worker in workers if name in worker]
+                if name == "process_cpu_seconds":  # it never falls: those that have ended count too
+                    ended = os.times()
+                    more += [ended.children_user, ended.children_system]
+                sample = metric.samples[0]
+                metric.samples = [sample._replace(value=sample.value + sum(more))]
+            yield metric
+
+
+_SUMMED: Final = frozenset(
+    {
+        "process_cpu_seconds",
+        "process_open_fds",
+        "process_resident_memory_bytes",
+        "process_virtual_memory_bytes",
+    }
+)
+
+
+def _of_process(pid: int | str) -> dict[str, Metric]:
+    """By name; nothing of one that has ended."""
+    return {metric.name: metric for metric in ProcessCollector(pid=lambda: pid, registry=None).collect()}
+
+
 class _NodeCollector(Collector):
     """What each node has last reported to the directory."""
 
     def __init__(self, nodes: Callable[[], Sequence[NodeRecord]]) -> None:
         self._nodes = nodes
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         there = GaugeMetricFamily("baton_nodes", "Nodes that the directory knows.", labels=["role", "state"])
         counts = dict.fromkeys(itertools.product(_NODE_ROLES, Lifecycle), 0)  # zeros too, for alerts
         families = {
             name: GaugeMetricFamily(f"baton_node_{name}", text, labels=["node", "role", *labels])
             for name, (text, labels) in _NODE_FIGURES.items()
         }
+        times: tuple[dict[_Labels, _Values], ...] = ({}, {})
         for record in self._nodes():
             if record.role is Role.ROUTER:
                 continue
             counts[record.role, record.lifecycle] += 1
-            for name, labels, value in _reported(record.load):
-                families[name].add_metric([record.name, record.role.name.lower(), *labels], value)
+            own, load = (record.name, record.role.name.lower()), record.load
+            for tier in load.tiers:
+                if tier.promotion_counts:
+                    times[0][*own, tier.tier] = [*map(float, tier.promotion_counts), tier.promotion_s]
+            if load.moved.fetch_counts:
+                times[1][own] = [*map(float, load.moved.fetch_counts), load.moved.fetch_s]
+            for name, labels, value in _reported(load):
+                families[name].add_metric([*own, *labels], value)
         for (role, state), count in counts.items():
             there.add_metric([role.name.lower(), state.name.lower()], count)
         yield there
         yield from families.values()
+        for figure, rows in zip(_NODE_TIMES, times, strict=True):
+            yield _metric(figure, rows)
 
 
 _NODE_FIGURES: Final[Mapping[str, tuple[str, _Labels]]] = {
@@ -399,17 +444,28 @@ _NODE_FIGURES: Final[Mapping[str, tuple[str, _Labels]]] = {
         "they were copied down; refused.",
         ("tier", "what"),
     ),
-    "tier_promotions": ("Times that blocks came up from a tier for a prompt.", ("tier",)),
-    "tier_promotion_seconds": ("How long all of these took together.", ("tier",)),
     "moved_bytes": (
         "KV written to other nodes since the node's start: for requests (handoff), for their fetches (served); and "
         "fetched from others.",
         ("reason",),
     ),
     "fetches": ("Fetches of KV from other nodes since the node's start, by their end.", ("end",)),
-    "fetch_seconds": ("How long those took together that brought something.", ()),
 }
 """Of each node: what they say, and their labels behind the node's name and role."""
+_NODE_TIMES: Final = (
+    Figure(
+        name="baton_node_tier_promotion_seconds",
+        text="How long it took that blocks came up from a tier for a prompt.",
+        labels=("node", "role", "tier"),
+        buckets=TIME_BOUNDS_S,
+    ),
+    Figure(
+        name="baton_node_fetch_seconds",
+        text="How long fetches of KV from other nodes took that brought something.",
+        labels=("node", "role"),
+        buckets=TIME_BOUNDS_S,
+    ),
+)
 _Report = Iterator[tuple[str, _Labels, float]]
 """Names of `_NODE_FIGURES`, labels and values."""
 
@@ -432,22 +488,20 @@ def _reported(load: NodeLoad) -> _Report:
     yield "fetches", ("done",), load.moved.fetches
     yield "fetches", ("refused",), load.moved.fetches_refused
     yield "fetches", ("failed",), load.moved.fetches_failed
-    yield "fetch_seconds", (), load.moved.fetch_s
 
 
 def _reported_of_tier(load: TierLoad) -> _Report:
     tier = load.tier
     yield "tier_bytes", (tier, "cached"), load.blocks * load.block_bytes
     yield "tier_bytes", (tier, "max"), load.blocks_max * load.block_bytes
-    yield "tier_blocks", (tier, "hit"), load.blocks_hit
+    for what in ("hit", "evicted", "evicted_unused"):
+        yield "tier_blocks", (tier, what), getattr(load, f"blocks_{what}")
     if tier == "device":
-        return
+        return  # nothing comes to it from above, or up from it
     yield "tier_moved_bytes", (tier, "down"), load.blocks_stored * load.block_bytes
     yield "tier_moved_bytes", (tier, "up"), load.blocks_hit * load.block_bytes
-    for what in ("evicted", "evicted_unused", "lost", "refused"):
+    for what in ("lost", "refused"):
         yield "tier_blocks", (tier, what), getattr(load, f"blocks_{what}")
-    yield "tier_promotions", (tier,), load.promotions
-    yield "tier_promotion_seconds", (tier,), load.promotion_s
 
 
 class _KeyCollector(Collector):

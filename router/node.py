@@ -237,7 +237,7 @@ class RouterNode:
             job.unseen = Unseen(resume.place or ResumePlace())
             self._resumable[job.id] = job
         if inbox is not None:
-            call.came_back(inbox.key.request)
+            call.came_back(inbox.key.request, inbox.epoch)
             self._line.skip(place)
             if (stream := self.streams.find(inbox.decode)) is not None:
                 job.stats.decode_node = stream.name
@@ -298,21 +298,21 @@ class RouterNode:
         self,
         token: ResumeToken,
         key_name: str | None,
-        came_back: Callable[[RequestId], None] = lambda _request: None,
+        ended: Callable[[RequestId], None] = lambda _request: None,
     ) -> None:
-        """The client has the whole answers, or wants no more of them. Idempotent. `came_back` as that of a call. Raises
-        BatonError PERMISSION_DENIED, or PEER_UNREACHABLE where a node did not hear of it."""
+        """The client has the whole answers, or wants no more of them. Idempotent. `ended` is called with each
+        that has heard of it. Raises BatonError PERMISSION_DENIED, or PEER_UNREACHABLE where a node did not."""
         own_tag = tag(token.secret, key_name)
-        await asyncio.gather(*(self._forget(place, own_tag, came_back) for place in token.places if place.request))
+        await asyncio.gather(*(self._forget(place, own_tag, ended) for place in token.places if place.request))
 
-    async def _forget(self, place: ResumePlace, own_tag: bytes, came_back: Callable[[RequestId], None]) -> None:
+    async def _forget(self, place: ResumePlace, own_tag: bytes, ended: Callable[[RequestId], None]) -> None:
         error = BatonError(Reason.CANCELLED, "The client has ended this request by another call.")
         # Not beside a call that takes it over: that would wait for tokens which nobody sends.
         async with self._attaches.setdefault(place.request, asyncio.Lock()):
             key, stream = await self._find(place, own_tag, error)
             if stream is not None:
                 await stream.forget(key, own_tag)
-                came_back(place.request)
+                ended(place.request)
 
     async def _check(self, request: inference_pb2.GenerateRequest | None, call: ClientCall) -> CheckedRequest:
         """Check the request, against the model of a cluster that may still be coming up. Raises BatonError."""
@@ -490,7 +490,7 @@ class RouterNode:
         # Or it would refer to the job, and to itself by way of the frames in the error's traceback.
         inbox.on_put = inbox.error = None
         if parting is Parting.LEAVE and inbox.finish is None:
-            job.call.left(inbox.key.request)
+            job.call.left(inbox.key.request, inbox.epoch)
         if (stream := self.streams.find(inbox.decode)) is not None:
             stream.let_go(inbox, parting)
 

@@ -60,6 +60,8 @@ _REFUSED_IN_CHATS: Final[_Refused] = {
     ("add_special_tokens",): ((False,), "the chat template spells them out"),
     ("documents",): (([],), "a template that knows them takes them from chat_template_kwargs"),
 }
+REASONING_EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""All that OpenAI and vLLM know. What they mean is the template's."""
 _PRIORITIES: Final = {priority.name.lower(): priority for priority in Priority}
 _FLOATS: Final = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
@@ -166,10 +168,8 @@ def parse_completion(
     decode: DecodeText = _no_echo,
 ) -> OpenAiCall:
     """/v1/completions. `body` as `parse_body` gives it. Raises BatonError naming the field."""
-    n = _integer("n", body.get("n", 1), 1, CHOICES_MAX)
+    n = _answers_each(body)
     refuse(body, _REFUSED_IN_COMPLETIONS)
-    if "best_of" in body:
-        refuse(body, {("best_of",): ((n,), "every answer that is drawn is returned: ask for n of them")})
     sampling = _sampling(body)
     echo = typed(body, "echo", False)
     no_answer = echo and not isinstance(body.get("max_tokens"), bool) and body.get("max_tokens") == 0
@@ -223,6 +223,7 @@ def _cut(prompt: Sequence[int], body: Mapping[str, Any], context_len_max: int, m
 
 def parse_chat(body: Mapping[str, Any], encode: EncodeChat, context_len_max: int = UINT32_MAX) -> OpenAiCall:
     """/v1/chat/completions. `body` as `parse_body` gives it. Raises BatonError naming the field."""
+    _answers_each(body)
     refuse(body, _REFUSED_IN_CHATS)
     sampling = _sampling(body)
     _set_integer(sampling, body, "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens")
@@ -238,10 +239,15 @@ def parse_chat(body: Mapping[str, Any], encode: EncodeChat, context_len_max: int
 def chat_tokens(body: Mapping[str, Any], encode: EncodeChat) -> Sequence[int]:
     """The prompt of a chat. Raises BatonError naming the field."""
     goes_on = typed(body, "continue_final_message", False)
-    extra = {"add_generation_prompt": typed(body, "add_generation_prompt", not goes_on)}
+    extra: dict[str, Any] = {"add_generation_prompt": typed(body, "add_generation_prompt", not goes_on)}
     if goes_on and extra["add_generation_prompt"]:
         text = "continue_final_message goes on with the last message; add_generation_prompt begins another one."
         raise bad_field("continue_final_message", text)
+    if "reasoning_effort" in body:  # what a template does not name changes nothing
+        effort = body["reasoning_effort"]
+        if effort not in REASONING_EFFORTS:
+            raise bad_field("reasoning_effort", f"reasoning_effort must be one of {', '.join(REASONING_EFFORTS)}.")
+        extra["reasoning_effort"] = effort
     extra |= typed(body, "chat_template_kwargs", {})
     if goes_on:
         extra["continue_final_message"] = True
@@ -252,7 +258,7 @@ def _call(
     body: Mapping[str, Any], prompts: Sequence[_Prompt], sampling: inference_pb2.Sampling, *, chat: bool
 ) -> OpenAiCall:
     requests = tuple(_request(prompt, sampling, body) for prompt in prompts)
-    n = _integer("n", body.get("n", 1), 1, CHOICES_MAX)
+    n = _answers_each(body)
     answers = len(requests) * n
     if answers > CHOICES_MAX:
         raise bad_field("n", f"{len(requests)} prompts with n {n} are more than {CHOICES_MAX} answers, the limit.")
@@ -279,6 +285,14 @@ def _call(
         digest=request_digest(requests, n) if resumable else 0,
         said=_said(body.get("resume_token_ids", []), answers) if resumable else (),
     )
+
+
+def _answers_each(body: Mapping[str, Any]) -> int:
+    """Answers to each prompt."""
+    n = _integer("n", body.get("n", 1), 1, CHOICES_MAX)
+    if "best_of" in body:
+        refuse(body, {("best_of",): ((n,), "every answer that is drawn is returned: ask for n of them")})
+    return n
 
 
 def _priority(value: object) -> Priority | None:

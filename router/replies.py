@@ -176,7 +176,11 @@ class Replies:
             reading = self.call.reading
             assert reading is not None
             parser = self._parsers[index] = AnswerParser(
-                self.form, tools=reading.tools, parallel=reading.parallel, begun=reading.reasons
+                self.form,
+                tools=reading.tools,
+                parallel=reading.parallel,
+                begun=reading.reasons,
+                reasoning=not reading.unreasoned,
             )
         return parser
 

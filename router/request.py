@@ -138,10 +138,10 @@ class ClientCall:
     """Called with the length of its prompt. Raises BatonError where the key may not have so many tokens now."""
     take_output: Callable[[int], None] = lambda _tokens: None
     """Called with the number of tokens that the client gets."""
-    left: Callable[[RequestId], None] = lambda _request: None
-    """Called where the client has left an answer that goes on without it."""
-    came_back: Callable[[RequestId], None] = lambda _request: None
-    """Called where it has taken such an answer up again."""
+    left: Callable[[RequestId, int], None] = lambda _request, _epoch: None
+    """Called where the client has left an answer that goes on without it, with how often it had been taken up."""
+    came_back: Callable[[RequestId, int], None] = lambda _request, _epoch: None
+    """Called where it has taken such an answer up again, with how often that makes it."""
     resume: Resume | None = None
     """Of a request that its client may go on with by another call, or goes on with by this one."""
     shown: frozenset[int] = frozenset()

@@ -40,8 +40,10 @@ _OWN: Final = frozenset({
 })  # fmt: skip
 """Fields that a chat has not, or means something else by."""
 _TEXT_PARTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-_NAMES: Final = {"messages": "input", "response_format": "text.format", "max_completion_tokens": "max_output_tokens",
-                 "max_tokens": "max_output_tokens", "token_ids": "input"}  # fmt: skip
+_NAMES: Final = {
+    "messages": "input", "response_format": "text.format", "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens", "token_ids": "input", "reasoning_effort": "reasoning.effort",
+}  # fmt: skip
 """Of a chat's fields, in errors."""
 
 
@@ -53,6 +55,8 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
         raise bad_field("include", "include asks for log-probabilities: /v1/chat/completions has them.")
     chat = {name: value for name, value in body.items() if name not in _OWN}
     chat["messages"] = _messages(body)
+    if (effort := typed(body, "reasoning", {}).get("effort")) is not None:
+        chat["reasoning_effort"] = effort
     if "tools" in body:
         chat["tools"] = _tools(body["tools"])
     choice = body.get("tool_choice")

@@ -90,11 +90,12 @@ class InferenceService:
             desk, key = self._desk, None
             if desk is not None:
                 key = desk.find(authorization_of(context.invocation_metadata()))
+                await desk.end_answers(key)
             token = ResumeToken.decode(request.resume_token)
             if desk is None or key is None:
                 await self._node.forget(token, None)
             else:
-                await self._node.forget(token, key.name, partial(desk.came_back, key))
+                await self._node.forget(token, key.name, partial(desk.ended, key))
         return inference_pb2.ForgetReply()
 
     async def _send(

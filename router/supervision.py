@@ -94,6 +94,10 @@ class Supervision:
             pause_s = min(PAUSE_S_MIN * 2**doublings, PAUSE_S_MAX)
         worker.runs, worker.ready_s, worker.start_at_s = False, None, now_s + pause_s
 
+    def killed(self, number: int) -> bool:
+        """Whether it is, or would be if its process was there."""
+        return self._workers[number].killed
+
     def stop(self) -> None:
         """Start none from now on."""
         self._stopping = True

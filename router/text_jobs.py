@@ -49,18 +49,22 @@ def _parsed(
         if asked.must:
             check_no_grammar(body, "A tool_choice that asks for a call says what the answer is")
         if asked.tools or prompts.form.splits:
-            call = _with_parts(prompts, call, asked)
+            call = _with_parts(prompts, call, asked, unreasoned=not openai.typed(body, "include_reasoning", True))
     for request in call.requests:
         check_prompt_length(len(request.token_ids.ids), context_len_max, field="token_ids")
     return call
 
 
-def _with_parts(prompts: PromptEncoder, call: OpenAiCall, asked: AskedTools) -> OpenAiCall:
+def _with_parts(prompts: PromptEncoder, call: OpenAiCall, asked: AskedTools, *, unreasoned: bool) -> OpenAiCall:
     """A chat whose answers have parts: how they are read, and what they are held to."""
     (request,) = call.requests
     begun = prompts.opens_reasoning(request.token_ids.ids)
     reading = resume_pb2.AnswerReading(
-        tools=bool(asked.tools), parallel=asked.parallel, reasons=begun, named=bool(asked.named)
+        tools=bool(asked.tools),
+        parallel=asked.parallel,
+        reasons=begun,
+        named=bool(asked.named),
+        unreasoned=unreasoned,
     )
     grammar, content, rules = request.sampling.grammar, None, None
     if grammar.WhichOneof("kind") == "json_schema":

@@ -24,7 +24,7 @@ from baton.errors import BatonError, Reason
 from baton.ids import RequestId
 from router.key_desk import FORMER_LOOK_MS, FORMER_LOOKS_MAX, signed, wait_for_room
 from router.key_file import BLIND_BYTES
-from router.keys import Admission, ApiKey, KeyBook, KeyUse
+from router.keys import ENDED_EPOCH, Admission, ApiKey, KeyBook, KeyUse
 from router.request import ClientCall
 from router.resume import ResumeToken
 from router.worker_channel import WorkerChannel
@@ -50,8 +50,8 @@ class RemoteDesk:
         self._numbers = itertools.count(1)
         self._output: Counter[str] = Counter()
         """Tokens by key, since the last news; the rest below too."""
-        self._left: dict[RequestId, str] = {}
-        self._came_back: dict[RequestId, str] = {}
+        self._whereabouts: list[worker_pb2.KeyUsed] = []
+        """Of clients."""
         self._ended: list[int] = []
         self._due: asyncio.TimerHandle | None = None
         self._soon: asyncio.Handle | None = None
@@ -76,14 +76,18 @@ class RemoteDesk:
             raise
         return call
 
-    def came_back(self, key: ApiKey, request: RequestId) -> None:
-        self._left.pop(request, None)
-        self._came_back[request] = key.name
+    async def end_answers(self, key: ApiKey) -> None:
+        await self.ask(FromWorker(key_end_answers=key.name))
+
+    def ended(self, key: ApiKey, request: RequestId) -> None:
+        self.came_back(key, request, ENDED_EPOCH)
+
+    def came_back(self, key: ApiKey, request: RequestId, epoch: int) -> None:
+        self._whereabouts.append(worker_pb2.KeyUsed(key_name=key.name, came_back=request, epoch=epoch))
         self._tell_soon()
 
-    def leave(self, key: ApiKey, request: RequestId) -> None:
-        self._came_back.pop(request, None)
-        self._left[request] = key.name
+    def leave(self, key: ApiKey, request: RequestId, epoch: int) -> None:
+        self._whereabouts.append(worker_pb2.KeyUsed(key_name=key.name, left=request, epoch=epoch))
         self._tell_soon()
 
     async def headers(self, key: ApiKey) -> dict[str, str]:
@@ -98,7 +102,7 @@ class RemoteDesk:
         if self._due is None:
             self._due = self._loop.call_later(TELL_MS / 1000, self.tell)
 
-    def ended(self, admission: int) -> None:
+    def call_ended(self, admission: int) -> None:
         self._ended.append(admission)
         self._tell_soon()
 
@@ -119,18 +123,13 @@ class RemoteDesk:
             if timer is not None:
                 timer.cancel()
         self._due = self._soon = None
-        if not (self._output or self._left or self._came_back or self._ended):
+        if not (self._output or self._whereabouts or self._ended):
             return
-        news = worker_pb2.KeyNews(ended=self._ended)
+        news = worker_pb2.KeyNews(used=self._whereabouts, ended=self._ended)
         for name, count in self._output.items():
             news.used.append(worker_pb2.KeyUsed(key_name=name, output_tokens=count))
-        for request, name in self._left.items():
-            news.used.append(worker_pb2.KeyUsed(key_name=name, left=request))
-        for request, name in self._came_back.items():
-            news.used.append(worker_pb2.KeyUsed(key_name=name, came_back=request))
         self._output.clear()
-        self._left.clear()
-        self._came_back.clear()
+        self._whereabouts.clear()
         self._ended.clear()
         self._channel.send(FromWorker(key_news=news))
 
@@ -172,7 +171,7 @@ class RemoteCall:
     def end(self) -> None:
         if not self._over:
             self._over = True
-            self._desk.ended(self._number)
+            self._desk.call_ended(self._number)
 
 
 class KeyCounter:
@@ -219,6 +218,7 @@ class WorkerKeys:
         channel.on_question("key_widen", self._widen)
         channel.on_question("key_prompt", self._take_prompt)
         channel.on_question("key_headers", self._headers)
+        channel.on_question("key_end_answers", self._end_answers)
         channel.on("key_news", self._take_news)
 
     def begin(self) -> None:
@@ -285,6 +285,10 @@ class WorkerKeys:
     def _headers(self, key_name: str) -> ToWorker:
         return _granted(headers=self._book.use_of(key_name).headers(self._now_s()))
 
+    def _end_answers(self, key_name: str) -> ToWorker:
+        self._book.use_of(key_name).end_answers(self._now_s())
+        return _granted()
+
     def _take_news(self, news: worker_pb2.KeyNews) -> None:
         for each in news.used:
             with suppress(BatonError):  # the key has gone
@@ -292,9 +296,9 @@ class WorkerKeys:
                 if each.output_tokens:
                     use.take_output(each.output_tokens, self._now_s())
                 if each.left:
-                    use.leave(RequestId(each.left), self._now_s())
+                    use.leave(RequestId(each.left), each.epoch, self._now_s())
                 if each.came_back:
-                    use.come_back(RequestId(each.came_back))
+                    use.come_back(RequestId(each.came_back), each.epoch, self._now_s())
         for number in news.ended:
             if (admission := self._admissions.pop(number, None)) is not None:
                 admission.end()

@@ -205,6 +205,9 @@ class WorkerPool:
         except TimeoutError as error:
             raise BatonError(Reason.DEADLINE, "A worker did not compute the prompt in time.") from error
 
+    def pids(self) -> list[int]:
+        return [worker.process.pid for worker in self._workers.values()]
+
     async def fetch_figures(self) -> list[Any]:
         """What all have counted, those that have ended too."""
         await asyncio.gather(*(self._fetch(worker) for worker in list(self._workers.values())))
@@ -293,9 +296,10 @@ class WorkerPool:
     def _tick(self) -> None:
         for due in self._supervision.tick(self._clock.monotonic_s()):
             if isinstance(due, Kill):
-                worker = self._workers[due.worker]
-                log.error("a worker is killed", worker=due.worker, pid=worker.process.pid, why=due.why)
-                _kill(worker.process)
+                worker = self._workers.get(due.worker)
+                log.error("a worker is killed", worker=due.worker, pid=worker and worker.process.pid, why=due.why)
+                if worker is not None:  # else its process is being made: `_live` kills it
+                    _kill(worker.process)
             else:
                 self._tasks.spawn(self._live(due.worker))
 
@@ -310,6 +314,8 @@ class WorkerPool:
             return
         if self._stopping:
             _end_early(worker)
+        elif self._supervision.killed(number):
+            _kill(worker.process)
         try:
             await worker.process.wait()
             with suppress(TimeoutError):

@@ -216,12 +216,13 @@ static Ranked winner(const Row *r, Ranked end) {
     Ranked found = {r->top, -1};
     for (int64_t first = 0; first < r->batch->n; first += BLOCK) {
         double highest = r->highest[first / BLOCK], most = scaled(r, highest);
+        if (highest == -INFINITY) continue; /* no noise makes up for it, and there is a finite score */
         if (most + NOISE_MAX < best || most < r->cut || highest < end.score) continue;
         int64_t count = length(r, first);
         load(r, first, x);
         bounds(x, count, r->top, r->inverse, r->key + (uint64_t)(first + 1) * GOLDEN, bound);
         for (int64_t i = 0; i < count; i++) {
-            if (bound[i] < best) continue;
+            if (bound[i] < best || x[i] == -INFINITY) continue;
             Ranked token = {x[i], first + i};
             if (!better(token, end)) continue;
             double own = scaled(r, x[i]);

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from batonpb import common_pb2 as batonpb_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61tonpb/directory.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61tonpb/common.proto\"\x8b\x02\n\nNodeRecord\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1c\n\x04role\x18\x02 \x01(\x0e\x32\x0e.baton.v1.Role\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\x12\x10\n\x08\x65ndpoint\x18\x04 \x01(\t\x12&\n\tlifecycle\x18\x05 \x01(\x0e\x32\x13.baton.v1.Lifecycle\x12\"\n\x05model\x18\x06 \x01(\x0b\x32\x13.baton.v1.ModelInfo\x12 \n\x04load\x18\x07 \x01(\x0b\x32\x12.baton.v1.NodeLoad\x12\x12\n\ntransports\x18\x08 \x03(\t\x12\x10\n\x08sequence\x18\t \x01(\x04\x12\x16\n\x0e\x61\x64min_endpoint\x18\n \x01(\t\"\xa8\x03\n\x08NodeLoad\x12\x18\n\x10waiting_requests\x18\x01 \x01(\r\x12\x18\n\x10running_requests\x18\x02 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x03 \x01(\x04\x12%\n\x06\x62locks\x18\x04 \x01(\x0b\x32\x15.baton.v1.BlockCounts\x12\x1c\n\x14prefill_tokens_per_s\x18\x05 \x01(\x01\x12\x1c\n\x14swapped_out_requests\x18\x06 \x01(\r\x12\x1a\n\x12host_blocks_filled\x18\x07 \x01(\r\x12\x18\n\x10host_blocks_free\x18\x08 \x01(\r\x12\x1b\n\x13transports_given_up\x18\t \x01(\r\x12\x1f\n\x17\x63ontrol_loop_lag_ms_max\x18\n \x01(\r\x12\x16\n\x0erequests_taken\x18\x0b \x01(\x04\x12\x1a\n\x12\x66\x65tch_tokens_per_s\x18\x0c \x01(\x01\x12!\n\x05tiers\x18\x0e \x03(\x0b\x32\x12.baton.v1.TierLoad\x12\"\n\x05moved\x18\x0f \x01(\x0b\x32\x13.baton.v1.MovedLoad\"\xa2\x01\n\tMovedLoad\x12\x15\n\rhandoff_bytes\x18\x01 \x01(\x04\x12\x14\n\x0cserved_bytes\x18\x02 \x01(\x04\x12\x0f\n\x07\x66\x65tches\x18\x03 \x01(\x04\x12\x15\n\rfetched_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07\x66\x65tch_s\x18\x05 \x01(\x01\x12\x17\n\x0f\x66\x65tches_refused\x18\x06 \x01(\x04\x12\x16\n\x0e\x66\x65tches_failed\x18\x07 \x01(\x04\"\xa0\x02\n\x08TierLoad\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\x12\n\nblocks_max\x18\x03 \x01(\x04\x12\x13\n\x0b\x62lock_bytes\x18\x04 \x01(\x04\x12\x15\n\rblocks_pinned\x18\x05 \x01(\x04\x12\x12\n\nblocks_hit\x18\x06 \x01(\x04\x12\x15\n\rblocks_stored\x18\x07 \x01(\x04\x12\x16\n\x0e\x62locks_evicted\x18\x08 \x01(\x04\x12\x1d\n\x15\x62locks_evicted_unused\x18\t \x01(\x04\x12\x13\n\x0b\x62locks_lost\x18\n \x01(\x04\x12\x16\n\x0e\x62locks_refused\x18\x0b \x01(\x04\x12\x12\n\npromotions\x18\x0c \x01(\x04\x12\x13\n\x0bpromotion_s\x18\r \x01(\x01\"C\n\x0bPushRequest\x12$\n\x06record\x18\x01 \x01(\x0b\x32\x14.baton.v1.NodeRecord\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\r\"\x0b\n\tPushReply\"2\n\rRemoveRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\"\x1e\n\x0bRemoveReply\x12\x0f\n\x07removed\x18\x01 \x01(\x08\"\r\n\x0bListRequest\"2\n\tListReply\x12%\n\x07records\x18\x01 \x03(\x0b\x32\x14.baton.v1.NodeRecord\"\x0e\n\x0cWatchRequest\"p\n\nWatchEvent\x12\x10\n\x08snapshot\x18\x01 \x01(\x08\x12%\n\x07upserts\x18\x02 \x03(\x0b\x32\x14.baton.v1.NodeRecord\x12)\n\x08removals\x18\x03 \x03(\x0b\x32\x17.baton.v1.RemoveRequest2\xe6\x01\n\tDirectory\x12\x32\n\x04Push\x12\x15.baton.v1.PushRequest\x1a\x13.baton.v1.PushReply\x12\x38\n\x06Remove\x12\x17.baton.v1.RemoveRequest\x1a\x15.baton.v1.RemoveReply\x12\x32\n\x04List\x12\x15.baton.v1.ListRequest\x1a\x13.baton.v1.ListReply\x12\x37\n\x05Watch\x12\x16.baton.v1.WatchRequest\x1a\x14.baton.v1.WatchEvent0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61tonpb/directory.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61tonpb/common.proto\"\x8b\x02\n\nNodeRecord\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1c\n\x04role\x18\x02 \x01(\x0e\x32\x0e.baton.v1.Role\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\x12\x10\n\x08\x65ndpoint\x18\x04 \x01(\t\x12&\n\tlifecycle\x18\x05 \x01(\x0e\x32\x13.baton.v1.Lifecycle\x12\"\n\x05model\x18\x06 \x01(\x0b\x32\x13.baton.v1.ModelInfo\x12 \n\x04load\x18\x07 \x01(\x0b\x32\x12.baton.v1.NodeLoad\x12\x12\n\ntransports\x18\x08 \x03(\t\x12\x10\n\x08sequence\x18\t \x01(\x04\x12\x16\n\x0e\x61\x64min_endpoint\x18\n \x01(\t\"\xa8\x03\n\x08NodeLoad\x12\x18\n\x10waiting_requests\x18\x01 \x01(\r\x12\x18\n\x10running_requests\x18\x02 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x03 \x01(\x04\x12%\n\x06\x62locks\x18\x04 \x01(\x0b\x32\x15.baton.v1.BlockCounts\x12\x1c\n\x14prefill_tokens_per_s\x18\x05 \x01(\x01\x12\x1c\n\x14swapped_out_requests\x18\x06 \x01(\r\x12\x1a\n\x12host_blocks_filled\x18\x07 \x01(\r\x12\x18\n\x10host_blocks_free\x18\x08 \x01(\r\x12\x1b\n\x13transports_given_up\x18\t \x01(\r\x12\x1f\n\x17\x63ontrol_loop_lag_ms_max\x18\n \x01(\r\x12\x16\n\x0erequests_taken\x18\x0b \x01(\x04\x12\x1a\n\x12\x66\x65tch_tokens_per_s\x18\x0c \x01(\x01\x12!\n\x05tiers\x18\x0e \x03(\x0b\x32\x12.baton.v1.TierLoad\x12\"\n\x05moved\x18\x0f \x01(\x0b\x32\x13.baton.v1.MovedLoad\"\xb8\x01\n\tMovedLoad\x12\x15\n\rhandoff_bytes\x18\x01 \x01(\x04\x12\x14\n\x0cserved_bytes\x18\x02 \x01(\x04\x12\x0f\n\x07\x66\x65tches\x18\x03 \x01(\x04\x12\x15\n\rfetched_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07\x66\x65tch_s\x18\x05 \x01(\x01\x12\x17\n\x0f\x66\x65tches_refused\x18\x06 \x01(\x04\x12\x16\n\x0e\x66\x65tches_failed\x18\x07 \x01(\x04\x12\x14\n\x0c\x66\x65tch_counts\x18\x08 \x03(\x04\"\xba\x02\n\x08TierLoad\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\x12\n\nblocks_max\x18\x03 \x01(\x04\x12\x13\n\x0b\x62lock_bytes\x18\x04 \x01(\x04\x12\x15\n\rblocks_pinned\x18\x05 \x01(\x04\x12\x12\n\nblocks_hit\x18\x06 \x01(\x04\x12\x15\n\rblocks_stored\x18\x07 \x01(\x04\x12\x16\n\x0e\x62locks_evicted\x18\x08 \x01(\x04\x12\x1d\n\x15\x62locks_evicted_unused\x18\t \x01(\x04\x12\x13\n\x0b\x62locks_lost\x18\n \x01(\x04\x12\x16\n\x0e\x62locks_refused\x18\x0b \x01(\x04\x12\x12\n\npromotions\x18\x0c \x01(\x04\x12\x13\n\x0bpromotion_s\x18\r \x01(\x01\x12\x18\n\x10promotion_counts\x18\x0e \x03(\x04\"C\n\x0bPushRequest\x12$\n\x06record\x18\x01 \x01(\x0b\x32\x14.baton.v1.NodeRecord\x12\x0e\n\x06ttl_ms\x18\x02 \x01(\r\"\x0b\n\tPushReply\"2\n\rRemoveRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\"\x1e\n\x0bRemoveReply\x12\x0f\n\x07removed\x18\x01 \x01(\x08\"\r\n\x0bListRequest\"2\n\tListReply\x12%\n\x07records\x18\x01 \x03(\x0b\x32\x14.baton.v1.NodeRecord\"\x0e\n\x0cWatchRequest\"p\n\nWatchEvent\x12\x10\n\x08snapshot\x18\x01 \x01(\x08\x12%\n\x07upserts\x18\x02 \x03(\x0b\x32\x14.baton.v1.NodeRecord\x12)\n\x08removals\x18\x03 \x03(\x0b\x32\x17.baton.v1.RemoveRequest2\xe6\x01\n\tDirectory\x12\x32\n\x04Push\x12\x15.baton.v1.PushRequest\x1a\x13.baton.v1.PushReply\x12\x38\n\x06Remove\x12\x17.baton.v1.RemoveRequest\x1a\x15.baton.v1.RemoveReply\x12\x32\n\x04List\x12\x15.baton.v1.ListRequest\x1a\x13.baton.v1.ListReply\x12\x37\n\x05Watch\x12\x16.baton.v1.WatchRequest\x1a\x14.baton.v1.WatchEvent0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,25 +37,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_NODELOAD']._serialized_start=330
   _globals['_NODELOAD']._serialized_end=754
   _globals['_MOVEDLOAD']._serialized_start=757
-  _globals['_MOVEDLOAD']._serialized_end=919
-  _globals['_TIERLOAD']._serialized_start=922
-  _globals['_TIERLOAD']._serialized_end=1210
-  _globals['_PUSHREQUEST']._serialized_start=1212
-  _globals['_PUSHREQUEST']._serialized_end=1279
-  _globals['_PUSHREPLY']._serialized_start=1281
-  _globals['_PUSHREPLY']._serialized_end=1292
-  _globals['_REMOVEREQUEST']._serialized_start=1294
-  _globals['_REMOVEREQUEST']._serialized_end=1344
-  _globals['_REMOVEREPLY']._serialized_start=1346
-  _globals['_REMOVEREPLY']._serialized_end=1376
-  _globals['_LISTREQUEST']._serialized_start=1378
-  _globals['_LISTREQUEST']._serialized_end=1391
-  _globals['_LISTREPLY']._serialized_start=1393
-  _globals['_LISTREPLY']._serialized_end=1443
-  _globals['_WATCHREQUEST']._serialized_start=1445
-  _globals['_WATCHREQUEST']._serialized_end=1459
-  _globals['_WATCHEVENT']._serialized_start=1461
-  _globals['_WATCHEVENT']._serialized_end=1573
-  _globals['_DIRECTORY']._serialized_start=1576
-  _globals['_DIRECTORY']._serialized_end=1806
+  _globals['_MOVEDLOAD']._serialized_end=941
+  _globals['_TIERLOAD']._serialized_start=944
+  _globals['_TIERLOAD']._serialized_end=1258
+  _globals['_PUSHREQUEST']._serialized_start=1260
+  _globals['_PUSHREQUEST']._serialized_end=1327
+  _globals['_PUSHREPLY']._serialized_start=1329
+  _globals['_PUSHREPLY']._serialized_end=1340
+  _globals['_REMOVEREQUEST']._serialized_start=1342
+  _globals['_REMOVEREQUEST']._serialized_end=1392
+  _globals['_REMOVEREPLY']._serialized_start=1394
+  _globals['_REMOVEREPLY']._serialized_end=1424
+  _globals['_LISTREQUEST']._serialized_start=1426
+  _globals['_LISTREQUEST']._serialized_end=1439
+  _globals['_LISTREPLY']._serialized_start=1441
+  _globals['_LISTREPLY']._serialized_end=1491
+  _globals['_WATCHREQUEST']._serialized_start=1493
+  _globals['_WATCHREQUEST']._serialized_end=1507
+  _globals['_WATCHEVENT']._serialized_start=1509
+  _globals['_WATCHEVENT']._serialized_end=1621
+  _globals['_DIRECTORY']._serialized_start=1624
+  _globals['_DIRECTORY']._serialized_end=1854
 # @@protoc_insertion_point(module_scope)

@@ -64,7 +64,7 @@ class NodeLoad(_message.Message):
     def __init__(self, waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., blocks: _Optional[_Union[_common_pb2.BlockCounts, _Mapping]] = ..., prefill_tokens_per_s: _Optional[float] = ..., swapped_out_requests: _Optional[int] = ..., host_blocks_filled: _Optional[int] = ..., host_blocks_free: _Optional[int] = ..., transports_given_up: _Optional[int] = ..., control_loop_lag_ms_max: _Optional[int] = ..., requests_taken: _Optional[int] = ..., fetch_tokens_per_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierLoad, _Mapping]]] = ..., moved: _Optional[_Union[MovedLoad, _Mapping]] = ...) -> None: ...
 
 class MovedLoad(_message.Message):
-    __slots__ = ("handoff_bytes", "served_bytes", "fetches", "fetched_bytes", "fetch_s", "fetches_refused", "fetches_failed")
+    __slots__ = ("handoff_bytes", "served_bytes", "fetches", "fetched_bytes", "fetch_s", "fetches_refused", "fetches_failed", "fetch_counts")
     HANDOFF_BYTES_FIELD_NUMBER: _ClassVar[int]
     SERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     FETCHES_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,7 @@ class MovedLoad(_message.Message):
     FETCH_S_FIELD_NUMBER: _ClassVar[int]
     FETCHES_REFUSED_FIELD_NUMBER: _ClassVar[int]
     FETCHES_FAILED_FIELD_NUMBER: _ClassVar[int]
+    FETCH_COUNTS_FIELD_NUMBER: _ClassVar[int]
     handoff_bytes: int
     served_bytes: int
     fetches: int
@@ -79,10 +80,11 @@ class MovedLoad(_message.Message):
     fetch_s: float
     fetches_refused: int
     fetches_failed: int
-    def __init__(self, handoff_bytes: _Optional[int] = ..., served_bytes: _Optional[int] = ..., fetches: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., fetch_s: _Optional[float] = ..., fetches_refused: _Optional[int] = ..., fetches_failed: _Optional[int] = ...) -> None: ...
+    fetch_counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, handoff_bytes: _Optional[int] = ..., served_bytes: _Optional[int] = ..., fetches: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., fetch_s: _Optional[float] = ..., fetches_refused: _Optional[int] = ..., fetches_failed: _Optional[int] = ..., fetch_counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TierLoad(_message.Message):
-    __slots__ = ("tier", "blocks", "blocks_max", "block_bytes", "blocks_pinned", "blocks_hit", "blocks_stored", "blocks_evicted", "blocks_evicted_unused", "blocks_lost", "blocks_refused", "promotions", "promotion_s")
+    __slots__ = ("tier", "blocks", "blocks_max", "block_bytes", "blocks_pinned", "blocks_hit", "blocks_stored", "blocks_evicted", "blocks_evicted_unused", "blocks_lost", "blocks_refused", "promotions", "promotion_s", "promotion_counts")
     TIER_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_MAX_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +98,7 @@ class TierLoad(_message.Message):
     BLOCKS_REFUSED_FIELD_NUMBER: _ClassVar[int]
     PROMOTIONS_FIELD_NUMBER: _ClassVar[int]
     PROMOTION_S_FIELD_NUMBER: _ClassVar[int]
+    PROMOTION_COUNTS_FIELD_NUMBER: _ClassVar[int]
     tier: str
     blocks: int
     blocks_max: int
@@ -109,7 +112,8 @@ class TierLoad(_message.Message):
     blocks_refused: int
     promotions: int
     promotion_s: float
-    def __init__(self, tier: _Optional[str] = ..., blocks: _Optional[int] = ..., blocks_max: _Optional[int] = ..., block_bytes: _Optional[int] = ..., blocks_pinned: _Optional[int] = ..., blocks_hit: _Optional[int] = ..., blocks_stored: _Optional[int] = ..., blocks_evicted: _Optional[int] = ..., blocks_evicted_unused: _Optional[int] = ..., blocks_lost: _Optional[int] = ..., blocks_refused: _Optional[int] = ..., promotions: _Optional[int] = ..., promotion_s: _Optional[float] = ...) -> None: ...
+    promotion_counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tier: _Optional[str] = ..., blocks: _Optional[int] = ..., blocks_max: _Optional[int] = ..., block_bytes: _Optional[int] = ..., blocks_pinned: _Optional[int] = ..., blocks_hit: _Optional[int] = ..., blocks_stored: _Optional[int] = ..., blocks_evicted: _Optional[int] = ..., blocks_evicted_unused: _Optional[int] = ..., blocks_lost: _Optional[int] = ..., blocks_refused: _Optional[int] = ..., promotions: _Optional[int] = ..., promotion_s: _Optional[float] = ..., promotion_counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PushRequest(_message.Message):
     __slots__ = ("record", "ttl_ms")

@@ -46,16 +46,18 @@ class HttpCall(_message.Message):
     def __init__(self, id: _Optional[str] = ..., created_unix_s: _Optional[int] = ..., chat: bool = ..., include_usage: bool = ..., logprobs: bool = ..., token_ids: bool = ..., n: _Optional[int] = ..., continuous_usage: bool = ..., tokens_as_ids: bool = ..., reading: _Optional[_Union[AnswerReading, _Mapping]] = ...) -> None: ...
 
 class AnswerReading(_message.Message):
-    __slots__ = ("tools", "parallel", "reasons", "named")
+    __slots__ = ("tools", "parallel", "reasons", "named", "unreasoned")
     TOOLS_FIELD_NUMBER: _ClassVar[int]
     PARALLEL_FIELD_NUMBER: _ClassVar[int]
     REASONS_FIELD_NUMBER: _ClassVar[int]
     NAMED_FIELD_NUMBER: _ClassVar[int]
+    UNREASONED_FIELD_NUMBER: _ClassVar[int]
     tools: bool
     parallel: bool
     reasons: bool
     named: bool
-    def __init__(self, tools: bool = ..., parallel: bool = ..., reasons: bool = ..., named: bool = ...) -> None: ...
+    unreasoned: bool
+    def __init__(self, tools: bool = ..., parallel: bool = ..., reasons: bool = ..., named: bool = ..., unreasoned: bool = ...) -> None: ...
 
 class ResumePlace(_message.Message):
     __slots__ = ("request", "attempt", "decode", "tokens", "chars", "tokens_crc", "finished", "text_offset", "prompt_tokens")

@@ -40,7 +40,7 @@ class ToWorker(_message.Message):
     def __init__(self, number: _Optional[int] = ..., answers: _Optional[int] = ..., error: _Optional[_Union[PeerError, _Mapping]] = ..., start: _Optional[_Union[WorkerStart, _Mapping]] = ..., connection: _Optional[_Union[NewConnection, _Mapping]] = ..., nodes: _Optional[_Union[NodesKnown, _Mapping]] = ..., lifecycle: _Optional[_Union[WorkerLifecycle, _Mapping]] = ..., siblings: _Optional[_Union[Siblings, _Mapping]] = ..., key: _Optional[_Union[KeyAnswer, _Mapping]] = ..., end_former: _Optional[_Union[EndFormer, _Mapping]] = ..., metrics_wanted: _Optional[_Union[MetricsWanted, _Mapping]] = ..., warm: _Optional[_Union[Warm, _Mapping]] = ..., stop_within_ms: _Optional[int] = ..., keys_changed: _Optional[_Union[KeysChanged, _Mapping]] = ...) -> None: ...
 
 class FromWorker(_message.Message):
-    __slots__ = ("number", "answers", "error", "ready", "report", "taken", "closed", "metrics", "warm_done", "key_news", "former_ended", "key_admit", "key_widen", "key_prompt", "key_headers")
+    __slots__ = ("number", "answers", "error", "ready", "report", "taken", "closed", "metrics", "warm_done", "key_news", "former_ended", "key_admit", "key_widen", "key_prompt", "key_headers", "key_end_answers")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +56,7 @@ class FromWorker(_message.Message):
     KEY_WIDEN_FIELD_NUMBER: _ClassVar[int]
     KEY_PROMPT_FIELD_NUMBER: _ClassVar[int]
     KEY_HEADERS_FIELD_NUMBER: _ClassVar[int]
+    KEY_END_ANSWERS_FIELD_NUMBER: _ClassVar[int]
     number: int
     answers: int
     error: PeerError
@@ -71,7 +72,8 @@ class FromWorker(_message.Message):
     key_widen: KeyWiden
     key_prompt: KeyPrompt
     key_headers: str
-    def __init__(self, number: _Optional[int] = ..., answers: _Optional[int] = ..., error: _Optional[_Union[PeerError, _Mapping]] = ..., ready: _Optional[_Union[WorkerReady, _Mapping]] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ..., taken: _Optional[int] = ..., closed: _Optional[_Union[ClosedConnections, _Mapping]] = ..., metrics: _Optional[_Union[MetricSamples, _Mapping]] = ..., warm_done: _Optional[_Union[WarmDone, _Mapping]] = ..., key_news: _Optional[_Union[KeyNews, _Mapping]] = ..., former_ended: _Optional[_Union[FormerEnded, _Mapping]] = ..., key_admit: _Optional[_Union[KeyAdmit, _Mapping]] = ..., key_widen: _Optional[_Union[KeyWiden, _Mapping]] = ..., key_prompt: _Optional[_Union[KeyPrompt, _Mapping]] = ..., key_headers: _Optional[str] = ...) -> None: ...
+    key_end_answers: str
+    def __init__(self, number: _Optional[int] = ..., answers: _Optional[int] = ..., error: _Optional[_Union[PeerError, _Mapping]] = ..., ready: _Optional[_Union[WorkerReady, _Mapping]] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ..., taken: _Optional[int] = ..., closed: _Optional[_Union[ClosedConnections, _Mapping]] = ..., metrics: _Optional[_Union[MetricSamples, _Mapping]] = ..., warm_done: _Optional[_Union[WarmDone, _Mapping]] = ..., key_news: _Optional[_Union[KeyNews, _Mapping]] = ..., former_ended: _Optional[_Union[FormerEnded, _Mapping]] = ..., key_admit: _Optional[_Union[KeyAdmit, _Mapping]] = ..., key_widen: _Optional[_Union[KeyWiden, _Mapping]] = ..., key_prompt: _Optional[_Union[KeyPrompt, _Mapping]] = ..., key_headers: _Optional[str] = ..., key_end_answers: _Optional[str] = ...) -> None: ...
 
 class WorkerStart(_message.Message):
     __slots__ = ("setup", "worker")
@@ -272,16 +274,18 @@ class KeyNews(_message.Message):
     def __init__(self, used: _Optional[_Iterable[_Union[KeyUsed, _Mapping]]] = ..., ended: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class KeyUsed(_message.Message):
-    __slots__ = ("key_name", "output_tokens", "left", "came_back")
+    __slots__ = ("key_name", "output_tokens", "left", "came_back", "epoch")
     KEY_NAME_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEFT_FIELD_NUMBER: _ClassVar[int]
     CAME_BACK_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     key_name: str
     output_tokens: int
     left: str
     came_back: str
-    def __init__(self, key_name: _Optional[str] = ..., output_tokens: _Optional[int] = ..., left: _Optional[str] = ..., came_back: _Optional[str] = ...) -> None: ...
+    epoch: int
+    def __init__(self, key_name: _Optional[str] = ..., output_tokens: _Optional[int] = ..., left: _Optional[str] = ..., came_back: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class MetricSamples(_message.Message):
     __slots__ = ("values",)

@@ -144,7 +144,12 @@ def run_clients(pythons: Mapping[str, tuple[Path, float]], *, verbose: bool) -> 
             engine_kind=EngineKind.MODEL,
             blocks=2048,
             http="127.0.0.1:0",
-            flags={Service.ROUTER: {"api_keys_file": str(keys.path)}},
+            flags={
+                Service.ROUTER: {
+                    "api_keys_file": str(keys.path),
+                    "served_model_name": f"{cases.MODEL},{cases.OTHER_NAME}",
+                }
+            },
         )
         with running(spec, warm_up=False) as cluster:
             endpoint = http_endpoint(cluster)

@@ -13,11 +13,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-MODEL: Final = "scripted"
-"""What the cluster calls its model."""
+MODEL, OTHER_NAME = "scripted", "scripted-too"
+"""What the cluster calls its model; the first is the usual one."""
 CONTEXT: Final = 4096
 """Tokens that prompt and answer may have."""
 TIMEOUT_S: Final = 120.0
@@ -120,10 +121,33 @@ def program(name: str, *arguments: str, folder: Path, stdin: str = "", env: Mapp
     return done.stdout
 
 
+def each(arguments: Mapping[str, tuple[Any, ...]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a case of each of these, by its name and the function's arguments."""
+
+    def marked(function: Callable[..., Any]) -> Callable[..., Any]:
+        vars(function)["each"] = arguments
+        return function
+
+    return marked
+
+
+def cases_of(names: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
+    """The functions `case_...`, and those that `each` makes of them."""
+    found: dict[str, Callable[[], Any]] = {}
+    for name, function in names.items():
+        if not name.startswith("case_"):
+            continue
+        many = vars(function).get("each")
+        if many is None:
+            found[name] = function
+        else:
+            found |= {f"{name}[{which.replace(' ', '_')}]": partial(function, *given) for which, given in many.items()}
+    return found
+
+
 def run(names: Mapping[str, Any]) -> None:
-    """Run the functions `case_...` among a script's names, and say of each what came of it. Ends the process."""
-    cases: dict[str, Callable[[], Any]] = {name: it for name, it in names.items() if name.startswith("case_")}
-    failed = 0
+    """Run a script's cases, and say of each what came of it. Ends the process."""
+    cases, failed = cases_of(names), 0
     for name, case in cases.items():
         began_s = time.monotonic()
         try:

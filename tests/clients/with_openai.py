@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from typing import Any
 
 import openai
@@ -11,6 +13,7 @@ from cases import (
     CONTEXT,
     MODEL,
     OSLO,
+    OTHER_NAME,
     PERSON,
     PERSON_SCHEMA,
     ROME,
@@ -18,6 +21,7 @@ from cases import (
     TOOLS,
     api_key,
     base_url,
+    each,
     raised,
     run,
 )
@@ -42,9 +46,12 @@ def chat(word: str, **more: Any) -> Any:
 
 
 def case_models() -> None:
-    """The list has the model, with its context; it can be asked for by name."""
-    assert [model.id for model in client.models.list()] == [MODEL]
-    assert client.models.retrieve(MODEL).model_dump()["max_model_len"] == CONTEXT
+    """The list has the model by both of its names, with its context; it can be asked for by either, and answers say by
+    which."""
+    assert [model.id for model in client.models.list()] == [MODEL, OTHER_NAME]
+    for name in (MODEL, OTHER_NAME):
+        assert client.models.retrieve(name).model_dump()["max_model_len"] == CONTEXT
+        assert chat("[hello]", model=name).model == name
 
 
 def case_text() -> None:
@@ -147,10 +154,41 @@ def case_tools_in_a_stream() -> None:
     assert [(call.function.name, call.function.arguments) for call in final.message.tool_calls] == CALLS
 
 
-def case_tool_choice_none_and_parallel() -> None:
-    """`none` makes a call text; without parallel calls there is one."""
-    (choice,) = chat("[both]", tools=TOOLS, tool_choice="none").choices
-    assert (choice.message.content, choice.message.tool_calls) == (ANSWERS["[both]"], None)
+NAMED: dict[str, Any] = {"type": "function", "function": {"name": "get_weather"}}
+CHOICES: dict[str, tuple[Any, list[str] | None, str]] = {
+    "left out": (None, ["get_weather", "get_time"], "tool_calls"),
+    "auto": ("auto", ["get_weather", "get_time"], "tool_calls"),
+    "none": ("none", [], "stop"),
+    "required": ("required", None, "tool_calls"),
+    "named": (NAMED, ["get_weather"], "stop"),
+}
+"""`tool_choice`, the functions that are called (None: any), and how the answer ends."""
+
+
+@each({f"{name}, {way}": (*CHOICES[name], way == "streamed") for name in CHOICES for way in ("whole", "streamed")})
+def case_tool_choice(tool_choice: Any, names: list[str] | None, finish: str, streamed: bool) -> None:
+    """What is called, and that arguments are JSON; `none` makes a call text."""
+    asked = ask("[both]", tools=TOOLS, max_tokens=600)
+    if tool_choice is not None:
+        asked["tool_choice"] = tool_choice
+    if streamed:
+        with client.chat.completions.stream(**asked) as stream:
+            choice: Any = stream.get_final_completion().choices[0]
+    else:
+        (choice,) = client.chat.completions.create(**asked).choices
+    calls = choice.message.tool_calls or []
+    if choice.finish_reason == "length" and names is None:
+        return  # the random part of a forced answer has not come to its end
+    assert choice.finish_reason == finish, choice
+    called = [call.function.name for call in calls]
+    assert called == names if names is not None else set(called) <= {"get_weather", "get_time"} and called, choice
+    assert all(isinstance(json.loads(call.function.arguments), dict) for call in calls)
+    if tool_choice == "none":
+        assert choice.message.content == ANSWERS["[both]"]
+
+
+def case_tools_without_parallel_calls() -> None:
+    """There is one call."""
     (choice,) = chat("[both]", tools=TOOLS, parallel_tool_calls=False).choices
     assert [call.function.name for call in choice.message.tool_calls] == ["get_weather"]
 
@@ -222,6 +260,266 @@ def case_responses() -> None:
     parsed = client.responses.parse(input="[person]", text_format=Person, **asked)
     assert parsed.output_parsed == Person(name="Ada", age=36)
     raised(openai.BadRequestError, client.responses.create, input="[hello]", store=True, **asked)
+
+
+CHAT_REFUSALS: dict[str, Any] = {
+    "temperature": -1, "top_p": 2, "presence_penalty": 3, "frequency_penalty": -3, "seed": "x", "n": 0, "max_tokens": 0,
+    "max_completion_tokens": -1, "stop": ["x"] * 17, "logit_bias": {"x": 1}, "top_logprobs": 5, "min_p": 2, "top_k": -5,
+    "repetition_penalty": 0, "priority": "urgent", "reasoning_effort": "hihg", "include_reasoning": "no", "best_of": 2,
+    "use_beam_search": True, "length_penalty": 2, "early_stopping": True, "typical_p": 0.5, "no_repeat_ngram_size": 2,
+    "logits_processors": ["x"], "allowed_token_ids": [1], "bad_words": ["x"], "skip_special_tokens": False,
+    "spaces_between_special_tokens": False, "prompt_logprobs": 1, "prompt_embeds": ["x"], "thinking_token_budget": 5,
+    "structural_tag": "x", "guided_whitespace_pattern": "x", "functions": [{"name": "f"}], "function_call": "f",
+    "modalities": ["audio"], "audio": {"voice": "x"}, "echo": True, "web_search_options": {}, "chat_template": "x",
+    "add_special_tokens": True, "documents": [{"text": "x"}], "tool_choice": "sometimes", "tools": "x",
+    "response_format": {"type": "xml"}, "guided_regex": "(", "truncate_prompt_tokens": 0, "messages": [],
+}  # fmt: skip
+COMPLETION_REFUSALS: dict[str, Any] = {
+    "suffix": "x", "best_of": 3, "logprobs": 21, "prompt": [], "echo": "yes", "max_tokens": 0, "n": 200,
+    "stop_token_ids": ["x"], "min_tokens": -1, "cache_salt": 5,
+}  # fmt: skip
+RESPONSE_REFUSALS: dict[str, Any] = {
+    "store": True, "background": True, "previous_response_id": "resp_1", "conversation": "c", "truncation": "auto",
+    "prompt": {"id": "p"}, "top_logprobs": 2, "max_output_tokens": 0, "input": [],
+}  # fmt: skip
+
+
+def refused(call: Any, field: str, asked: Any, value: Any) -> None:
+    """With a 400 that names the field, in words."""
+    beside = {name: it for name, it in asked.items() if name != field}
+    error = raised(openai.BadRequestError, call, **beside, extra_body={field: value})
+    assert (error.param or "").split(".")[0] == field, error
+    assert error.request_id and error.message
+
+
+@each({name: (name, value) for name, value in CHAT_REFUSALS.items()})
+def case_a_chat_is_refused(field: str, value: Any) -> None:
+    asked = {**ask("[hello]"), "messages": ask("[hello]")["messages"]}
+    if field == "messages":
+        error = raised(openai.BadRequestError, client.chat.completions.create, **{**asked, "messages": []})
+        assert error.param == "messages"
+    else:
+        refused(client.chat.completions.create, field, asked, value)
+
+
+@each({name: (name, value) for name, value in COMPLETION_REFUSALS.items()})
+def case_a_completion_is_refused(field: str, value: Any) -> None:
+    asked: Any = {"model": MODEL, "prompt": "[hello]"}
+    if field == "prompt":
+        error = raised(openai.BadRequestError, client.completions.create, **{**asked, "prompt": []})
+        assert error.param == "prompt"
+    else:
+        refused(client.completions.create, field, asked, value)
+
+
+@each({name: (name, value) for name, value in RESPONSE_REFUSALS.items()})
+def case_a_response_is_refused(field: str, value: Any) -> None:
+    asked: Any = {"model": MODEL, "input": "[hello]", field: value}
+    error = raised(openai.BadRequestError, client.responses.create, **asked)
+    assert error.param == field, error
+
+
+@each({"n": (3, {}), "n, usage": (2, {"stream_options": {"include_usage": True}})})
+def case_several_answers_in_a_stream(n: int, options: Any) -> None:
+    """Each is told apart by its index, and ends once."""
+    texts, ends, usages = [""] * n, [""] * n, 0
+    for chunk in chat("[sea]", n=n, stream=True, **options):
+        usages += chunk.usage is not None
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            ends[choice.index] += choice.finish_reason or ""
+    assert (texts, ends) == ([ANSWERS["[sea]"]] * n, ["stop"] * n)
+    assert usages == ("stream_options" in options)
+
+
+def case_raw_responses() -> None:
+    """Headers beside the answer: the id of the request, the client's own where it sends one."""
+    raw = client.chat.completions.with_raw_response.create(**ask("[hello]", extra_headers={"x-request-id": "mine-1"}))
+    assert (raw.status_code, raw.headers["x-request-id"]) == (200, "mine-1")
+    assert raw.parse().choices[0].message.content == ANSWERS["[hello]"]
+    with client.chat.completions.with_streaming_response.create(**ask("[hello]", stream=True)) as streamed:
+        lines = [line for line in streamed.iter_lines() if line]
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    assert lines[-1] == "data: [DONE]"
+
+
+@each({"path": ("GET", "/nothing", 404, "not_found"), "method": ("GET", "/chat/completions", 405, "method_not_allowed"),
+       "model": ("GET", "/models/other", 404, "model_not_found")})  # fmt: skip
+def case_no_such_place(method: str, path: str, status: int, code: str) -> None:
+    """With the package's classes, a code, and the id of the request."""
+    error = raised(openai.APIStatusError, client.get, path, cast_to=object)
+    assert (error.status_code, error.code, bool(error.request_id)) == (status, code, True), (method, error)
+    assert isinstance(error, openai.NotFoundError) == (status == 404)
+
+
+@each({str(each): (each,) for each in ("high", "normal", "low", -5, 0, 3)})
+def case_a_priority(priority: Any) -> None:
+    assert chat("[hello]", extra_body={"priority": priority}).choices[0].message.content == ANSWERS["[hello]"]
+
+
+@each({"string": ({"stop": "STOP"}, "STOP"), "none": ({}, None)})
+def case_what_has_stopped_the_answer(fields: Any, reason: Any) -> None:
+    """Whole and streamed."""
+    (choice,) = chat("[sea]", **fields).choices
+    *_, last = chat("[sea]", stream=True, **fields)
+    assert choice.model_dump()["stop_reason"] == last.choices[0].model_dump()["stop_reason"] == reason
+
+
+def case_a_stop_token() -> None:
+    """The third token of an answer ends another one like it."""
+    extra = {"return_token_ids": True}
+    ids = chat("[sea]", extra_body=extra).choices[0].model_dump()["token_ids"]
+    (choice,) = chat("[sea]", extra_body={**extra, "stop_token_ids": [ids[2]]}).choices
+    assert (choice.model_dump()["stop_reason"], choice.finish_reason) == (ids[2], "stop")
+    assert choice.model_dump()["token_ids"] == ids[:3]
+
+
+@each({"text": ({}, False), "text, streamed": ({}, True), "log-probabilities": ({"logprobs": 1}, False),
+       "prompt alone": ({"logprobs": 0, "max_tokens": 0}, False)})  # fmt: skip
+def case_an_echo(fields: Any, streamed: bool) -> None:
+    """The prompt goes before the answer, with its log-probabilities where they are asked for."""
+    asked = {"model": MODEL, "prompt": "[sky]", "echo": True, "temperature": 0, "max_tokens": 9, **fields}
+    wanted = "[sky]" + (ANSWERS["[sky]"] if asked["max_tokens"] else "")
+    if streamed:
+        chunks = client.completions.create(**asked, stream=True)
+        assert "".join(chunk.choices[0].text for chunk in chunks) == wanted
+        return
+    (choice,) = client.completions.create(**asked).choices
+    assert choice.text == wanted
+    if "logprobs" in fields:
+        assert "".join(choice.logprobs.tokens).startswith(wanted)
+        assert choice.logprobs.token_logprobs[0] is None
+
+
+@each({str(top): (top,) for top in (0, 1, 5, 20)})
+def case_log_probabilities_of_a_chat(top: int) -> None:
+    """Whole and streamed, the same, with as many others as asked for."""
+    asked = {"logprobs": True, "top_logprobs": top}
+    whole = chat("[hello]", **asked).choices[0].logprobs.content
+    chunks = chat("[hello]", stream=True, **asked)
+    streamed = [entry for chunk in chunks for it in chunk.choices if it.logprobs for entry in it.logprobs.content]
+    assert [(entry.token, entry.logprob) for entry in streamed] == [(entry.token, entry.logprob) for entry in whole]
+    assert {len(entry.top_logprobs) for entry in whole} == {top}
+
+
+FORMS: dict[str, tuple[dict[str, Any], Any]] = {
+    "guided_regex": ({"guided_regex": "[a-c]{3}-[0-9]{2}"}, lambda text: re.fullmatch("[a-c]{3}-[0-9]{2}", text)),
+    "regex": ({"regex": "[x-z]{2,4}"}, lambda text: re.fullmatch("[x-z]{2,4}", text)),
+    "guided_choice": ({"guided_choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
+    "guided_grammar": ({"guided_grammar": 'root ::= "a" | "b" root'}, lambda text: re.fullmatch("b*a", text)),
+    "structured_outputs, choice": ({"structured_outputs": {"choice": ["red", "blue"]}}, ["red", "blue"].__contains__),
+    "structured_outputs, regex": ({"structured_outputs": {"regex": "[0-9]{4}"}}, str.isdigit),
+    "guided_json": ({"guided_json": {"enum": [1, "two", [3]]}}, lambda text: json.loads(text) in (1, "two", [3])),
+    "response_format": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["a", "b"]}}}},
+        lambda text: json.loads(text) in ("a", "b"),
+    ),
+}
+
+
+@each(FORMS)
+def case_the_text_has_a_form(fields: dict[str, Any], holds: Any) -> None:
+    """What the model would not have said by itself; four answers, and a stream."""
+    for choice in chat("[hello]", n=4, temperature=1, max_tokens=400, extra_body=fields).choices:
+        assert choice.finish_reason == "length" or holds(choice.message.content), choice
+    chunks = list(chat("[hello]", temperature=1, seed=3, max_tokens=400, stream=True, extra_body=fields))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert chunks[-1].choices[0].finish_reason == "length" or holds(text), text
+
+
+def case_parse_in_a_stream() -> None:
+    """The package's helper takes a class, and gives an object of it at the end."""
+    with client.chat.completions.stream(**ask("[person]", response_format=Person)) as stream:
+        final: Any = stream.get_final_completion().choices[0].message
+    assert final.parsed == Person(name="Ada", age=36)
+
+
+@each({"no reasoning": ({"include_reasoning": False},), "effort": ({"reasoning_effort": "low"},)})
+def case_reasoning_as_it_is_wanted(fields: Any) -> None:
+    """Left out of the answer, whole and streamed; an effort that the template does not know changes nothing."""
+    whole = chat("[think]", extra_body=fields).choices[0].message.model_dump()
+    deltas = [chunk.choices[0].delta.model_dump() for chunk in chat("[think]", stream=True, extra_body=fields)]
+    wanted = "" if "include_reasoning" in fields else "They ask of two and two."
+    assert (whole["content"], whole.get("reasoning_content") or "") == ("It makes four.", wanted)
+    assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == wanted
+    assert "".join(delta.get("content") or "" for delta in deltas) == "It makes four."
+
+
+def case_vllms_fields_that_are_taken() -> None:
+    """The prompt is cut at its beginning, the last message is gone on with, a bias keeps a token out."""
+    assert chat("[sea] [hello]", extra_body={"truncate_prompt_tokens": -1}).choices[0].message.content
+    cut = client.completions.create(
+        model=MODEL,
+        prompt="much before it [hello]",
+        max_tokens=99,
+        temperature=0,
+        extra_body={"truncate_prompt_tokens": 1},
+    )
+    assert (cut.choices[0].text, cut.usage.prompt_tokens) == (ANSWERS["[hello]"], 1)
+    begun = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "I say: [hello]"}]
+    extra = {"continue_final_message": True}
+    assert chat("", messages=begun, extra_body=extra).choices[0].message.content == ANSWERS["[hello]"]
+    ids = chat("[hello]", extra_body={"return_token_ids": True}).choices[0].model_dump()["token_ids"]
+    (choice,) = chat("[hello]", logit_bias={str(ids[0]): -100}, max_tokens=2).choices
+    assert not ANSWERS["[hello]"].startswith(choice.message.content or "x")
+
+
+def case_usage_so_far() -> None:
+    """In each chunk, rising to that of the answer."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(chat("[sea]", stream=True, stream_options=options))
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == counts[-2] > 2
+
+
+def case_tokens_as_ids() -> None:
+    extra = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+    choice = chat("[hello]", logprobs=True, extra_body=extra).choices[0].model_dump()
+    assert [it["token"] for it in choice["logprobs"]["content"]] == [f"token_id:{id_}" for id_ in choice["token_ids"]]
+
+
+def case_roles() -> None:
+    """A developer speaks as the system; a role that nobody knows is refused."""
+    developer, user = {"role": "developer", "content": "Be brief."}, {"role": "user", "content": "[hello]"}
+    assert chat("", messages=[developer, user]).choices[0].message.content == ANSWERS["[hello]"]
+    error = raised(openai.BadRequestError, chat, "", messages=[{"role": "owner", "content": "[hello]"}])
+    assert error.param == "messages.0.role"
+
+
+async def case_responses_of_the_async_client() -> None:
+    """Text whole and streamed, a call, an object of a class, all at a time."""
+    asked: Any = {"model": MODEL, "temperature": 0}
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    async with openai.AsyncOpenAI(**OPTIONS) as client:
+
+        async def streamed() -> tuple[str, list[str]]:
+            async with client.responses.stream(input="[sea]", **asked) as stream:
+                kinds = [event.type async for event in stream]
+                final = await stream.get_final_response()
+            return final.output_text, kinds
+
+        whole, (text, kinds), called, parsed = await asyncio.gather(
+            client.responses.create(input="[hello]", **asked),
+            streamed(),
+            client.responses.create(input="[weather]", tools=tools, **asked),
+            client.responses.parse(input="[person]", text_format=Person, **asked),
+        )
+    assert (whole.output_text, text) == (ANSWERS["[hello]"], ANSWERS["[sea]"])
+    assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
+    (call,) = called.output
+    assert (call.name, call.arguments) == ("get_weather", ROME)
+    assert parsed.output_parsed == Person(name="Ada", age=36)
+
+
+@each({"cut": ({"max_output_tokens": 2}, "incomplete"), "effort": ({"reasoning": {"effort": "low"}}, "completed"),
+       "messages": ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "[hello]"}]}]}, "completed"),
+       "metadata": ({"metadata": {"a": "b"}, "user": "u"}, "completed")})  # fmt: skip
+def case_a_response(fields: Any, status: str) -> None:
+    """Its status, its text, and what it repeats of the call."""
+    answer = client.responses.create(**{"model": MODEL, "input": "[hello]", "temperature": 0, **fields})
+    assert answer.status == status
+    assert ANSWERS["[hello]"].startswith(answer.output_text) and answer.output_text
+    assert answer.metadata == fields.get("metadata", {})
 
 
 def case_left() -> None:

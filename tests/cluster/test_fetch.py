@@ -118,7 +118,7 @@ def test_the_next_turn_computes_new_tokens_only() -> None:
 def refusals(cluster: InProcessCluster) -> tuple[int, int, int]:
     """Fetches of the second node that have brought something, were refused, and failed."""
     figures = cluster.fetches["prefill-1"]._figures.values()
-    return sum(f.fetches for f in figures), sum(f.refused for f in figures), sum(f.failed for f in figures)
+    return sum(f.times.count for f in figures), sum(f.refused for f in figures), sum(f.failed for f in figures)
 
 
 async def is_computed(cluster: InProcessCluster, steering: Steering, prompt: list[int], **sampling: Any) -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final
 
 import pytest
+from batonpb import common_pb2
 
+from baton.client.answer import Answer, AnswerBuilder
 from baton.endpoint import split_endpoint
+from cli.client import stats_text
 from tests.support.cluster_harness import (
     CALL_S_MAX,
     RunningCluster,
@@ -141,6 +145,45 @@ def test_a_client_that_disconnects_leaves_the_line_at_once(cluster: RunningClust
         for holder in holders:
             holder.cancel()
         assert await streams[1].answer() == (b"HTTP/1.1 200 OK", TOKENS)
+        await assert_conserved(cluster)
+
+    cluster.run(scenario())
+
+
+def test_a_higher_class_goes_first(cluster: RunningCluster) -> None:
+    """All places are taken. Requests of a low, the usual and a high class come in this order and wait; then there is
+    one place, which they have one after the other: the high one first, the low one last. Each is told its class, which
+    `--stats` shows, and the answers are exact."""
+    classes = (common_pb2.PRIORITY_LOW, common_pb2.PRIORITY_NORMAL, common_pb2.PRIORITY_HIGH)
+    order: list[int] = []
+
+    async def one(priority: common_pb2.Priority) -> Answer:
+        prompt = [60 + priority, 7, 8]
+        request, builder = make_request(prompt, max_tokens=TOKENS, ignore_eos=True), AnswerBuilder()
+        request.priority = priority
+        call: Any = cluster.client.stub.Generate(request, timeout=CALL_S_MAX)
+        async for event in call:
+            if event.HasField("started"):
+                continue
+            if not builder.ids:
+                order.append(priority)
+            builder.push(event)
+        assert builder.ids == mock_tokens(prompt, TOKENS)
+        return builder.answer()
+
+    async def scenario() -> None:
+        holders = await take_all_places(cluster)
+        asked = []
+        for number, priority in enumerate(classes, start=1):
+            asked.append(asyncio.create_task(one(priority)))
+            await in_line(cluster, number)
+        holders[0].cancel()
+        answers = await asyncio.gather(*asked)
+        assert order == [*reversed(classes)]
+        names = [re.findall(r"^priority +(\w+)$", stats_text(answer), re.MULTILINE) for answer in answers]
+        assert names == [["low"], ["normal"], ["high"]]
+        for holder in holders[1:]:
+            holder.cancel()
         await assert_conserved(cluster)
 
     cluster.run(scenario())

@@ -111,7 +111,9 @@ def test_what_the_region_has_no_room_for_comes_back_from_host_memory(mixed: bool
         assert [answer.stats.prompt_tokens_cached for answer in again] == [PROMPT_BLOCKS * SIZE] * PROMPTS
         counters = store_of(cluster).host.counters
         assert counters.hit_blocks >= (PROMPTS - 4) * PROMPT_BLOCKS
-        assert counters.promotions >= PROMPTS - 4
+        assert counters.promotion_times.count >= PROMPTS - 4
+        device = store_of(cluster)._cache
+        assert device.evicted >= device.evicted_unused > 0
 
     play(story, mixed=mixed)
 
@@ -126,7 +128,7 @@ def test_a_request_is_one_use_of_its_blocks(mixed: bool) -> None:
         caches = [node.pool.blocks.prefix_cache for node in nodes]
         uses: list[Counter[bytes]] = [Counter() for _ in caches]
         for cache, counts in zip(caches, uses, strict=True):
-            cache.on_idle = lambda entry, used, counts=counts: counts.update([entry.digest] * used)
+            cache.on_idle = lambda entries, used, counts=counts: counts.update([e.digest for e in entries] * used)
         (prompt,) = prompts(5, count=1)
         await ask(cluster, prompt)
         await assert_conserved(cluster)
@@ -202,16 +204,22 @@ def test_another_node_fetches_what_is_in_host_memory() -> None:
     asyncio.run(scenario())
 
 
-def test_a_prefix_on_disk_outlives_the_node(tmp_path: Path) -> None:
+@pytest.mark.parametrize("two_groups", [False, True], ids=["one group of layers", "two groups"])
+def test_a_prefix_on_disk_outlives_the_node(tmp_path: Path, two_groups: bool) -> None:
     """A prompt that was asked twice is on disk. The node ends, and another of its name has it before the first request;
-    it comes up for its own tenant only."""
-    flags = {"store.disk_path": str(tmp_path), "store.disk_bytes": 4 << 20}
+    it comes up for its own tenant only. Where layers are of two groups, so is each block of the file."""
+    flags: dict[str, object] = {"store.disk_path": str(tmp_path), "store.disk_bytes": 4 << 20}
+    config = MockConfig()
+    if two_groups:
+        config = MockConfig(num_layers=TWO_GROUPS_LAYERS, latent_layers=TWO_GROUPS_LATENT)
+        flags |= {"engine.model": MOCK_TWO_GROUPS, "engine.num_blocks": 2 * REGION_BLOCKS}
+        flags |= {"store.host_bytes": 2 * HOST_BLOCKS * POSITION_BYTES}
 
     async def story(cluster: InProcessCluster) -> None:
         (prompt, other) = prompts(5, 2)
         for _ in range(2):
-            await ask(cluster, prompt, "a")
-        await ask(cluster, other, "a")
+            await ask(cluster, prompt, "a", config)
+        await ask(cluster, other, "a", config)
         await all_on_disk(cluster, PROMPT_BLOCKS)
         await cluster.stop_node("prefill-0")
         await cluster.start_node("prefill-0", Service.PREFILL)
@@ -220,7 +228,7 @@ def test_a_prefix_on_disk_outlives_the_node(tmp_path: Path) -> None:
         assert disk is not None
         assert disk.books.blocks == PROMPT_BLOCKS
         for salt, asked, cached in (("b", prompt, 0), ("a", other, 0), ("a", prompt, PROMPT_BLOCKS * SIZE)):
-            answer = await ask(cluster, asked, salt)
+            answer = await ask(cluster, asked, salt, config)
             assert answer.stats.prompt_tokens_cached == cached
         assert disk.counters.hit_blocks == PROMPT_BLOCKS
         assert (tmp_path / "prefill-0.kv").exists()

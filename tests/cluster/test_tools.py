@@ -6,6 +6,8 @@ import http.client
 import json
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import jsonschema
@@ -270,3 +272,98 @@ def test_a_stream_that_goes_on_in_the_midst_of_a_call(cluster: RunningCluster, w
         endpoint, headers = cluster.cluster.others_of("router-1")["http"], {"Last-Event-ID": rest[-1][0]}
         assert http_call(endpoint, "DELETE", f"/v1/requests/{name}", headers=headers)[0] == 204
     cluster.run(assert_conserved(cluster))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecialForm:
+    """A model whose markers are special tokens: a token of the script has one successor, so each comes once."""
+
+    special: tuple[str, ...]
+    written: str
+    """How the template writes a call of an earlier turn."""
+    answer: str
+    calls: tuple[tuple[str, str], ...]
+    content: str | None = None
+    reasoning: str | None = None
+    untold: str
+    """What is content of the same answer where there are no tools."""
+
+
+BEGIN, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+FENCED: Final = f"get_weather\n```json\n{A}\n```"
+SPECIAL_FORMS: Final = {
+    "llama3": SpecialForm(
+        special=("<|python_tag|>",),
+        written='<|python_tag|>{"name": "{{ call.function.name }}", "parameters": {{ call.function.arguments }}}',
+        answer=f'<|python_tag|>{{"name": "get_weather", "parameters": {A}}}; {{"name": "get_time", "parameters": {B}}}',
+        calls=(("get_weather", A), ("get_time", B)),
+        untold=f'{{"name": "get_weather", "parameters": {A}}}; {{"name": "get_time", "parameters": {B}}}',
+    ),
+    "mistral": SpecialForm(
+        special=("[TOOL_CALLS]", "[ARGS]"),
+        written="[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments }}",
+        answer=f"I look.[TOOL_CALLS]get_weather[ARGS]{A}",
+        calls=(("get_weather", A),),
+        content="I look.",
+        untold=f"I look.get_weather{A}",
+    ),
+    "deepseek": SpecialForm(
+        special=(CALLS_BEGIN, BEGIN, SEPARATOR, END, CALLS_END),
+        written=f"{BEGIN}{{{{ call.function.name }}}}{SEPARATOR}{{{{ call.function.arguments }}}}{END}",
+        answer=f"I look.{CALLS_BEGIN}{BEGIN}function{SEPARATOR}{FENCED}{END}{CALLS_END}",
+        calls=(("get_weather", A),),
+        content="I look.",
+        untold=f"I look.function{FENCED}",
+    ),
+    "gpt-oss": SpecialForm(
+        special=("<|channel|>", "<|constrain|>", "<|message|>", "<|call|>"),
+        written="<|channel|>commentary to=functions.{{ call.function.name }}<|message|>{{ call.function.arguments }}",
+        answer=f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{A}<|call|>",
+        calls=(("get_weather", A),),
+        untold="",
+    ),
+    "gpt-oss, in thought": SpecialForm(
+        special=("<|channel|>", "<|message|>", "<|end|>"),
+        written="<|channel|>commentary to=functions.{{ call.function.name }}<|message|>{{ call.function.arguments }}",
+        answer="<|channel|>analysis<|message|>They ask of Rome.<|end|>",
+        calls=(),
+        reasoning="They ask of Rome.",
+        untold="",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPECIAL_FORMS)
+def test_markers_that_are_special_tokens(name: str, tmp_path: Path) -> None:
+    """The other forms of calls, whole and streamed, and sent back with their results. Without tools a marker is no
+    content."""
+    form = SPECIAL_FORMS[name]
+    template = TEMPLATE.replace("<tool_call>{{ call.function | tojson }}</tool_call>", form.written)
+    write_scripted_model(
+        tmp_path / "tiny", {"[weather]": form.answer, "[hello]": "Hello, you."}, template=template, special=form.special
+    )
+    spec = ClusterSpec(model=str(tmp_path / "tiny"), engine_kind=EngineKind.MODEL, blocks=512, http="127.0.0.1:0")
+    with running(spec) as cluster, client_of(cluster) as client:
+        asked = ask("[weather]", tools=TOOLS)
+        (choice,) = client.chat.completions.create(**asked).choices
+        with client.chat.completions.stream(**asked) as stream:
+            streamed: Any = stream.get_final_completion().choices[0]
+        for made in (choice, streamed):
+            message, calls = made.message, list[Any](made.message.tool_calls or [])
+            assert made.finish_reason == ("tool_calls" if form.calls else "stop")
+            assert tuple((call.function.name, call.function.arguments) for call in calls) == form.calls
+            assert (message.content or None, message.model_dump().get("reasoning_content")) == (
+                form.content, form.reasoning
+            )  # fmt: skip
+        results: list[Any] = [
+            {"role": "tool", "tool_call_id": call.id, "content": "Sunny."} for call in choice.message.tool_calls or []
+        ]
+        history = [*asked["messages"], choice.message.model_dump(exclude_none=True), *results]
+        history.append({"role": "user", "content": "[hello]"})
+        (choice,) = client.chat.completions.create(**{**asked, "messages": history}).choices
+        assert (choice.finish_reason, choice.message.content) == ("stop", "Hello, you.")
+        (choice,) = client.chat.completions.create(**ask("[weather]", tools=TOOLS, tool_choice="none")).choices
+        assert choice.message.tool_calls is None
+        assert (choice.message.content or "") == form.untold
+        cluster.run(assert_conserved(cluster))

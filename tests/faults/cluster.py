@@ -129,8 +129,8 @@ class FaultyCluster(RunningCluster):
         self.cluster = _Processes(replace(spec, env={**spec.env, ARMED_ENV: str(self.trigger.armed)}))
         self.doors: dict[str, str] = {}
         """Where clients reach the routers of these names, in place of the routers' own endpoints."""
-        self.over_http = False
-        """Clients ask over HTTP."""
+        self.over_http = self.whole = False
+        """Clients ask over HTTP; for answers in one piece."""
         self._askers: dict[str, GrpcAsker] = {}
         self._web: WebAsker | None = None
 
@@ -152,7 +152,8 @@ class FaultyCluster(RunningCluster):
 
     def web_asker(self) -> WebAsker:
         if self._web is None:
-            self._web = WebAsker([self.cluster.others_of(name)["http"] for name in self.router_names])
+            endpoints = [self.cluster.others_of(name)["http"] for name in self.router_names]
+            self._web = WebAsker(endpoints, whole=self.whole)
         return self._web
 
     async def stop(self) -> None:

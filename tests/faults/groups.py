@@ -74,9 +74,9 @@ async def mock_cluster(
 
 
 @asynccontextmanager
-async def web_cluster(*, seed: int) -> AsyncIterator[tuple[FaultyCluster, Questions]]:
+async def web_cluster(*, seed: int, whole: bool = False) -> AsyncIterator[tuple[FaultyCluster, Questions]]:
     async with mock_cluster(partial(faulty_spec, web=True), seed=seed) as (cluster, questions):
-        cluster.over_http = True
+        cluster.over_http, cluster.whole = True, whole
         yield cluster, questions
 
 
@@ -111,6 +111,7 @@ GROUPS: Final[tuple[Group, ...]] = (
         opened=partial(link_cluster, mixed_spec, data=True, marked_tokens=KEPT),
     ),
     Group(cases=(*signals.WEB_CASES, *doubles.WEB_CASES), opened=web_cluster),
+    Group(cases=signals.WHOLE_CASES, opened=partial(web_cluster, whole=True)),
     Group(cases=fetches.CASES, opened=partial(fetches.fetch_cluster, "shm")),
     Group(cases=fetches.TCP_CASES, opened=partial(fetches.fetch_cluster, "tcp")),
     Group(cases=fetches.LINK_CASES, opened=fetches.fetch_link_cluster),

@@ -201,6 +201,17 @@ WEB_CASES: Final = (
     SignalCase(blow=Blow.KILL, side=Side.DECODE, point=Failpoint.DECODING, kind="web-"),
 )
 """Clients ask over HTTP, and go on by Last-Event-ID."""
+WHOLE_CASES: Final = tuple(
+    SignalCase(blow=blow, side=side, point=point, kind="whole-")
+    for blow in (Blow.KILL, Blow.STOP)
+    for side, point in (
+        (Side.PREFILL, Failpoint.LAYER),
+        (Side.PREFILL, Failpoint.COMMIT_SENT),
+        (Side.DECODE, Failpoint.DECODING),
+        (Side.DECODE, Failpoint.FINISHED),
+    )
+)
+"""Clients ask over HTTP without streaming, each once."""
 MIXED_CASES: Final = (
     *(
         SignalCase(blow=Blow.KILL, side=side, point=point, kind="mixed-")

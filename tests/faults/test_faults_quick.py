@@ -21,6 +21,7 @@ QUICK: Final = (
     "kill-router-at-decoding",
     "fetch-kill-owner-at-fetch-layer",
     "rolling-restart",
+    "whole-kill-decode-at-decoding",
 )
 
 

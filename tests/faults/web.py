@@ -1,4 +1,4 @@
-"""A client of the OpenAI endpoints that knows Last-Event-ID, and nothing else of ours."""
+"""A client of the OpenAI endpoints that knows Last-Event-ID, and nothing else of ours; or one that does not stream."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ class WebAsker:
     """Asks routers in turn, and the next one where it must; connections are used again. The ids of the tokens
     are their names beside their log-probabilities: without a tokenizer a router has no others."""
 
-    def __init__(self, endpoints: Sequence[str]) -> None:
+    def __init__(self, endpoints: Sequence[str], *, whole: bool = False) -> None:
+        """`whole`: answers in one piece, each by one call, which is not repeated."""
         self._endpoints = endpoints
+        self._whole = whole
         self._turn = 0
         self._idle: dict[str, list[_Connection]] = {endpoint: [] for endpoint in endpoints}
 
     async def ask(self, question: Question, *, came: Callable[[], None]) -> Answer:
-        body = {"model": "mock", "prompt": question.prompt, "max_tokens": question.max_tokens, "stream": True}
-        body |= {"resumable": True, **question.sampling, "logprobs": 1}
+        body = {"model": "mock", "prompt": question.prompt, "max_tokens": question.max_tokens}
+        body |= {"stream": not self._whole, "resumable": not self._whole, **question.sampling, "logprobs": 1}
         chunks, last_id, turn, attaches = list[Mapping[str, Any]](), "", self._turn, 0
         self._turn += 1
         try:
@@ -44,7 +46,9 @@ class WebAsker:
                                 last_id = id_ or last_id
                                 chunks.append(chunk)
                                 came()
-                    except (OSError, EOFError):
+                    except (OSError, EOFError) as error:
+                        if self._whole:
+                            raise BatonError(Reason.PEER_UNREACHABLE, f"No answer in one piece: {error}") from error
                         turn += 1
                         attaches += last_id != ""
                         await asyncio.sleep(PAUSE_S)
@@ -72,17 +76,10 @@ class WebAsker:
                 if status in TRY_AGAIN:
                     raise ConnectionError(said)
                 raise BatonError(Reason.BAD_FIELD, f"HTTP {status}: {said}")
-            done = False
-            async for event in _events(reader):
-                done |= event["data"] == "[DONE]"
-                if not done:
-                    chunk = json.loads(event["data"])
-                    if "error" in chunk:
-                        raise ConnectionError(event["data"])
-                    yield event.get("id", ""), chunk
-            if not done:
-                raise EOFError
-            keep = headers.get("connection") != "close"
+            async for id_, chunk in _whole(reader, headers) if self._whole else _chunks(reader):
+                yield id_, chunk
+            # A router may end an idle connection just as it is used again: that is no lost answer.
+            keep = not self._whole and headers.get("connection") != "close"
             yield "", {}
         finally:
             if keep:
@@ -100,6 +97,26 @@ async def _head(reader: asyncio.StreamReader) -> tuple[int, Mapping[str, str]]:
     lines = (await reader.readuntil(b"\r\n\r\n")).decode().splitlines()
     pairs = (line.partition(": ") for line in lines[1:] if line)
     return int(lines[0].split()[1]), {name.lower(): value for name, _, value in pairs}
+
+
+async def _whole(
+    reader: asyncio.StreamReader, headers: Mapping[str, str]
+) -> AsyncIterator[tuple[str, Mapping[str, Any]]]:
+    yield "", json.loads(await reader.readexactly(int(headers["content-length"])))
+
+
+async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[tuple[str, Mapping[str, Any]]]:
+    """Raises OSError or EOFError where the stream ends too soon."""
+    done = False
+    async for event in _events(reader):
+        done |= event["data"] == "[DONE]"
+        if not done:
+            chunk = json.loads(event["data"])
+            if "error" in chunk:
+                raise ConnectionError(event["data"])
+            yield event.get("id", ""), chunk
+    if not done:
+        raise EOFError
 
 
 async def _events(reader: asyncio.StreamReader) -> AsyncIterator[Mapping[str, str]]:

@@ -27,10 +27,12 @@ from tests.sim.profiles import (
     PROMPT_TOKENS_MAX,
     PROMPT_TOKENS_MIN,
 )
-from tests.sim.reader import Question, Reader
+from tests.sim.reader import Question, Reader, events_of
 
 SEEDS = 2
 """Sampling seeds in use: each question has so many answers."""
+LEAVE_TOKEN_S = 0.002
+"""A client that leaves before its whole answer comes waits for so long for each token after which others leave."""
 PLAIN = 0.4
 """Share of the resumable requests whose answer is the same whichever attempt draws it."""
 
@@ -48,6 +50,8 @@ class LoadFigures:
     mixed: int = 0
     """Answers, complete or not, that more than one attempt has drawn."""
     resumable: int = 0
+    whole: int = 0
+    """Asked for in one piece."""
     attached: int = 0
     """Times that a client has asked to go on."""
     moved: int = 0
@@ -124,14 +128,16 @@ class Load:
         resumable = rng.random() < profile.resumable
         plain = resumable and rng.random() < PLAIN
         leaves = not resumable and dice > 1 - profile.leavers
+        slow = 0.1 < dice < 0.12
         return Question(
             prompt=self._prompts[rng.randrange(len(self._prompts))],
             output_tokens=rng.randrange(OUTPUT_TOKENS_MIN, OUTPUT_TOKENS_MAX + 1),
             seed=rng.randrange(SEEDS) + SEED_PLAIN * plain,
             logprobs=dice < 0.1 and not plain,
             resumable=resumable,
+            whole=not resumable and not slow and int(dice * 1000) % 2 == 0,
             leaves_after=rng.randrange(1, OUTPUT_TOKENS_MIN) if leaves else 0,
-            reads_slowly_s=0.01 if 0.1 < dice < 0.12 else 0.0,
+            reads_slowly_s=0.01 if slow else 0.0,
         )
 
     def answer(self, question: Question, attempts: list[int], attempt: int) -> list[int]:
@@ -159,7 +165,8 @@ class Load:
             self._begun += 1
             self.figures.asked += 1
             question = self._question()
-            if await (self._go_through if question.resumable else self._ask)(client, router, question):
+            ask = self._go_through if question.resumable else self._ask_whole if question.whole else self._ask
+            if await ask(client, router, question):
                 await asyncio.sleep(RETRY_S * 2 ** min(failed, RETRY_DOUBLINGS_MAX) * (1 + rng.random()))
                 failed += 1
             else:
@@ -225,6 +232,28 @@ class Load:
             self._end(reader, f"from {router.name}")
         return refused
 
+    async def _ask_whole(self, client: Client, router: Process, question: Question) -> bool:
+        """The same, for an answer in one piece."""
+        figures, hearing = self.figures, self.judge.hearing(router.name)
+        reader = Reader(question=question, right=self.answer)
+        leaves_after_s = question.leaves_after * LEAVE_TOKEN_S or None
+        figures.whole += 1
+        try:
+            async with asyncio.timeout(leaves_after_s):
+                response = await client.stub(router).GenerateUnary(question.message(), timeout=DEADLINE_S)
+            for event in events_of(response):
+                if not reader.wrong:
+                    reader.take(event)
+            figures.complete += not reader.wrong
+        except TimeoutError:
+            figures.left += 1
+        except grpc.aio.AioRpcError as error:
+            self._take_error(from_rpc_error(error), reader, hearing, wire=not error.trailing_metadata())
+            return True
+        finally:
+            self._end(reader, f"from {router.name}")
+        return False
+
     def _take_error(self, failure: BatonError, reader: Reader, hearing: Hearing, *, wire: bool) -> None:
         reason, router, tokens = failure.reason, hearing.router, len(reader.tokens)
         if reader.finished and wire and self.judge.excused(failure, hearing, tokens=tokens, wire=True):
@@ -235,7 +264,11 @@ class Load:
             reader.wrong = f"an error that nothing explains: {failure!r}"
         elif reason in OVERLOAD and not reader.tokens:
             self.figures.refused[reason.value] += 1
-        elif self.judge.excused(failure, hearing, tokens=tokens, wire=wire):
+        elif any(
+            # How far an answer in one piece had come nobody knows.
+            self.judge.excused(failure, hearing, tokens=count, wire=wire)
+            for count in ((0, 1) if reader.question.whole else (tokens,))
+        ):
             self.figures.lost[f"{reason.value} of the way to {router}" if wire else reason.value] += 1
         else:
             reader.wrong = self.judge.unexplained(failure, hearing, tokens=tokens)

@@ -7,7 +7,7 @@ of the place behind its event must be so.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 
@@ -25,8 +25,10 @@ class Question:
     seed: int
     logprobs: bool = False
     resumable: bool = False
+    whole: bool = False
+    """The client wants the answer in one piece."""
     leaves_after: int = 0
-    """The client goes away after so many tokens; 0: it stays."""
+    """The client goes away after so many tokens, or before its answer comes; 0: it stays."""
     reads_slowly_s: float = 0.0
 
     @property
@@ -40,6 +42,16 @@ class Question:
             sampling.logprobs = 0
         ids = inference_pb2.TokenIds(ids=self.prompt)
         return inference_pb2.GenerateRequest(token_ids=ids, sampling=sampling, resumable=self.resumable)
+
+
+def events_of(response: inference_pb2.GenerateResponse) -> Sequence[inference_pb2.GenerateEvent]:
+    """Those of a stream that brings all at once."""
+    tokens = inference_pb2.Tokens(ids=response.ids, text=response.text, logprobs=response.logprobs)
+    return (
+        inference_pb2.GenerateEvent(started=inference_pb2.Started(request_id=response.request_id)),
+        inference_pb2.GenerateEvent(tokens=tokens),
+        inference_pb2.GenerateEvent(finished=inference_pb2.Finished(reason=response.reason, stats=response.stats)),
+    )
 
 
 @dataclass(slots=True, kw_only=True)

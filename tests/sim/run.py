@@ -88,8 +88,9 @@ class Outcome:
             f"{f.asked} requests: {f.complete} complete ({f.mixed} of several attempts), "
             f"{sum(f.lost.values())} lost to faults {dict(f.lost)}, "
             f"{sum(f.refused.values())} refused for want of room, {f.left} left by their clients; "
-            f"{f.resumable} resumable, {f.lost_resumable} of them lost, {f.moved} had over several calls "
-            f"({f.attached} attaches); {f.tokens} tokens; {self.fetches} fetches, {self.fetches_failed} of nothing; "
+            f"{f.whole} whole, {f.resumable} resumable, {f.lost_resumable} of them lost, {f.moved} had over several "
+            f"calls ({f.attached} attaches); {f.tokens} tokens; "
+            f"{self.fetches} fetches, {self.fetches_failed} of nothing; "
             f"{sum(self.faults.values())} faults {dict(self.faults)}, {self.deaths} deaths; "
             f"{self.simulated_s:.1f} s simulated, quiet after {self.quiet_after_s:.2f} s; {self.messages} messages, "
             f"{self.callbacks} callbacks; digest {self.digest}"
@@ -259,7 +260,7 @@ class _Simulation:
             messages=self.network.messages,
             digest=f"{self.network.digest:08x}",
             resolves=self.cluster.resolves,
-            fetches=sum(fetches.total.fetches for fetches in self.cluster.fetches),
+            fetches=sum(fetches.total.times.count for fetches in self.cluster.fetches),
             fetches_failed=sum(fetches.total.failed + fetches.total.refused for fetches in self.cluster.fetches),
             quiet_after_s=self.quiet_after_s,
         )

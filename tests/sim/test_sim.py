@@ -36,13 +36,16 @@ ROOT = Path(__file__).parents[2]
 )
 def test_short_runs_under_faults(first: int) -> None:
     """Crashes, restarts, stops, cuts, losses, duplicates, delays, jumps of clocks and a lost directory: every answer is
-    right, every block accounted for, nothing lands where it may not, all becomes quiet and works again."""
-    faults = 0
+    right, every block accounted for, nothing lands where it may not, all becomes quiet and works again. Some clients
+    want their answers in one piece."""
+    faults = whole = 0
     for seed in range(first, first + BATCH):
         outcome = simulate_or_fail(suite_config(seed))
         assert outcome.figures.asked == outcome.figures.ended > SUITE_REQUESTS
         faults += sum(outcome.faults.values())
+        whole += outcome.figures.whole
     assert faults > BATCH
+    assert whole > BATCH
 
 
 def test_two_groups_of_layers_under_faults() -> None:

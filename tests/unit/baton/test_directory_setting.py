@@ -19,6 +19,7 @@ from baton.directory_setting import describe_directory, open_directory, parse_di
 from baton.endpoint import RedisAddress
 from baton.errors import BatonError, Reason
 from baton.ids import NodeName
+from baton.lifecycle import LifecycleEvent
 from baton.rpc import ChannelLimits, Channels
 from baton.runtime import NodeRuntime, ProcessConfig
 from baton.wire import Role
@@ -125,6 +126,26 @@ def test_a_node_takes_the_directory_of_its_setting() -> None:
         config = ProcessConfig(name=NodeName("n"), directory="redis://127.0.0.1:1/0", stop_grace_ms=1, drain_ms_max=1)
         runtime = NodeRuntime(config, Role.ROUTER, clock=Clock(), rng=random.Random(1))
         assert isinstance(runtime.directory, RedisDirectory)
+        await runtime.close()
+
+    asyncio.run(scene())
+
+
+def test_a_node_that_leaves_takes_nothing_new_while_the_directory_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked to stop. Whoever serves its clients hears of that before the directory does."""
+
+    async def scene() -> None:
+        config = ProcessConfig(name=NodeName("n"), stop_grace_ms=1, drain_ms_max=1)
+        runtime = NodeRuntime(config, Role.ROUTER, clock=Clock(), rng=random.Random(1))
+        told, heard = list[bool](), asyncio.Event()
+        runtime.follow_lifecycle = lambda: told.append(runtime.lifecycle.takes_requests)
+        monkeypatch.setattr(runtime.membership, "stop", heard.wait)
+        runtime.lifecycle.handle(LifecycleEvent.STARTED, now_s=0.0)
+        leaving = asyncio.create_task(runtime.leave())
+        await asyncio.sleep(0)
+        assert (told, leaving.done()) == ([False], False)
+        heard.set()
+        await leaving
         await runtime.close()
 
     asyncio.run(scene())

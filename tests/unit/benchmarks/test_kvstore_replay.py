@@ -18,8 +18,8 @@ from benchmarks.kvstore_replay import (
     Tally,
     infinite,
     read_trace,
+    run_cluster,
 )
-from benchmarks.kvstore_replay import run as run_cluster
 
 AT_RANDOM, PLACED, AT_RANDOM_FETCHES, PLACED_FETCHES, PLACED_TIERS, PLACED_ALL = POLICIES
 BLOCKS = 8

@@ -16,45 +16,45 @@ def test_the_second_use_admits() -> None:
     """A block that one prompt had is not written where another one would have to go; once another prompt has it, it
     is."""
     admission = Admission()
-    admission.use(b"a")
-    admission.use(b"b")
+    admission.use([b"a"])
+    admission.use([b"b"])
     assert not admission.admits(b"a", room=False)
-    admission.use(b"a")
+    admission.use([b"a"])
     assert admission.admits(b"a", room=False) and not admission.admits(b"b", room=False)
 
 
 def test_while_there_is_room_one_use_is_enough() -> None:
     """What was never used is not written."""
     admission = Admission()
-    admission.use(b"a")
+    admission.use([b"a"])
     assert admission.admits(b"a", room=True) and not admission.admits(b"b", room=True)
 
 
 def test_a_block_used_again_pays_for_others_once() -> None:
     """Blocks that are used once pay for nothing; the second use pays, later ones do not. There is an end to it."""
     admission = Admission()
-    admission.use(b"a")
-    admission.use(b"b")
+    admission.use([b"a"])
+    admission.use([b"b"])
     assert admission.credit == 0
-    admission.use(b"a")
-    admission.use(b"a")
+    admission.use([b"a"])
+    admission.use([b"a"])
     assert admission.credit == ONCE_PER_REUSE
     for number in range(CREDIT_MAX):
-        admission.use(b"%d" % number)
-        admission.use(b"%d" % number)
+        admission.use([b"%d" % number])
+        admission.use([b"%d" % number])
     assert admission.credit == CREDIT_MAX
 
 
 def test_what_was_brought_needs_one_use_more() -> None:
     """The prompt that it was brought for does not count, nor does being brought again."""
     admission = Admission()
-    admission.brought(b"a")
-    admission.use(b"a")
-    admission.brought(b"a")
+    admission.brought([b"a"])
+    admission.use([b"a"])
+    admission.brought([b"a"])
     assert not admission.admits(b"a", room=True)
-    admission.use(b"a")
+    admission.use([b"a"])
     assert admission.admits(b"a", room=True) and not admission.admits(b"a", room=False)
-    admission.use(b"a")
+    admission.use([b"a"])
     assert admission.admits(b"a", room=False)
 
 
@@ -67,7 +67,7 @@ def test_memory_is_bounded_and_what_is_recent_is_known(uses: list[int], uses_min
     recent: OrderedDict[int, int] = OrderedDict()
     total = dict.fromkeys(range(31), 0)
     for each in uses:
-        admission.use(bytes([each]))
+        admission.use([bytes([each])])
         total[each] += 1
         recent[each] = recent.pop(each, 0) + 1
         if len(recent) > REMEMBERED // 2:

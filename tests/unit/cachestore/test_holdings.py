@@ -7,7 +7,7 @@ import gc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachestore.holdings import GONE, Holdings, HoldingsPart, Tier
+from cachestore.holdings import GONE, Holdings, HoldingsPart, Snapshot, Tier
 from cachestore.ledger import Ledger
 from cachestore.prefix_cache import DIGEST_BYTES, IndexCursor, PrefixCache
 
@@ -19,6 +19,14 @@ def digest(number: int) -> bytes:
 def parsed(part: HoldingsPart) -> dict[bytes, int]:
     keys = [part.digests[i : i + DIGEST_BYTES] for i in range(0, len(part.digests), DIGEST_BYTES)]
     return dict(zip(keys, part.tiers, strict=True))
+
+
+def whole(holdings: Holdings, snapshot: Snapshot) -> dict[bytes, int]:
+    """Of all its parts, two blocks each."""
+    known: dict[bytes, int] = {}
+    for first in range(0, len(snapshot.digests), 2):
+        known |= parsed(holdings.part(snapshot, first, first + 2))
+    return {key: tier for key, tier in known.items() if tier != GONE}
 
 
 class Follower:
@@ -33,7 +41,8 @@ class Follower:
         part = holdings.since(self.number)
         if part is None:
             self.snapshots += 1
-            self.known, self.number = parsed(snapshot := holdings.snapshot()), snapshot.number
+            snapshot = holdings.snapshot()
+            self.known, self.number = whole(holdings, snapshot), snapshot.number
             part = holdings.since(self.number)
             assert part is not None, "the log goes on from a snapshot"
         for key, tier in parsed(part).items():
@@ -110,7 +119,37 @@ def test_a_snapshot_is_made_anew_before_the_log_leaves_it_behind() -> None:
     for number in range(9):
         holdings.added(digest(number), Tier.DEVICE)
     assert holdings.since(slow.number) is None
-    assert len(parsed(holdings.snapshot())) == 9
+    assert len(whole(holdings, holdings.snapshot())) == 9
+
+
+def test_a_part_of_a_snapshot_says_where_its_blocks_are_by_now() -> None:
+    """One block leaves and another changes its tier between two parts: both are told as they are, and the log, which
+    goes on from the snapshot, tells the same once more."""
+    holdings = Holdings()
+    for number in range(3):
+        holdings.added(digest(number), Tier.DEVICE)
+    snapshot = holdings.snapshot()
+    assert parsed(holdings.part(snapshot, 0, 1)) == {digest(0): Tier.DEVICE}
+    holdings.removed(digest(1), Tier.DEVICE)
+    holdings.added(digest(2), Tier.DISK)
+    holdings.removed(digest(2), Tier.DEVICE)
+    part = holdings.part(snapshot, 1, 3)
+    assert (part.number, parsed(part)) == (3, {digest(1): GONE, digest(2): Tier.DISK})
+    since = holdings.since(part.number)
+    assert since is not None and parsed(since) == {digest(1): GONE, digest(2): Tier.DISK}
+
+
+def test_the_last_tier_of_a_block_is_told() -> None:
+    """A block leaves one of two tiers, and then the other: it is gone once, with the second."""
+    holdings = Holdings()
+    gone: list[bytes] = []
+    holdings.on_gone = gone.append
+    holdings.added(digest(1), Tier.DEVICE)
+    holdings.added(digest(1), Tier.HOST)
+    holdings.removed(digest(1), Tier.DEVICE)
+    assert gone == [] and digest(1) in holdings
+    holdings.removed(digest(1), Tier.HOST)
+    assert gone == [digest(1)] and digest(1) not in holdings
 
 
 def test_the_prefix_cache_says_what_comes_and_goes() -> None:

@@ -383,12 +383,28 @@ def test_indexing_in_pieces_equals_indexing_at_once(tokens: list[int], cuts: lis
     assert len(cache) == len(tokens) // SIZE
 
 
+def test_what_is_evicted_is_counted_and_what_no_prompt_found() -> None:
+    """Of three blocks a second prompt finds the first; all are evicted. What is forgotten as broken does not count."""
+    ledger = Ledger(4)
+    cache = PrefixCache(ledger, block_size=SIZE, kv_root=b"model")
+    table = ledger.take(3)
+    cache.index([1, 2, 3, 4, 5, 6], table, 6, b"", IndexCursor())
+    leave(ledger, cache, table)
+    assert cache.match([1, 2, 9], b"", 4) == table[:1]
+    assert cache.evict_until(4)
+    assert (cache.evicted, cache.evicted_unused) == (3, 2)
+    table = ledger.take(1)
+    cache.index([1, 2], table, 2, b"", IndexCursor())
+    cache.forget(table)
+    assert (cache.evicted, cache.evicted_unused) == (3, 2)
+
+
 def test_a_position_of_two_groups_is_used_once_by_a_request() -> None:
     """It is idle when both of its blocks have been let go of, together or one by one, and that is said once."""
     ledger = Ledger(8)
     cache = PrefixCache(ledger, block_size=SIZE, kv_root=b"model", groups=2)
     idle: list[tuple[BlockId, ...]] = []
-    cache.on_idle = lambda entry, used: idle.append(entry.blocks)
+    cache.on_idle = lambda entries, used: idle.extend(entry.blocks for entry in entries)
     table = ledger.take(4)
     cache.index([1, 2, 3, 4], table, 4, b"", IndexCursor())
     first, second = (table[0], table[1]), (table[2], table[3])

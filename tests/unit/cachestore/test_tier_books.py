@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
@@ -128,7 +128,7 @@ class Play:
         else:
             doomed = [d for d in self.naive.keys if not self.naive.wanted[d]]
             slots = {self.books.find(digest) for digest in doomed} - {None}
-            assert set(self.books.clear()) == slots
+            assert {slot for gone in self.books.clear(2) for slot in gone} == slots
             self.gone(doomed)
         self.same()
 
@@ -193,12 +193,18 @@ class Play:
 
     def forget(self, index: int) -> None:
         if self.naive.keys and not self.naive.doomed:
-            doomed = {sorted(self.naive.keys)[index % len(self.naive.keys)]}
+            first = {sorted(self.naive.keys)[index % len(self.naive.keys)]}
+            doomed = set(first)
             for digest, key in sorted(self.naive.keys.items(), key=lambda item: item[1].depth):
                 if key.parent in doomed:
                     doomed.add(digest)
             slots = {self.books.find(digest) for digest in doomed} - {None}
-            assert set(self.books.forget_with_descendants(doomed)) == slots
+            self.books.forget_with_descendants(first)
+            assert all(self.books.find(digest) is None for digest in self.naive.keys)
+            swept = self.books.sweep(1)
+            while self.books.sweep_due:
+                swept += self.books.sweep(1)
+            assert len(swept) == len(slots) and set(swept) == slots
             self.gone(doomed)
 
     def gone(self, doomed: Iterable[bytes]) -> None:
@@ -242,7 +248,7 @@ def test_a_tier_equals_a_naive_model(script: list[tuple[str, object, bytes | Non
         play.loaded(0)
     while play.pins:
         play.unpin(0)
-    play.books.clear()
+    list(play.books.clear())
     assert play.books.free == SLOTS and not play.readable
 
 
@@ -271,7 +277,7 @@ def test_a_collision_is_a_miss(change: dict[str, bytes]) -> None:
     books = TierBooks(SLOTS, BYTES)
     (key,) = keys_of([1])
     fill(books, [key])
-    other = replace(key, **change)  # type: ignore[arg-type]
+    other = key._replace(**change)  # type: ignore[arg-type]
     assert books.match([other]) == []
     assert books.begin_store(other) is None
     assert len(books.match([key])) == 1
@@ -294,6 +300,37 @@ def test_a_chain_longer_than_the_tier_keeps_its_beginning() -> None:
     keys = keys_of([1, 2, 3, 4, 5])
     slots = [books.begin_store(key) for key in keys]
     assert [slot is not None for slot in slots] == [True, True, True, False, False]
+
+
+def test_what_is_behind_a_block_that_is_not_here_is_forgotten() -> None:
+    """Two blocks are stored behind one that is dropped, before and after that; one stands alone. Those two go, and what
+    comes back in the dropped one's place is no worse for it."""
+    books = TierBooks(SLOTS, BYTES)
+    chain, (alone,) = keys_of([1, 2, 3]), keys_of([4])
+    fill(books, [*chain[:2], alone])
+    (slot,) = books.match(chain[:1])
+    books.dropped(slot)
+    fill(books, [chain[2]])
+    assert not books.forget_behind(alone.digest)
+    assert books.forget_behind(chain[0].digest)
+    assert books.count([alone.digest]) == 1
+    assert len(books.sweep()) == 2
+    books.check()
+    assert [books.known(key.digest) for key in (*chain, alone)] == [False, False, False, True]
+    fill(books, chain)
+    assert books.count(key.digest for key in chain) == 3
+
+
+def test_a_restart_leaves_out_what_is_behind_a_missing_block() -> None:
+    """The first and third block of a chain are found on disk, and the fourth: no prompt could use the latter two."""
+    books = TierBooks(SLOTS, BYTES)
+    chain = keys_of([1, 2, 3, 4])
+    for slot, key in ((3, chain[3]), (0, chain[0]), (2, chain[2])):
+        assert books.restore(TierSlot(slot), key)
+    books.end_restore()
+    books.check()
+    assert (books.blocks, books.free) == (1, SLOTS - 1)
+    assert books.match(chain) == [0]
 
 
 def test_a_restarted_tier_is_warm() -> None:
@@ -322,7 +359,7 @@ def test_candidates_do_not_pile_up() -> None:
     (key,) = keys_of([1])
     for _ in range(100):
         fill(books, [key])
-        books.clear()
+        list(books.clear())
     assert len(books._heap) <= 2 * 4 + 1
 
 
@@ -338,7 +375,7 @@ def test_books_of_a_large_tier_are_compared_by_their_counts() -> None:
     """A slot is lost: the check, which does not look at each slot of so many, finds it all the same."""
     books = TierBooks(RECOUNTED_SLOTS_MAX + 1, BYTES)
     fill(books, keys_of([1, 2, 3], b""))
-    books.clear()
+    list(books.clear())
     books.check()
     books._freed.pop()
     with pytest.raises(ConservationError, match="2 freed"):

@@ -70,6 +70,7 @@ def test_a_cluster_serves_and_stops(tmp_path: Path) -> None:
         assert re.search(r"^prefill node +prefill-[01]$", streamed.stderr, re.MULTILINE)
         assert re.search(r"^decode node +decode-[01]$", streamed.stderr, re.MULTILINE)
         assert re.search(r"^answer +7 tokens$", streamed.stderr, re.MULTILINE)
+        assert re.search(r"^priority +normal$", streamed.stderr, re.MULTILINE)
 
         text = run_baton("generate", "-", "--router", used["router-0"], stdin="hello")
         assert (text.returncode, text.stdout) == (1, "")

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine import checkpoint as checkpoint_module
 from engine.checkpoint import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -246,13 +247,23 @@ def test_the_fingerprint_shows_other_settings(demo_folder: Path, demo_copy: Path
     assert len(seen) == 3
 
 
-def test_the_fingerprint_shows_other_weights(demo_folder: Path, tmp_path: Path) -> None:
-    """Another training (seed) of the same sizes; a changed first, last and middle byte; a renamed tensor."""
+def test_the_fingerprint_shows_other_weights(
+    demo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another training (seed) of the same sizes; one byte changed, wherever it is; a renamed tensor. A file is hashed
+    in many parts here, each read in four pieces."""
+    monkeypatch.setattr(checkpoint_module, "HASHED_BYTES", 1_000)
+    monkeypatch.setattr(checkpoint_module, "READ_BYTES", 300)
     write_demo_model(tmp_path / "other", replace(PARAMS, seed=1))
     seen = {checkpoint_fingerprint(demo_folder), checkpoint_fingerprint(tmp_path / "other")}
     content = (demo_folder / SINGLE_FILE).read_bytes()
     header_end = 8 + int.from_bytes(content[:8], "little")
-    for name, position in {"first": header_end, "last": len(content) - 1, "middle": len(content) // 2}.items():
+    for name, position in {
+        "first": header_end,
+        "last": len(content) - 1,
+        "middle": len(content) // 2,
+        "any": header_end + 1_234,
+    }.items():
         folder = Path(shutil.copytree(demo_folder, tmp_path / name))
         changed = bytearray(content)
         changed[position] ^= 1
@@ -261,7 +272,7 @@ def test_the_fingerprint_shows_other_weights(demo_folder: Path, tmp_path: Path) 
     folder = Path(shutil.copytree(demo_folder, tmp_path / "renamed"))
     (folder / SINGLE_FILE).write_bytes(content.replace(b"model.norm.weight", b"model.norn.weight"))
     seen.add(checkpoint_fingerprint(folder))
-    assert len(seen) == 6
+    assert len(seen) == 7
 
 
 @pytest.mark.parametrize("keep", [0, 5, 40])

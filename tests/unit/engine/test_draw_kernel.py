@@ -98,6 +98,21 @@ def test_rows_that_no_model_should_give_have_no_token() -> None:
         assert kernel.draw(rows, [params] * 3, [0] * 3, None).tolist() == [NO_TOKEN] * 3
 
 
+@pytest.mark.parametrize("where", [0, 511, 512, 1_300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_of_tokens_that_are_forbidden_none_is_drawn(where: int, dtype: torch.dtype) -> None:
+    """A grammar leaves a few tokens of a row, or one: the first, the last, on both sides of a block's edge. What is
+    drawn is what the definition draws."""
+    scores = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(where)).to(dtype)
+    for left in ({where}, {where, 3, 700}, {where, *range(600, 1_200, 7)}):
+        masked = torch.full_like(scores, float("-inf"))
+        masked[0, sorted(left)] = scores[0, sorted(left)]
+        for params in (OFF, replace(OFF, top_k=5), replace(OFF, top_p=0.5), replace(OFF, min_p=0.3, temperature=3.0)):
+            for index in range(20):
+                (token,) = sample(masked, [params], [index]).tolist()
+                assert token in left, (token, params, index)
+
+
 def test_the_kernel_is_used() -> None:
     """On this machine, for the types of scores that runners give, and not for a transposed tensor."""
     kernel = draw_kernel()

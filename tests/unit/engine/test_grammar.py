@@ -6,10 +6,13 @@ import json
 import random
 import re
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from llguidance import LLExecutor
 from tokenizers import Tokenizer
 
 import engine.grammar as engine_grammar
@@ -201,30 +204,94 @@ def test_a_token_that_the_grammar_does_not_allow_ends_the_request(model: Model) 
 
 def test_an_answer_whose_masks_take_too_long_ends(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """It owes what its masks take beyond what is free; beside it, an answer of the same steps goes on."""
-    monkeypatch.setattr(engine_grammar, "ROW_MS_MAX", -1e9)  # all are watched
     monkeypatch.setattr(engine_grammar, "MASK_MS_FREE", -10.0)
     seq = model.submit("slow", replace(DRAWN, grammar=regex("[a-z]{500}")))
     free = model.submit("free", replace(DRAWN, max_tokens=60, ignore_eos=True))
     model.run()
     assert (model.finishes["slow"], model.finishes["free"]) == (FinishReason.GRAMMAR, FinishReason.LENGTH)
-    assert 15 <= seq.output_count <= 20  # of 200 ms, 10 and more a mask
+    assert 15 <= seq.output_count <= 21  # of 200 ms, 10 and more a mask
     assert seq.grammar is not None and "ms a token" in seq.grammar.problem
     assert free.output_count == 60
 
 
-def test_masks_that_are_timed_are_the_same(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that are watched are computed one by one, and are not once they have paid back."""
-    texts = {}
-    for watched in (False, True):
-        if watched:
-            monkeypatch.setattr(engine_grammar, "ROW_MS_MAX", -1e9)
-            monkeypatch.setattr(engine_grammar, "MASK_MS_FREE", 1e3)
+@pytest.mark.parametrize("fast", [True, False])
+def test_masks_that_are_computed_together_are_the_same(
+    model: Model, monkeypatch: pytest.MonkeyPatch, *, fast: bool
+) -> None:
+    """Three answers, each mask by itself, and then all at a time. If that is slow each of them owes something, is
+    computed by itself from the next step on, and is with the others again once it has paid back."""
+    texts, together = {}, []
+    fill_together = engine_grammar._fill_together
+
+    def watched(executor: LLExecutor, pairs: list[tuple[Matcher, int]], allowed_RI: np.ndarray) -> None:
+        fill_together(executor, pairs, allowed_RI)
+        together.append({each.owed_ms for each, _ in pairs})
+
+    monkeypatch.setattr(engine_grammar, "_fill_together", watched)
+    executor = LLExecutor(2)
+    monkeypatch.setattr(engine_grammar, "_executor", lambda: executor)
+    monkeypatch.setattr(engine_grammar, "_mask_threads", lambda: 2)
+    monkeypatch.setattr(engine_grammar, "MASK_MS_FREE", 1e9)
+    for shared in (False, True):
+        monkeypatch.setattr(engine_grammar, "ALONE_MS_MAX", 0.0 if shared else 1e9)
+        monkeypatch.setattr(engine_grammar, "ROW_MS_MAX", 0.0 if fast else -1e10)
         seqs = [model.submit(f"{i}", replace(DRAWN, seed=i, grammar=regex("[a-z]{9}-[0-9]{9}"))) for i in range(3)]
         model.run()
-        texts[watched] = [model.answer(seq) for seq in seqs]
-        for seq in seqs if watched else ():
-            assert isinstance(seq.grammar, Matcher) and seq.grammar.owed_ms in (0, 10)
+        assert all(isinstance(seq.grammar, Matcher) and seq.grammar.mask_ms > 0 for seq in seqs)
+        texts[shared] = [model.answer(seq) for seq in seqs]
+        assert shared or not together
     assert texts[False] == texts[True]
+    owed = 0.0 if fast else 10
+    assert together and all(each == {owed} for each in together), together
+
+
+def test_masks_that_take_long_are_computed_together(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes 1 ms by the thread's clock: those of one or two rows are computed by the engine's thread, and of three
+    together from the second step on."""
+    together: list[int] = []
+    fill_together = engine_grammar._fill_together
+
+    def watched(executor: LLExecutor, pairs: list[tuple[Matcher, int]], allowed_RI: np.ndarray) -> None:
+        fill_together(executor, pairs, allowed_RI)
+        together.append(len(pairs))
+        for each, _ in pairs:
+            each.mask_ms = 1.0
+
+    clock = count()
+    clocks = SimpleNamespace(perf_counter=lambda: 0.0, thread_time=lambda: next(clock) / 1e3)
+    monkeypatch.setattr(engine_grammar, "time", clocks)
+    monkeypatch.setattr(engine_grammar, "_fill_together", watched)
+    executor = LLExecutor(2)
+    monkeypatch.setattr(engine_grammar, "_executor", lambda: executor)
+    for rows, wanted in ((2, []), (3, [3] * 3)):
+        for i in range(rows):
+            model.submit(f"{rows} {i}", replace(DRAWN, seed=i, max_tokens=4, grammar=regex("[a-z]{40}")))
+        model.run()
+        assert together == wanted
+
+
+def test_one_processor_computes_no_masks_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two do."""
+    for processors, has_threads in ((1, False), (2, True)):
+        engine_grammar._executor.cache_clear()
+        engine_grammar._mask_threads.cache_clear()
+        here = SimpleNamespace(sched_getaffinity=lambda _, count=processors: set(range(count)))
+        monkeypatch.setattr(engine_grammar, "os", here)
+        assert (engine_grammar._executor() is not None) == has_threads
+    engine_grammar._executor.cache_clear()
+    engine_grammar._mask_threads.cache_clear()
+
+
+def test_a_machine_that_is_busy_makes_no_answer_owe(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock on the wall runs a second with each look at it, a thread's own does not: no row is slower than it
+    may."""
+    clock = count()
+    clocks = SimpleNamespace(perf_counter=lambda: float(next(clock)), thread_time=lambda: 0.0)
+    monkeypatch.setattr(engine_grammar, "time", clocks)
+    seqs = [model.submit(f"busy {i}", replace(DRAWN, seed=i, grammar=regex("[a-z]{40}"))) for i in range(4)]
+    model.run()
+    assert [model.finishes[f"busy {i}"] for i in range(4)] == [FinishReason.STOP] * 4
+    assert all(isinstance(seq.grammar, Matcher) and seq.grammar.owed_ms == 0 for seq in seqs)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.errors import BatonError
+from baton.errors import BatonError, Reason
 from baton.ids import BlockId
 from cachestore import admission as admission_module
 from cachestore.block_manager import BlockManager, prefix_blocks_max
@@ -26,14 +26,14 @@ from cachestore.holdings import Tier
 from cachestore.layout import kv_layout
 from cachestore.ledger import Ledger
 from cachestore.prefix_cache import IndexCursor
-from cachestore.tier_books import TierBooks
+from cachestore.tier_books import BlockKey, TierBooks, block_keys
 from kvtransfer.native.copy import copy_records
 from node import store as store_module
 from node.copiers import PositionCopy, PositionPlaces
 from node.disk_file import BLOCKS_IN_FLIGHT_MAX, DiskFile
 from node.disk_format import FileIdentity
 from node.sources import LinearCost, Offer, Prefix, SourceKind
-from node.store import DiskTier, HostTier, Store
+from node.store import DiskTier, HostTier, Store, StoreConfig, make_books
 from tests.support.tcp_harness import wait_until
 
 LAYOUT = kv_layout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=2, dtype="uint8", dtype_bytes=1)
@@ -81,14 +81,15 @@ class Scene:
         region = SimpleNamespace(array_U8=host_U8)
         memory: Any = SimpleNamespace(copier=self.copier, region=region, close=lambda: None)
         cost = LinearCost(fixed_s=1e-4, unit_s=1e-5, units=8)
+        self.holdings = self.blocks.prefix_cache.holdings
         below = None
         if disk is not None:
-            below = DiskTier(file=disk, books=TierBooks(disk.num_slots, stride), cost=cost)
+            below = DiskTier(file=disk, books=make_books(disk.num_slots, stride, self.holdings, Tier.DISK), cost=cost)
             disk.restore(below.books)
         self.store = Store(
             blocks=self.blocks,
             groups=LAYOUT.num_groups,
-            host=HostTier(memory=memory, books=TierBooks(host, stride), cost=cost),
+            host=HostTier(memory=memory, books=make_books(host, stride, self.holdings, Tier.HOST), cost=cost),
             disk=below,
         )
 
@@ -101,6 +102,9 @@ class Scene:
     def prefix(self, tokens: list[int], salt: bytes = b"") -> Prefix:
         whole = tokens[: prefix_blocks_max(len(tokens), SIZE) * SIZE]
         return Prefix(tokens=whole, salt=salt, chain=self.blocks.prefix_cache.chain(whole, salt))
+
+    def keys(self, tokens: list[int], salt: bytes = b"") -> list[BlockKey]:
+        return block_keys(b"root", salt, tokens, SIZE)
 
     def have(self, tokens: list[int], salt: bytes = b"") -> int:
         """How many blocks of the prompt are on the device; every byte of them is looked at."""
@@ -138,6 +142,11 @@ class Scene:
     def check(self) -> None:
         self.ledger.check()
         self.store.check()
+
+    def check_chain(self, tokens: list[int], salt: bytes = b"") -> None:
+        """What the node says that it has of a prompt is a beginning of it."""
+        known = [digest in self.holdings for digest in self.blocks.prefix_cache.chain(tokens, salt)]
+        assert known == sorted(known, reverse=True), known
 
 
 async def turns() -> None:
@@ -207,7 +216,7 @@ def test_what_was_evicted_comes_back_with_its_bytes() -> None:
         assert scene.have(ONE) == 4
         assert scene.ledger.books().held == 0
         counters = scene.store.host.counters
-        assert (counters.stored_blocks, counters.hit_blocks, counters.promotions) == (4, 4, 1)
+        assert (counters.stored_blocks, counters.hit_blocks, counters.promotion_times.count) == (4, 4, 1)
 
     play(8, 20, story)
 
@@ -411,7 +420,7 @@ def test_what_was_used_twice_is_there_after_a_restart(tmp_path: Path) -> None:
         assert again is not None
         assert (again.kind, again.blocks) == (SourceKind.HOST, 4)
         assert scene.store.disk is not None
-        assert (scene.store.disk.counters.promotions, scene.store.disk.counters.hit_blocks) == (1, 4)
+        assert (scene.store.disk.counters.promotion_times.count, scene.store.disk.counters.hit_blocks) == (1, 4)
 
     play_on_disk(tmp_path / "blocks", before, slots=4)
     play_on_disk(tmp_path / "blocks", after, slots=4)
@@ -482,7 +491,8 @@ def test_where_a_block_is_used_again_a_full_disk_takes_others_used_once(tmp_path
 
 
 def test_a_block_that_the_disk_has_lost_is_forgotten(tmp_path: Path) -> None:
-    """A flipped bit in the third block: two come, the third is not asked for again."""
+    """A flipped bit in the third block: two come, the third is not asked for again. The fourth, which no prompt finds
+    any more, goes too, so that others are told of the first two only; it is not there after a restart either."""
 
     async def before(scene: Scene) -> None:
         await used_twice(scene, ONE)
@@ -501,11 +511,35 @@ def test_a_block_that_the_disk_has_lost_is_forgotten(tmp_path: Path) -> None:
             file.write(bytes([byte ^ 1]))
         assert await scene.bring(ONE) == 2
         assert scene.have(ONE) == 2
-        assert books.blocks == 3
+        assert books.blocks == 2
         assert scene.offer(ONE) is None
+        assert [digest in scene.holdings for digest in scene.prefix(ONE).chain] == [True, True, False, False]
+
+    async def last(scene: Scene) -> None:
+        assert scene.store.disk is not None
+        assert scene.store.disk.books.blocks == 2
 
     play_on_disk(tmp_path / "blocks", before)
     play_on_disk(tmp_path / "blocks", after)
+    play_on_disk(tmp_path / "blocks", last)
+
+
+def test_a_block_that_the_disk_has_lost_and_the_region_has_is_no_hole(tmp_path: Path) -> None:
+    """The disk has four blocks, and so has the region, where the third turns out to be unreadable on disk: what is
+    behind it stays on disk."""
+
+    async def story(scene: Scene) -> None:
+        await used_twice(scene, ONE)
+        await on_disk(scene, 4)
+        assert scene.store.disk is not None
+        books = scene.store.disk.books
+        slot = books.find(scene.prefix(ONE).chain[2])
+        assert slot is not None
+        scene.store._lost_on_disk(scene.store.disk, slot, erase=True)
+        await turns()
+        assert [books.known(digest) for digest in scene.prefix(ONE).chain] == [True, True, False, True]
+
+    play_on_disk(tmp_path / "blocks", story)
 
 
 def test_a_block_that_the_disk_cannot_read_is_not_asked_for_again(tmp_path: Path) -> None:
@@ -527,7 +561,8 @@ def test_a_block_that_the_disk_cannot_read_is_not_asked_for_again(tmp_path: Path
 
         with patch.object(file, "_io", SimpleNamespace(read=read, write=real.write)):
             assert await scene.bring(ONE) == 2
-            assert (scene.have(ONE), books.blocks, file.counts.read_errors) == (2, 3, 1)
+            await turns()
+            assert (scene.have(ONE), books.blocks, file.counts.read_errors) == (2, 2, 1)
             assert scene.offer(ONE) is None
         assert file.readable
 
@@ -560,21 +595,21 @@ def test_each_tier_is_emptied_by_itself(tmp_path: Path) -> None:
         await used_twice(scene, ONE)
         await on_disk(scene, 4)
         scene.blocks.prefix_cache.pin(scene.prefix(ONE[:5]).chain)
-        assert scene.store.empty(Tier.HOST) == 2
+        assert await scene.store.empty(Tier.HOST) == 2
         assert scene.blocks.prefix_cache.evict_until(6)
         assert scene.have(ONE) == 2
         offer = scene.store.offer(scene.prefix(ONE), 2)
         assert offer is not None
         assert (offer.kind, offer.blocks) == (SourceKind.DISK, 2)
-        assert scene.store.empty(Tier.DISK) == 2
+        assert await scene.store.empty(Tier.DISK) == 2
         assert scene.store.offer(scene.prefix(ONE), 2) is None
         with pytest.raises(BatonError, match="no device tier"):
-            scene.store.empty(Tier.DEVICE)
+            await scene.store.empty(Tier.DEVICE)
 
     async def after(scene: Scene) -> None:
         assert scene.store.disk is not None
         assert scene.store.disk.books.blocks == 2
-        assert scene.store.empty(Tier.DISK) == 2
+        assert await scene.store.empty(Tier.DISK) == 2
 
     async def last(scene: Scene) -> None:
         assert scene.store.disk is not None
@@ -593,7 +628,7 @@ def test_what_is_on_its_way_down_is_emptied_too(tmp_path: Path) -> None:
         scene.copier.prompt = False
         scene.compute(ONE)
         await turns()
-        assert scene.store.empty(Tier.HOST) == 0
+        assert await scene.store.empty(Tier.HOST) == 0
         scene.copier.finish()
         await turns()
         assert scene.store.host.books.blocks == 0
@@ -604,7 +639,7 @@ def test_what_is_on_its_way_down_is_emptied_too(tmp_path: Path) -> None:
         with patch.object(file, "_io", late):
             await used_twice(scene, ONE)
             await asyncio.to_thread(late.begun.wait)
-            assert scene.store.empty(Tier.DISK) == 0
+            assert await scene.store.empty(Tier.DISK) == 0
             late.may_go.set()
             await wait_until(lambda: file.room == BLOCKS_IN_FLIGHT_MAX)
         assert scene.store.disk.books.blocks == 0
@@ -821,6 +856,140 @@ def test_what_is_to_be_written_waits_for_what_comes_up(tmp_path: Path) -> None:
     play_on_disk(tmp_path / "blocks", story)
 
 
+def test_an_offer_is_no_use_and_is_bounded() -> None:
+    """Of four blocks two are offered at a time. Offers alone leave the prompt the coldest: its end goes when there is
+    no room for another one. What is brought counts as used."""
+    other = [100 + token for token in ONE]
+
+    async def story(scene: Scene) -> None:
+        scene.compute(ONE)
+        await scene.idle()
+        scene.compute(other[:5])
+        await scene.idle()
+        scene.evict_all()
+        for _ in range(3):
+            offer = scene.store.offer(scene.prefix(ONE), 0)
+            assert offer is not None and offer.blocks == 2
+        scene.compute([200, 201, 0])
+        await scene.idle()
+        known = scene.store.host.books.known
+        assert [known(digest) for digest in scene.prefix(ONE).chain] == [True, True, True, False]
+        scene.evict_all()
+        assert await scene.bring(ONE) == 2
+        scene.compute([300, 301, 0])
+        await scene.idle()
+        assert [known(digest) for digest in scene.prefix(other[:5]).chain] == [True, True]
+        assert [known(digest) for digest in scene.prefix(ONE).chain] == [True, True, False, False]
+
+    with patch.object(store_module, "OFFERED_BLOCKS_MAX", 2):
+        play(8, 6, story)
+
+
+def test_what_host_memory_has_already_is_not_read_again(tmp_path: Path) -> None:
+    """The second of four blocks on disk is in host memory too, and the region has none: three are read, four come."""
+
+    async def before(scene: Scene) -> None:
+        await used_twice(scene, ONE)
+        await on_disk(scene, 4)
+
+    async def after(scene: Scene) -> None:
+        disk, books = scene.store.disk, scene.store.host.books
+        assert disk is not None
+        assert await scene.bring(ONE[:5]) == 2
+        scene.evict_all()
+        books.dropped(books.match([disk.books.key_of(disk.books.match(scene.keys(ONE))[0])])[0])
+        assert disk.file.counts.blocks_read == 2
+        assert await scene.bring(ONE) == 4
+        assert scene.have(ONE) == 4
+        assert disk.file.counts.blocks_read == 5
+
+    play_on_disk(tmp_path / "blocks", before)
+    play_on_disk(tmp_path / "blocks", after)
+
+
+def test_the_last_free_place_of_a_disk_is_given_once(tmp_path: Path) -> None:
+    """The disk has one free place. A block that was used twice takes it; one that was used once, and waits beside it,
+    finds no room and nothing that pays for it."""
+
+    async def story(scene: Scene) -> None:
+        disk, books = scene.store.disk, scene.store.host.books
+        assert disk is not None
+        for first in (0, 10):
+            scene.compute([first, first + 1, 0])
+            await scene.idle()
+        once, twice = (scene.prefix([first, first + 1, 0]).chain[0] for first in (0, 10))
+        assert books.known(once) and books.known(twice)
+        scene.store._to_disk[twice] = scene.store._once[once] = None
+        with patch.object(store_module, "ONCE_MAX", 0):
+            await scene.store._write_piece_down(disk)
+        assert (disk.books.known(twice), disk.books.known(once)) == (True, False)
+        assert (disk.books.evicted, disk.admission.credit, once in scene.store._once) == (0, 0, True)
+
+    play_on_disk(tmp_path / "blocks", story, slots=1)
+
+
+def test_much_is_forgotten_in_slices_and_nothing_is_found_meanwhile() -> None:
+    """Of six blocks two are forgotten at a time, as their scores were not numbers. Until all are, no block is found,
+    not even one of another prompt; then that one is."""
+    other, long = [100, 101, 0], list(range(1, 13))
+
+    async def story(scene: Scene) -> None:
+        scene.compute(long)
+        await scene.idle()
+        scene.compute(other)
+        await scene.idle()
+        books = scene.store.host.books
+        assert books.blocks == 7
+        scene.blocks.prefix_cache.forget(scene.blocks.match_prompt(long, b""))
+        assert books.blocks == 5
+        assert scene.store.offer(scene.prefix(other), 0) is None
+        await asyncio.sleep(0)
+        assert books.blocks == 3
+        await turns()
+        assert books.blocks == 1
+        found = scene.store.offer(scene.prefix(other), 0)
+        assert found is not None and found.blocks == 1
+
+    sweep = TierBooks.sweep
+    with patch.object(TierBooks, "sweep", lambda books: sweep(books, 2)):
+        play(8, 20, story)
+
+
+def test_a_stop_forgets_all_that_is_to_be_forgotten(tmp_path: Path) -> None:
+    """The scores of a prompt on disk were not numbers, and the node stops when the first block has been forgotten: the
+    next process has none of them."""
+    sweep = TierBooks.sweep
+
+    async def before(scene: Scene) -> None:
+        await used_twice(scene, ONE)
+        await on_disk(scene, 4)
+        assert scene.store.disk is not None
+        scene.blocks.prefix_cache.forget(scene.blocks.match_prompt(ONE, b""))
+        assert scene.store.disk.books.blocks == 3
+        await scene.store.stop()
+        assert scene.store.disk.books.blocks == 0
+
+    async def after(scene: Scene) -> None:
+        assert scene.store.disk is not None
+        assert scene.store.disk.books.blocks == 0
+
+    with patch.object(TierBooks, "sweep", lambda books: sweep(books, 1)):
+        play_on_disk(tmp_path / "blocks", before)
+        play_on_disk(tmp_path / "blocks", after)
+
+
+def test_more_blocks_than_routers_know_are_refused() -> None:
+    """A region of eight blocks and tiers of so many bytes: at most as many blocks as routers know of a node. The
+    message names a block size with which it starts."""
+    nbytes = LAYOUT.position_bytes
+    with patch.object(store_module, "BLOCKS_MAX", 20):
+        fits = StoreConfig(host_bytes=12 * nbytes)
+        store_module._check_count(fits, LAYOUT, region_blocks=8)
+        with pytest.raises(BatonError, match=f"hold 13 blocks.*engine.block_size to {2 * SIZE} ") as caught:
+            store_module._check_count(StoreConfig(host_bytes=13 * nbytes), LAYOUT, region_blocks=8)
+        assert caught.value.reason is Reason.BAD_CONFIG
+
+
 PROMPTS = st.lists(st.integers(1, 2), min_size=3, max_size=13)
 SALTS = st.sampled_from([b"", b"x"])
 
@@ -844,6 +1013,8 @@ def test_whatever_happens_every_cached_block_has_its_own_bytes(steps: list[tuple
             await turns()
             scene.have(tokens, salt)
             scene.check()
+            for _, each, of in steps:
+                scene.check_chain(each, of)
         while scene.copier.waiting:
             scene.copier.finish()
             await turns()

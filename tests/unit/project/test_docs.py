@@ -14,7 +14,7 @@ from batonpb import common_pb2, inference_pb2
 from baton.errors import BatonError, Code, Reason
 from baton.ids import Incarnation, NodeName
 from baton.lifecycle import Lifecycle
-from baton.wire import NodeLoad, NodeRecord, Role, TierLoad
+from baton.wire import MovedLoad, NodeLoad, NodeRecord, Role, TierLoad, Times
 from cli.options import config_flags, config_path
 from cli.services import Service, load_config
 from router.keys import ApiKey, KeyUse, parse_keys
@@ -144,9 +144,13 @@ def documented_metrics() -> dict[str, set[str]]:
 
 def served_metrics() -> dict[str, set[str]]:
     """The same of a router that has had a request of each kind, and knows a node."""
+    times = tuple(Times().counts)
     node = NodeRecord(
         name=NodeName("decode-0"), role=Role.DECODE, incarnation=Incarnation(7), endpoint="127.0.0.1:9",
-        lifecycle=Lifecycle.READY, load=NodeLoad(tiers=(TierLoad(tier="device"), TierLoad(tier="host"))),
+        lifecycle=Lifecycle.READY, load=NodeLoad(
+            tiers=(TierLoad(tier="device"), TierLoad(tier="host", promotion_counts=times)),
+            moved=MovedLoad(fetch_counts=times),
+        ),
     )  # fmt: skip
     use = KeyUse(ApiKey(name="a", sha256="0" * 64), 0.0)
     use.admit(0.0, spread=0.0)

@@ -265,6 +265,32 @@ def test_what_a_dead_taker_never_took_goes_to_another_one() -> None:
     play(scene)
 
 
+@pytest.mark.parametrize("shut", ["then", "before"])
+def test_a_connection_that_nobody_takes_again_is_closed_when_its_door_is_shut(shut: str) -> None:
+    """A drain begins while a gRPC connection waits for a worker, or just before it does. Its client is told by the end
+    of the connection, as others are; one over HTTP waits still."""
+
+    async def scene(made: Scene) -> None:
+        dead = made.taker()
+        made.doors.add(dead)
+        readers = {
+            door: await made.connect(made.doors.open(door, "127.0.0.1:0", setting=setting))
+            for door, setting in ((Door.GRPC, "listen"), (Door.HTTP, "http_listen"))
+        }
+        await dead.has(2)
+        if shut == "before":
+            made.doors.set_open(Door.GRPC, False)
+        for number in made.doors.remove(dead):
+            made.doors.take_again(number, dead.taken.pop(number)[0])
+        made.doors.set_open(Door.GRPC, False)
+        assert await readers[Door.GRPC].read() == b""
+        made.doors.add(heir := made.taker())
+        assert len(heir.taken) == 1
+        assert not readers[Door.HTTP].at_eof()
+
+    play(scene)
+
+
 @pytest.mark.parametrize("closes", ["then", "before"])
 def test_a_connection_that_nobody_takes_again_is_closed_with_the_doors(closes: str) -> None:
     """The router stops while a connection waits for a worker, or a worker that has one dies in a router that stops: its

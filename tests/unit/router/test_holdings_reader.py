@@ -224,7 +224,7 @@ def test_a_node_that_says_that_it_has_too_much_is_not_known() -> None:
             pass
         assert made.index.entries == 0
 
-    with patch.object(holdings_reader, "BLOCKS_OF_NODE_MAX", 3):
+    with patch.object(holdings_reader, "BLOCKS_MAX", 3):
         play(scenario)
 
 

@@ -78,7 +78,7 @@ class Written:
             self.attached.set()
         await self._answer(call, had or Place(), sink)
 
-    async def forget(self, token: ResumeToken, key_name: str | None, _came_back: object = None) -> None:
+    async def forget(self, token: ResumeToken, key_name: str | None, _ended: object = None) -> None:
         self.forgotten.append((token, key_name))
         if self.error is not None:
             raise self.error
@@ -398,5 +398,20 @@ def test_keys_count_what_attaches_and_have_their_names_told() -> None:
         assert (await client("GET", "/v1/requests/mine/stream", None, again))[0] == 200
         assert {call.key_name for _, _, call in node.calls} == {"a"}
         assert (await client("DELETE", "/v1/requests/mine", None, stream.headers()))[0] == 401
+
+    play(scene, keys=[key])
+
+
+def test_a_key_ends_as_many_answers_a_minute_as_it_may_begin() -> None:
+    """One. To end it needs no room beside those it has begun; a second call is told to wait."""
+    text, key = made("a", requests_per_minute=1)
+
+    async def scene(client: Client, node: Written) -> None:
+        named, stream = {"authorization": f"Bearer {text}", "x-request-id": "mine"}, Stream()
+        stream.read(lines((await client("POST", "/v1/completions", BODY, named))[2]))
+        statuses = [
+            (await client("DELETE", "/v1/requests/mine", None, {**named, **stream.headers()}))[0] for _ in range(2)
+        ]
+        assert (statuses, len(node.forgotten)) == ([204, 429], 1)
 
     play(scene, keys=[key])

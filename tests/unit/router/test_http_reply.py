@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 from batonpb import common_pb2, inference_pb2
@@ -13,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from baton.errors import BatonError, Reason
 from router.answers import AnswerPart, AnswerSink
-from router.http_reply import LOGPROBS_INLINE_MAX, CallReply
+from router.http_reply import LOGPROBS_INLINE_MAX, CallReply, _Choice
 from router.openai import parse_completion
 from router.replies import Replies
 from tests.support.http_door import HANG_S, REQUEST, Door, answer, run
@@ -93,6 +94,39 @@ def test_an_answer_that_ends_before_its_head_is_out(fails: bool) -> None:
         assert [text.count(part) for part in (b"HTTP/1.1 200", b'"seven"', b"It failed.")] == [1, 1, fails]
 
     run(scene, app)
+
+
+def test_answers_of_one_call_have_their_turns_with_a_slow_client() -> None:
+    """Three answers. Whatever goes on first fills what the client has read; then the next one is first. An answer that
+    has had no turn is not told that the client reads."""
+    call = parse_completion({"prompt": [1, 2], "stream": True, "n": 3})
+
+    async def ask(_sinks: Sequence[AnswerSink]) -> None:
+        raise AssertionError
+
+    async def scene() -> None:
+        replies = Replies(request_id="r", call=call, model="m", created=0, token_text=str)
+        reply, had = CallReply(ask, 3, replies, timeout_s=30.0), list[int]()
+        reply._sinks = [_Choice(reply, index) for index in range(3)]
+
+        def go_on(index: int, *, fills: bool) -> None:
+            had.append(index)
+            if fills:
+                reply._set_open(False)
+
+        for index, sink in enumerate(reply._sinks):
+            sink.on_open = partial(go_on, index, fills=True)
+        for _ in range(4):
+            reply._set_open(True)
+            reply._go_on()
+        assert had == [0, 1, 2, 0]
+        reply._sinks[2].on_open = partial(go_on, 2, fills=False)
+        reply._sinks[1].on_open = None
+        reply._set_open(True)
+        reply._go_on()
+        assert had[4:] == [2, 0]
+
+    asyncio.run(scene())
 
 
 def test_a_whole_answer_that_cannot_be_written() -> None:

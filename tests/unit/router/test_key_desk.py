@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Final
 
@@ -130,7 +130,8 @@ def client_call() -> ClientCall:
 @pytest.mark.parametrize("where", ["here", "in the parent"])
 def test_a_call_carries_what_its_key_may(where: str) -> None:
     """Name, priority, salt and special tokens; each prompt counts once, by whichever answer to it comes first, and
-    answers each. What it was given ends with it, once."""
+    answers each. What it was given ends with it, once. An answer that its client has left counts until the client ends
+    it, and not again by what is heard late of it; to end answers has a rate."""
 
     async def scenario(scene: Scene) -> None:
         local = LocalDesk(scene.book, rng=Random(1), cut_former=lambda _token, _key_name: False)
@@ -148,15 +149,19 @@ def test_a_call_carries_what_its_key_may(where: str) -> None:
         headers = await desk.headers(key)
         assert (use.prompt_tokens, use.output_tokens) == (10, 6)
         assert headers == use.headers(asyncio.get_running_loop().time())
-        call.left(RequestId("one"))
+        call.left(RequestId("one"), 0)
         keyed.end()
         keyed.end()
         await until(lambda: use.running == 0)
         error = await refused(wide(desk, key, 3))
         assert (error.reason, error.metadata) == (Reason.RATE_LIMIT_EXCEEDED, {"limit": "concurrency"})
-        desk.came_back(key, RequestId("one"))
+        desk.ended(key, RequestId("one"))
+        call.left(RequestId("one"), 0)
         await wide(desk, key, 3)
         await until(lambda: use.running == 0)
+        use.follow(replace(use.key, requests_per_minute=1), asyncio.get_running_loop().time())
+        await desk.end_answers(key)
+        assert (await refused(desk.end_answers(key))).metadata == {"limit": "requests"}
 
     play(
         entry(priority="high", cache_salt="s", special_tokens=True, concurrency=3, requests_per_minute=1_000_000_000),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from baton.errors import BatonError, Code, Reason
 from baton.ids import RequestId
 from router.keys import (
+    ENDED_EPOCH,
     KEYS_MAX,
     LEFT_MS,
     Admission,
@@ -172,19 +173,51 @@ def test_an_answer_that_its_client_has_left_counts_while_it_goes_on() -> None:
     was left, or the client has come back for it. Coming back itself is free, unless the answer is computed anew."""
     use = used(concurrency=1)
     first = use.admit(0.0, spread=0.0)
-    use.leave(RequestId("one"), 0.0)
+    use.leave(RequestId("one"), 0, 0.0)
     first.end()
     assert refusal(use, LEFT_MS / 1000 - 0.001).metadata == {"limit": "concurrency"}
     again = use.admit(1.0, spread=0.0, attaches=True)
     with pytest.raises(BatonError) as anew:
         again.take_prompt(0, 5, 1.0)
     assert anew.value.reason is Reason.RATE_LIMIT_EXCEEDED
-    use.come_back(RequestId("one"))
+    use.come_back(RequestId("one"), 1, 1.0)
     again.take_prompt(0, 5, 1.0)
     again.end()
     use.admit(1.0, spread=0.0).end()
-    use.leave(RequestId("two"), 2.0)
+    use.leave(RequestId("two"), 0, 2.0)
     use.admit(2.0 + LEFT_MS / 1000, spread=0.0).end()
+
+
+def test_what_two_workers_tell_of_a_client_comes_in_any_order() -> None:
+    """It leaves its answer at one worker, takes it up at the other one, and leaves it there too. What the first worker
+    says late counts no more, what the second one says does; and nothing that is said late counts of an answer that the
+    client has ended."""
+    use, one = used(concurrency=1), RequestId("one")
+    use.come_back(one, 1, 0.0)
+    use.leave(one, 0, 0.1)
+    use.admit(0.1, spread=0.0).end()
+    use.leave(one, 1, 0.2)
+    use.come_back(one, 1, 0.3)  # a third worker, which the client has left since
+    assert refusal(use, 0.3).metadata == {"limit": "concurrency"}
+    use.come_back(one, ENDED_EPOCH, 0.4)
+    use.leave(one, 2, 0.5)
+    use.admit(0.5, spread=0.0).end()
+    use.come_back(RequestId("two"), 1, 0.4 + LEFT_MS / 1000)
+    assert list(use._came_back) == ["two"]  # nothing is kept for longer
+
+
+def test_calls_that_end_answers_have_a_rate_of_their_own() -> None:
+    """Two a minute, as many as may begin some, and they take nothing from those."""
+    use = used(requests_per_minute=2)
+    for _ in range(2):
+        use.admit(0.0, spread=0.0).end()
+        use.end_answers(0.0)
+    with pytest.raises(BatonError) as caught:
+        use.end_answers(0.0)
+    assert (caught.value.reason, caught.value.retry_after_ms) == (Reason.RATE_LIMIT_EXCEEDED, 30_001)
+    assert (use.requests, use.refused) == (2, {Limit.REQUESTS: 1})
+    use.end_answers(30.001)
+    used(concurrency=1).end_answers(0.0)
 
 
 def test_answers_at_the_same_time() -> None:

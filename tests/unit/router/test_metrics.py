@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+
 import pytest
 from batonpb import common_pb2, inference_pb2
 
 from baton.errors import BatonError
 from baton.http2_front import Ended
-from baton.wire import LOCAL_TRANSPORT
+from baton.ids import Incarnation, NodeName
+from baton.lifecycle import Lifecycle
+from baton.wire import (
+    LOCAL_TRANSPORT,
+    MovedLoad,
+    NodeLoad,
+    NodeRecord,
+    Role,
+    TierLoad,
+    Times,
+    record_from_proto,
+    record_to_proto,
+)
 from router.doors import Door
 from router.keys import ApiKey, KeyUse
 from router.metrics import RouterMetrics
@@ -67,6 +82,43 @@ def test_those_that_wait_in_line() -> None:
     assert (figures["baton_line_seconds_count"], figures["baton_line_seconds_sum"]) == ("1.0", "3.0")
 
 
+def test_what_nodes_report_of_times_and_evictions() -> None:
+    """Two promotions took 2 ms, one took a minute; one fetch took half a second; the region has evicted five blocks,
+    two of them unused. The report has gone over the wire."""
+    promotions, fetches = Times(), Times()
+    for seconds in (0.002, 0.002, 60.0):
+        promotions.add(seconds)
+    fetches.add(0.5)
+    host = TierLoad(
+        tier="host", promotions=3, promotion_s=promotions.total_s, promotion_counts=tuple(promotions.counts)
+    )
+    record = NodeRecord(
+        name=NodeName("prefill-0"),
+        role=Role.PREFILL,
+        incarnation=Incarnation(1),
+        endpoint="127.0.0.1:1",
+        lifecycle=Lifecycle.READY,
+        sequence=1,
+        load=NodeLoad(
+            tiers=(TierLoad(tier="device", blocks_evicted=5, blocks_evicted_unused=2), host),
+            moved=MovedLoad(fetches=1, fetch_s=fetches.total_s, fetch_counts=tuple(fetches.counts)),
+        ),
+    )
+    assert record_from_proto(record_to_proto(record)) == record
+    metrics = RouterMetrics(lambda: [record])
+    figures = dict(line.rsplit(" ", 1) for line in metrics.text()[0].decode().splitlines())
+    of, tier = 'node="prefill-0",role="prefill"', 'node="prefill-0",role="prefill",tier="host"'
+    name = "baton_node_tier_promotion_seconds"
+    found = [figures[f'{name}_bucket{{le="{le}",{tier}}}'] for le in ("0.001", "0.003", "3.0", "+Inf")]
+    assert found == ["0.0", "2.0", "2.0", "3.0"]
+    assert float(figures[f"{name}_sum{{{tier}}}"]) == pytest.approx(60.004)
+    assert figures[f'baton_node_fetch_seconds_bucket{{le="0.3",{of}}}'] == "0.0"
+    assert figures[f"baton_node_fetch_seconds_count{{{of}}}"] == "1.0"
+    device = 'node="prefill-0",role="prefill",tier="device"'
+    evicted = [figures[f'baton_node_tier_blocks{{{device},what="{what}"}}'] for what in ("evicted", "evicted_unused")]
+    assert evicted == ["5.0", "2.0"]
+
+
 def test_keys_by_their_names() -> None:
     """What each has been given and refused; one that has asked nothing has no line, nor has one that is gone."""
     used, idle = (KeyUse(ApiKey(name=name, sha256="0" * 64, concurrency=1), 0.0) for name in ("used", "idle"))
@@ -89,6 +141,26 @@ def test_keys_by_their_names() -> None:
     ]
     keys.clear()
     assert 'key="' not in metrics.text()[0].decode()
+
+
+def test_figures_of_processes_are_those_of_all_workers() -> None:
+    """One worker runs, another one has just ended. Files are added up; the start is the parent's."""
+    with subprocess.Popen(["sleep", "1000"]) as worker:
+        try:
+            gone = subprocess.Popen(["true"])
+            gone.wait()
+            metrics = RouterMetrics(list)
+            found = []
+            for pids in ([], [worker.pid, gone.pid]):
+                metrics.worker_pids = pids
+                found.append(dict(line.rsplit(" ", 1) for line in metrics.text()[0].decode().splitlines()))
+            alone, summed = ({name: float(value) for name, value in each.items() if "#" not in name} for each in found)
+            files = len(os.listdir(f"/proc/{worker.pid}/fd"))
+            assert summed["process_open_fds"] == alone["process_open_fds"] + files
+            assert summed["process_start_time_seconds"] == alone["process_start_time_seconds"]
+            assert summed["process_cpu_seconds_total"] >= alone["process_cpu_seconds_total"]
+        finally:
+            worker.kill()
 
 
 def test_connections_of_clients() -> None:

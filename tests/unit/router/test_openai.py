@@ -38,7 +38,7 @@ FIELDS = [
     "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p",
     "n", "stream", "stream_options", "logprobs", "top_logprobs", "echo", "stop", "seed", "logit_bias", "best_of",
     "suffix", "tools", "response_format", "stop_token_ids", "min_tokens", "ignore_eos", "chat_template_kwargs", "x",
-    "resumable", "resume_token_ids", "return_token_ids",
+    "resumable", "resume_token_ids", "return_token_ids", "reasoning_effort", "include_reasoning",
 ]  # fmt: skip
 leaves = (
     st.none() | st.booleans() | st.integers(-(2**65), 2**65) | st.floats() | st.text(max_size=4)

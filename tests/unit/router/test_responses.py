@@ -66,7 +66,7 @@ def test_a_body_as_that_of_a_chat() -> None:
         ],
         "tools": [{"type": "function", "function": {"name": "f", "parameters": CITY, "strict": True}}],
         "tool_choice": {"type": "function", "function": {"name": "f"}},
-        "response_format": {"type": "json_schema", "json_schema": body["text"]["format"]},
+        "response_format": {"type": "json_schema", "json_schema": body["text"]["format"]}, "reasoning_effort": "low",
     }  # fmt: skip
     assert chat_body({"input": "hi", "text": {"format": {"type": "text"}}, "top_k": 3}) == {
         "messages": [{"role": "user", "content": "hi"}], "response_format": {"type": "text"}, "top_k": 3,
@@ -93,6 +93,8 @@ def test_a_body_as_that_of_a_chat() -> None:
         ({"input": [{"type": "function_call", "name": "f"}]}, "input.0"),
         ({"input": [{"type": "function_call_output", "call_id": "a", "output": 5}]}, "input.0.output"),
         ({"metadata": 5}, "metadata"),
+        ({"reasoning": {"effort": "hihg"}}, "reasoning.effort"),
+        ({"reasoning": "low"}, "reasoning"),
         ({"n": 2}, "n"),
         ({"max_tokens": 2}, "max_output_tokens"),
         ({"allowed_token_ids": [1]}, "allowed_token_ids"),

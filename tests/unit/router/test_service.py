@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -15,7 +16,12 @@ from batonpb import inference_pb2
 from baton.errors import BatonError, Reason
 from router.answers import AnswerPart
 from router.config import RouterConfig
+from router.key_desk import LocalDesk
+from router.keys import ApiKey, KeyBook, digest_of
+from router.resume import SECRET_BYTES, Place, ResumeToken
 from router.service import InferenceService, _Stream
+
+KEY = "baton-" + "a" * 43
 
 
 def test_a_client_that_leaves_as_it_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,3 +203,28 @@ def test_a_write_may_let_others_run() -> None:
         assert [list(event.tokens.ids) for event in begun] == [[0], [1]]
 
     asyncio.run(scene())
+
+
+def test_a_key_ends_as_many_answers_a_minute_as_it_may_begin() -> None:
+    """One, by Forget. A second call is told to wait, and no node is asked."""
+    key = ApiKey(name="a", sha256=digest_of(KEY), requests_per_minute=1)
+    forgotten: list[str | None] = []
+
+    async def forget(_token: ResumeToken, name: str | None, _ended: Any) -> None:
+        forgotten.append(name)
+
+    async def scene() -> None:
+        book = KeyBook([key], blind=b"blind", now_s=0.0)
+        desk = LocalDesk(book, rng=Random(1), cut_former=lambda _token, _name: False)
+        service = InferenceService(MagicMock(config=RouterConfig(), forget=forget), desk)
+        context = MagicMock()
+        context.invocation_metadata.return_value = (("authorization", f"Bearer {KEY}"),)
+        token = ResumeToken(secret=b"s" * SECRET_BYTES, seed=1, digest=2, places=(Place(),))
+        request = inference_pb2.ForgetRequest(resume_token=token.encode())
+        await service._forget(request, context)
+        with pytest.raises(BatonError) as caught:
+            await service._forget(request, context)
+        assert caught.value.reason is Reason.RATE_LIMIT_EXCEEDED
+
+    asyncio.run(scene())
+    assert forgotten == ["a"]

@@ -57,6 +57,19 @@ def test_a_stopped_worker_is_killed_once_and_replaced_at_once() -> None:
     assert workers.tick(STOPPED_S + 1) == [Start(worker=0)]
 
 
+def test_a_worker_whose_process_is_not_there_in_time() -> None:
+    """It is to be killed as soon as it is, and then another one is started."""
+    workers = Supervision(1, now_s=0.0)
+    workers.tick(0.0)
+    ticked(workers, 0.0, START_S_MAX)
+    assert not workers.killed(0)
+    assert workers.tick(START_S_MAX) == [Kill(worker=0, why="it did not become ready")]
+    assert workers.killed(0)
+    workers.died(0, START_S_MAX + 1)
+    assert workers.tick(START_S_MAX + 1) == [Start(worker=0)]
+    assert not workers.killed(0)
+
+
 def test_workers_are_not_killed_where_the_parent_itself_stood_still() -> None:
     """It was stopped for a minute, or its machine was. What they reported meanwhile is not read yet."""
     workers = one()

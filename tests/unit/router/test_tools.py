@@ -151,6 +151,44 @@ def test_the_prompt_may_have_opened_the_reasoning(tail: str, reasons: bool) -> N
     assert call.reading == resume_pb2.AnswerReading(parallel=True, reasons=reasons)
 
 
+def test_the_effort_of_reasoning_is_for_the_template() -> None:
+    """One that names it gets it, and a variable of the same name goes before; of others it changes nothing. A word that
+    nobody knows is refused."""
+    names = encoder("{% if reasoning_effort %}Effort: {{ reasoning_effort }}. {% endif %}" + TURN)
+    assert called(names)[1].startswith("<|im_start|>")
+    assert called(names, reasoning_effort="high")[1].startswith("Effort: high. ")
+    variables = {"reasoning_effort": "low"}
+    assert called(names, reasoning_effort="high", chat_template_kwargs=variables)[1].startswith("Effort: low. ")
+    assert called(encoder(TURN), reasoning_effort="minimal")[1] == called(encoder(TURN))[1]
+    for wrong in ("hihg", 5, ["high"]):
+        field, why = refused(names, reasoning_effort=wrong)
+        assert (field, "low, medium, high" in why) == ("reasoning_effort", True)
+
+
+def test_more_answers_than_are_returned_are_refused() -> None:
+    """In chats as in completions; as many as are returned change nothing."""
+    assert called(encoder(TURN), n=2, best_of=2)[0].n == 2
+    field, why = refused(encoder(TURN), best_of=2)
+    assert (field, "ask for n of them" in why) == ("best_of", True)
+
+
+def test_reasoning_that_the_client_does_not_want() -> None:
+    """vLLM's field: what is read of the answer has none, whole and streamed, calls and content stay. Other answers have
+    it."""
+    thinks = encoder(f"{TURN}{{# </think> #}}<think>\n")
+    call, _ = called(thinks, include_reasoning=False)
+    assert call.reading == resume_pb2.AnswerReading(parallel=True, reasons=True, unreasoned=True)
+    assert refused(thinks, include_reasoning="no")[0] == "include_reasoning"
+    whole = replies(FORM, unreasoned=True).whole([collected(THOUGHT)])["choices"][0]
+    wanted = {**replies(FORM).whole([collected(THOUGHT)])["choices"][0]["message"]}
+    assert wanted.pop("reasoning_content") == "é"
+    assert (whole["message"], whole["finish_reason"]) == (wanted, "tool_calls")
+    made = replies(FORM, unreasoned=True)
+    chunks = [chunk for text in THOUGHT if (chunk := made.chunk(0, part(text, 1))) is not None]
+    chunks.append(made.last(0, inference_pb2.Finished(reason=common_pb2.FINISH_REASON_STOP)))
+    assert message_of([json.loads(chunk) for chunk in chunks]) == wanted
+
+
 @pytest.mark.parametrize("byte_fallbacks", [False, True])
 @given(parts=st.lists(st.sampled_from(["a", "▁a", " a", "é", "🦊", "[TOOL_CALLS]", "</s>", "<0xF0>"]), max_size=12))
 def test_markers_that_are_special_tokens_are_text_where_they_are_read(byte_fallbacks: bool, parts: list[str]) -> None:
@@ -173,10 +211,10 @@ def test_markers_that_are_special_tokens_are_text_where_they_are_read(byte_fallb
     assert "[TOOL_CALLS]" not in without
 
 
-def replies(form: AnswerForm, *, named: bool = False, **asked: Any) -> Replies:
+def replies(form: AnswerForm, *, named: bool = False, unreasoned: bool = False, **asked: Any) -> Replies:
     call = OpenAiCall(
         chat=True, requests=(), n=1, stream=True, include_usage=False, logprobs=False,
-        reading=resume_pb2.AnswerReading(tools=True, parallel=True, named=named), **asked,
+        reading=resume_pb2.AnswerReading(tools=True, parallel=True, named=named, unreasoned=unreasoned), **asked,
     )  # fmt: skip
     return Replies(request_id="r", call=call, model="m", created=7, token_text=str, form=form, secret=b"s" * 16)
 

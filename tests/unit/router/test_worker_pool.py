@@ -16,7 +16,8 @@ from router import worker_pool as module
 from router.config import RouterConfig
 from router.doors import Door, Doors
 from router.metrics import OUTPUT_TOKENS, Figures
-from router.worker_pool import WorkerPool
+from router.supervision import SILENT_S, START_S_MAX, Supervision
+from router.worker_pool import WorkerPool, WorkerProcess
 
 SCENE_S_MAX = 100
 
@@ -126,6 +127,38 @@ def test_a_stop_while_a_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         assert made.pids() == []
 
     play(scene)
+
+
+def test_a_process_that_is_there_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system takes more than a minute to make the processes. The router's start fails, and they are ended."""
+
+    async def scene() -> None:
+        made, there, begun = Scene(), asyncio.Event(), list[int]()
+        spawn, now_s = made.pool._spawn, 0.0
+
+        async def late(number: int) -> WorkerProcess:
+            begun.append(number)
+            await there.wait()
+            return await spawn(number)
+
+        monkeypatch.setattr(made.pool, "_spawn", late)
+        monkeypatch.setattr(made.pool, "_supervision", Supervision(2, now_s=now_s))
+        monkeypatch.setattr(made.pool._clock, "monotonic_s", lambda: now_s)
+        while now_s < START_S_MAX:
+            made.pool._tick()
+            now_s += SILENT_S / 2
+            await asyncio.sleep(0)
+        made.pool._tick()
+        assert begun == [0, 1]
+        there.set()
+        await until(lambda: made.pool.ended >= 2)
+        with pytest.raises(BatonError, match="ended before it was ready"):
+            await made.pool._all_ready
+        await made.pool.stop()
+        assert made.pids() == []
+        made.doors.close()
+
+    asyncio.run(scene())
 
 
 def test_figures_of_a_worker_that_ends_while_they_are_added_up() -> None:
