@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.engine import over_limit, table
-from benchmarks.engine_cases import DECODES, Steps, full_steps, kv_bytes, measure, weight_bytes
+from benchmarks.engine_cases import DECODES, PREFILL, Steps, full_steps, kv_bytes, measure, weight_bytes
 from benchmarks.handoff_trace import Event, What, chrome_trace, figures, spans
 from benchmarks.interference import LOAD, STREAMS, Load, Run
 from benchmarks.interference_report import LONG_PROMPT, best_chunk, by_system, report
@@ -156,7 +156,7 @@ def test_a_step_is_held_against_the_rate_around_it() -> None:
     assert over_limit(engine_round(0.025, 50e9), 1, 64) == 0.025 / (bytes_read / 50e9)
     lines = table([engine_round(0.025, 40e9), engine_round(0.025, 40e9, read_bytes_s_16_512=60e9)]).splitlines()
     assert next(line for line in lines if "batch 1, context 64" in line).endswith("| 1.05 (1.05-1.05) |")
-    assert "40.0 (40.0-60.0); 0.100" in lines[-1]
+    assert any("40.0 (40.0-60.0); 0.100" in line for line in lines)
 
 
 def test_the_rates_around_a_case_are_averaged() -> None:
@@ -170,5 +170,5 @@ def test_the_rates_around_a_case_are_averaged() -> None:
     found = measure("473m", generate, lambda: [10.0 * len(calls), 10.0 * len(calls) + 2])
     # The first call is the prefill's.
     assert [found[f"read_bytes_s_{batch}_{context}"] for batch, context in DECODES["473m"]] == [21, 31, 41, 51]
-    assert calls == [16, 1, 1, 16, 16]
+    assert calls == [PREFILL[0], 1, 1, 16, 16]
     assert not any(name.startswith("read") for name in measure("473m", generate))
