@@ -90,7 +90,7 @@ def cli() -> None:
     Example:
       baton demo-model /tmp/demo-model
       baton up --model /tmp/demo-model --prefill 2 --decode 2
-      baton generate "the sea in the evening" --max-tokens 32 --stats
+      baton generate "Once upon a time" --max-tokens 32 --stats
     """
 
 

@@ -73,7 +73,7 @@ def generate(
 
     \b
     Example:
-      baton generate "the sea in the evening" --max-tokens 32 --temperature 0 --stats
+      baton generate "Once upon a time" --max-tokens 32 --temperature 0 --stats
       baton generate --token-ids 5,6,7,8 --seed 7 --no-stream
       baton generate "Once upon a time" -n 3 --top-p 0.9 --stop "." --include-stop -o json
     """

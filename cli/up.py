@@ -114,7 +114,7 @@ def _command(**parameters: object) -> int:
     \b
     Example:
       baton up --model /tmp/demo-model --prefill 2 --decode 2
-      baton generate "the sea in the evening" --max-tokens 32 --stats
+      baton generate "Once upon a time" --max-tokens 32 --stats
       baton up --model /tmp/demo-model --directory redis://127.0.0.1:6379/0
     """
     path = config_path(parameters)
@@ -228,7 +228,7 @@ def _print_summary(cluster: Cluster) -> None:
     spec, directory = cluster.spec, describe_directory(cluster.directory)
     mock = spec.engine_kind is EngineKind.MOCK
     bearer = ""
-    prompt = "--token-ids 5,6,7,8" if mock else '"the sea in the evening"'
+    prompt = "--token-ids 5,6,7,8" if mock else '"Once upon a time"'
     routers = f"Router{'' if spec.routers == 1 else 's'} {', '.join(cluster.routers)}"
     click.echo(f"The cluster is ready. {routers}, directory {directory}, logs {cluster.log_dir}.")
     click.echo("Try, in another terminal:")
