@@ -23,7 +23,9 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "engine/native/kernels_avx2.c": (),
     "engine/native/kernels_avx512.c": (),
     "engine/native/kernels_avx512bf16.c": (),
+    "engine/native/kernels_amx.c": (),
     "engine/native/kernels_neon.c": (),
+    "engine/native/kernels_neonbf16.c": (),
     "engine/native/draw.c": ("m",),
 }
 """And the libraries that each is linked to."""

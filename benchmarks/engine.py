@@ -9,14 +9,18 @@ runs; the second prints what is in the file. Each side is started once for a mod
 other is measured; the order changes from round to round.
 
 With --kernels each set in turn, and both sides are held to its instructions (`HELD`). The table also has the rate at
-which PyTorch multiplies float32, in the same process and round, and what share of it a prefill's products are.
+which PyTorch multiplies float32, in the same process and round, and what share of it a prefill's products are. Where
+the peer emulates bfloat16 for lack of instructions it reads some twenty tokens a second. Then (`LIGHT`) both sides read
+two prompts instead of four and write a quarter as many tokens, and the peer's prompts before a decode step share all
+but their last tokens, which it reads once: its steps read less memory than ours.
 
-What a decode step of ours is held against is the time of reading its weights and its KV once. The rate of reading
-changes on shared machines within a minute, so it is measured for each case by itself: by the same process and threads,
-over a GiB of anonymous memory in huge pages, the median of eight passes, once when the prompts have been read and once
-after the last step. The case's median step is divided by the time at the mean of the two rates. (In files from before,
-a round has one rate, the best of ten passes at its end.) Of several rounds the table tells the median, the least and
-the most.
+What a decode step of ours is held against is the time of reading its weights and its KV once, or that of its products
+at the rate of the set's multipliers on numbers in registers (engine_multipliers.c), whichever is longer. The rate of
+reading changes on shared machines within a minute, so it is measured for each case by itself: by the same process and
+threads, over a GiB of anonymous memory in huge pages, the median of eight passes, once when the prompts have been read
+and once after the last step. The case's median step is divided by the time at the mean of the two rates. (In files from
+before, a round has one rate, the best of ten passes at its end.) Of several rounds the table tells the median, the
+least and the most.
 
 vLLM wants an environment of its own:
 
@@ -39,7 +43,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.engine_cases import DECODES, MODELS, PREFILL, STEPS, kv_bytes, product_flops, weight_bytes
+from benchmarks.engine_cases import (
+    DECODES,
+    MODELS,
+    attention_flops,
+    kv_bytes,
+    load_of,
+    product_flops,
+    weight_bytes,
+)
 from benchmarks.engine_side import Side
 from engine.kernel_sets import KernelSet
 
@@ -69,14 +81,24 @@ def held(kernels: KernelSet) -> dict[str, str]:
     return dict(zip(names, HELD[kernels], strict=True)) | {"BENCHMARK_LACKS": LACKS[kernels]}
 
 
+LIGHT = (KernelSet.AVX2, KernelSet.AVX512, KernelSet.TORCH)
+"""Held to these, the peer emulates bfloat16: a round is made of less."""
+
+
+def load_name(kernels: KernelSet) -> str:
+    return "light" if kernels in LIGHT else "full"
+
+
 def own(model: str, folder: Path, threads: int, kernels: KernelSet) -> Side:
     command = [sys.executable, "-m", "benchmarks.engine_own", model, str(folder), str(threads), kernels.value]
+    command.append(load_name(kernels))
     path = os.pathsep.join((str(ROOT), str(ROOT / "proto")))
     return Side(command, {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)} | held(kernels), ROOT)
 
 
 def vllm(python: str, model: str, folder: Path, threads: int, tokens_per_step: int, kernels: KernelSet) -> Side:
     command = [python, str(ROOT / "benchmarks" / "engine_vllm.py"), model, str(folder), str(tokens_per_step)]
+    command.append(load_name(kernels))
     settings = {
         "BENCHMARK_ROOT": str(ROOT),
         "PYTHONPATH": str(ROOT / "benchmarks" / "engine_held") if held(kernels) else "",
@@ -98,7 +120,7 @@ def name_of(each: dict[str, Any]) -> tuple[str, str]:
 def table(rounds: Sequence[dict[str, Any]]) -> str:
     """Medians over the rounds of each model, and of the ratios within each round."""
     lines = [
-        "| model | figure | ours | vLLM | ours is better by | over the read rate |",
+        "| model | figure | ours | vLLM | ours is better by | over what bounds it |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for model, kernels in dict.fromkeys(map(name_of, rounds)):
@@ -107,26 +129,23 @@ def table(rounds: Sequence[dict[str, Any]]) -> str:
         prefill = _pairs(mine, "prefill_tokens_s")
         share = ""
         if all("float32_flops_s" in each["own"] for each in mine):
-            share = spread([over_float32(each) for each in mine], 2)
-        lines.append(
-            _line(
-                name,
-                f"prefill {PREFILL[0]} x {PREFILL[1]}, tokens/s (share of float32)",
-                prefill,
-                [a / b for a, b in prefill],
-                share,
-            )
-        )
+            share = spread([over_float32(each) for each in mine], 2) + " of float32 products"
+        ratios = [a / b for a, b in prefill]
+        lines.append(_line(name, f"prefill, {mine[-1].get('prefill', '4 x 512')}, tokens/s", prefill, ratios, share))
         for batch, context in DECODES[model]:
             pairs = [(a * 1e3, b * 1e3) for a, b in _pairs(mine, f"decode_s_{batch}_{context}")]
             over = spread([over_limit(each, batch, context) for each in mine], 2)
+            bounds = (
+                "reading" if read_s(mine[-1], batch, context) > multiply_s(mine[-1], batch, context) else "multipliers"
+            )
             figure = f"decode, batch {batch}, context {context}, ms a step"
-            lines.append(_line(name, figure, pairs, [b / a for a, b in pairs], over))
+            lines.append(_line(name, figure, pairs, [b / a for a, b in pairs], f"{over} ({bounds})"))
         read = spread([read_bytes_s(each, *case) / 1e9 for each in mine for case in DECODES[model]], 1)
         outside = median(each["own"]["outside_runner_s"] for each in mine) * 1e3
         lines.append(f"| {name} | memory read, GB/s; scheduling, ms a step | {read}; {outside:.3f} | | | |")
-        flops = [each["own"].get("float32_flops_s", 0) / 1e9 for each in mine]
-        lines.append(f"| {name} | PyTorch's float32 products, GFLOP/s | {spread(flops, 0)} | | | |")
+        flops = [[each["own"].get(key, 0) / 1e9 for each in mine] for key in ("float32_flops_s", "multiply_flops_s")]
+        told = "; ".join(spread(each, 0) for each in flops)
+        lines.append(f"| {name} | PyTorch's float32 products; the set's multipliers, GFLOP/s | {told} | | | |")
     return "\n".join(lines)
 
 
@@ -141,12 +160,23 @@ def read_bytes_s(each: dict[str, Any], batch: int, context: int) -> float:
     return float(own.get(f"read_bytes_s_{batch}_{context}", own["read_bytes_s"]))
 
 
-def over_limit(each: dict[str, Any], batch: int, context: int) -> float:
-    """A step of ours over the time that its weights and KV take at the read rate measured around it."""
-    model = each["model"]
+def read_s(each: dict[str, Any], batch: int, context: int) -> float:
+    """How long a step's weights and KV take at the read rate measured around it."""
     # The mean context while the measured steps were made.
     tokens = batch * (context + each["steps"] // 2)
-    limit_s = (weight_bytes(model) + kv_bytes(model, tokens)) / read_bytes_s(each, batch, context)
+    return (weight_bytes(each["model"]) + kv_bytes(each["model"], tokens)) / read_bytes_s(each, batch, context)
+
+
+def multiply_s(each: dict[str, Any], batch: int, context: int) -> float:
+    """How long a step's products and attention take at the multipliers' rate; 0 where that is not known."""
+    rate, model = each["own"].get("multiply_flops_s", 0.0), each["model"]
+    tokens = batch * (context + each["steps"] // 2)
+    return (batch * weight_bytes(model) + attention_flops(model, tokens)) / rate if rate else 0.0
+
+
+def over_limit(each: dict[str, Any], batch: int, context: int) -> float:
+    """A step of ours over the time that it takes to read or to multiply, whichever is longer."""
+    limit_s = max(read_s(each, batch, context), multiply_s(each, batch, context))
     return float(each["own"][f"decode_s_{batch}_{context}"] / limit_s)
 
 
@@ -167,7 +197,9 @@ def _line(model: str, name: str, pairs: Sequence[tuple[float, float]], ratios: S
 
 def measure_model(model: str, kernels: KernelSet, args: argparse.Namespace, rounds: list[dict[str, Any]]) -> None:
     """Add `args.rounds` rounds of one model and set to `rounds`, and to the file after each."""
-    about = {"model": model, "kernels": kernels.value, "steps": STEPS[model], "threads": args.threads}
+    load = load_of(model, light=kernels in LIGHT)
+    about = {"model": model, "kernels": kernels.value, "steps": load.steps, "threads": args.threads}
+    about["prefill"] = "{} x {}".format(*load.prefill)
     about["vllm_tokens_per_step"] = args.vllm_tokens_per_step
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -6,6 +6,7 @@ import json
 import random
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
@@ -54,11 +55,36 @@ MODELS: dict[str, dict[str, Any]] = {
 MODELS["small8"] = MODELS["small"] | {"num_hidden_layers": 8}
 DECODES = {"473m": ((1, 64), (1, 512), (16, 64), (16, 512)), "small": ((16, 64),), "small8": ((8, 64),)}
 """(batch, context)"""
-STEPS = {"473m": 32, "small": 256, "small8": 256}
-REPEATS = {"473m": 1, "small": 3, "small8": 3}
-"""In a round: the larger model's takes half a minute."""
-PREFILL = (4, 512)
-"""(prompts, tokens of each): one whole step of either side."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """How much of a model is measured in a round."""
+
+    prefill: tuple[int, int]
+    """(prompts, tokens of each): one whole step of either side."""
+    steps: int
+    """Of each answer."""
+    repeats: int
+    """In a round: the larger model's takes half a minute."""
+    shared: bool = False
+    """Prompts that the peer only decodes after begin alike, and it keeps what it has read once."""
+
+
+LOADS = {
+    "473m": Load(prefill=(4, 512), steps=32, repeats=1),
+    "small": Load(prefill=(4, 512), steps=256, repeats=3),
+    "small8": Load(prefill=(4, 512), steps=256, repeats=3),
+}
+LIGHT = LOADS | {"473m": Load(prefill=(2, 512), steps=8, repeats=1, shared=True)}
+"""Where the peer emulates bfloat16: it reads twenty tokens a second there, and a round would take twenty minutes."""
+OWN_TOKENS = 16
+"""The last tokens of a prompt, which no other prompt shares."""
+
+
+def load_of(model: str, light: bool) -> Load:
+    return (LIGHT if light else LOADS)[model]
+
 
 Steps = list[tuple[float, int]]
 """Of each step of an engine: when it ended, in seconds after the prompts were submitted, and the answers it went on."""
@@ -95,24 +121,33 @@ def kv_bytes(model: str, tokens: int) -> int:
     return int(2 * 2 * tokens * m["num_hidden_layers"] * m["num_key_value_heads"] * m["head_dim"])
 
 
-def measure(model: str, generate: Generate, rates: Rates = list) -> dict[str, float]:
+def attention_flops(model: str, tokens: int) -> int:
+    """Scores and values of one query of each head over so many tokens, in all layers."""
+    m = MODELS[model]
+    return int(4 * tokens * m["num_hidden_layers"] * m["num_attention_heads"] * m["head_dim"])
+
+
+def measure(model: str, load: Load, generate: Generate, rates: Rates = list) -> dict[str, float]:
     """Tokens a second of prefill; seconds of a step in which all answers are decoded, the median, and the mean of the
     rates at which memory was read beside it."""
-    rng, repeats = random.Random(0), REPEATS[model]
+    rng, size = random.Random(0), MODELS[model]["vocab_size"]
 
-    def prompts(batch: int, context: int) -> list[list[int]]:
-        size = MODELS[model]["vocab_size"]
-        return [[rng.randrange(2, size) for _ in range(context)] for _ in range(batch)]
+    def prompts(batch: int, context: int, shared: int = 0) -> list[list[int]]:
+        begin = [rng.randrange(2, size) for _ in range(shared)]
+        return [begin + [rng.randrange(2, size) for _ in range(context - shared)] for _ in range(batch)]
 
-    batch, context = PREFILL
+    batch, context = load.prefill
     found = {
-        "prefill_tokens_s": max(batch * context / generate(prompts(batch, context), 1)[-1][0] for _ in range(repeats))
+        "prefill_tokens_s": max(
+            batch * context / generate(prompts(batch, context), 1)[-1][0] for _ in range(load.repeats)
+        )
     }
     for batch, context in DECODES[model]:
         steps: list[float] = []
         read_bytes_s: list[float] = []
-        for _ in range(repeats):
-            steps += full_steps(generate(prompts(batch, context), 1 + STEPS[model]), batch)
+        for _ in range(load.repeats):
+            asked = prompts(batch, context, context - OWN_TOKENS if load.shared else 0)
+            steps += full_steps(generate(asked, 1 + load.steps), batch)
             read_bytes_s += rates()
         found[f"decode_s_{batch}_{context}"] = median(steps)
         if read_bytes_s:
@@ -129,12 +164,14 @@ def full_steps(steps: Steps, batch: int) -> list[float]:
     return [after[0] - before[0] for before, after in pairwise(steps) if before[1] == after[1] == batch]
 
 
-def serve(model: str, generate: Generate, rates: Rates = list, more: Callable[[], dict[str, float]] = dict) -> None:
+def serve(
+    model: str, load: Load, generate: Generate, rates: Rates = list, more: Callable[[], dict[str, float]] = dict
+) -> None:
     """Warm up and say so, then answer every line on the input with the figures of a round and what `more` returns."""
     rng = random.Random(1)
     size = MODELS[model]["vocab_size"]
-    generate([[rng.randrange(2, size) for _ in range(256)] for _ in range(4)], 8)
-    generate([[rng.randrange(2, size) for _ in range(64)] for _ in range(16)], 8)
+    for prompts, tokens in ((1, 64), (16, 4)) if load.shared else ((4, 256), (16, 64)):
+        generate([[rng.randrange(2, size) for _ in range(tokens)] for _ in range(prompts)], 8)
     print("{}", flush=True)
     for _ in sys.stdin:
-        print(json.dumps(measure(model, generate, rates) | more()), flush=True)
+        print(json.dumps(measure(model, load, generate, rates) | more()), flush=True)

@@ -1,10 +1,15 @@
-"""Our side of benchmarks/engine.py: `python -m benchmarks.engine_own MODEL FOLDER THREADS KERNELS`. See `serve`."""
+"""Our side of benchmarks/engine.py: `python -m benchmarks.engine_own MODEL FOLDER THREADS KERNELS LOAD`.
+
+See `serve`."""
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,7 +18,8 @@ import numpy as np
 import torch
 
 from baton.ids import Attempt, RequestId, RequestKey
-from benchmarks.engine_cases import Steps, serve, write_config
+from baton.native import load as load_library
+from benchmarks.engine_cases import Steps, load_of, serve, write_config
 from cachestore.block_manager import BlockManager, growth_blocks
 from cachestore.ledger import Ledger
 from engine.core import Engine
@@ -30,6 +36,8 @@ READ_BYTES, READ_PASSES = 1 << 30, 8
 """Many times the caches, and memory as the weights lie in: anonymous, in huge pages."""
 PRODUCT, PRODUCT_PASSES = (2_048, 1_024, 6_144), 5
 """Rows, inner dimension and columns: the larger model's widest product."""
+MULTIPLY_ROUNDS, MULTIPLY_PASSES = 1_000_000, 5
+"""Of each thread: some 10 ms."""
 
 
 class OwnEngine:
@@ -55,6 +63,7 @@ class OwnEngine:
         region = np.full(self._runner.layout.region_bytes(num_blocks), 1, np.uint8)
         self._runner.bind(region, num_blocks)
         self._num_blocks = num_blocks
+        self.kernel_set = self._runner.kernel_set
         self._calls = 0
         self.outside_s: list[float] = []
         """Of each step of the last call that only decodes: the time that is not the runner's."""
@@ -195,10 +204,28 @@ def float32_flops_s() -> float:
     return 2 * rows * inner * columns / median(times[1:])
 
 
+def multiply_flops_s(kernels: KernelSet, threads: int) -> float:
+    """The rate at which the set's multipliers work on numbers in registers, all threads together: the best of some.
+    0: not known."""
+    handle = load_library(Path(__file__).with_name("engine_multipliers.c")).handle
+    loop = getattr(handle, f"multiply_{kernels.value}", None)
+    if loop is None:
+        return 0.0
+    loop.restype, loop.argtypes = ctypes.c_int64, [ctypes.c_int64]
+    best = 0.0
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(1 + MULTIPLY_PASSES):
+            started = time.perf_counter()
+            operations = sum(pool.map(loop, [MULTIPLY_ROUNDS] * threads))
+            best = max(best, operations / (time.perf_counter() - started))
+    return best
+
+
 def main() -> None:
     model, folder, threads = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(threads)
     engine = OwnEngine(write_config(folder, model), kernels=KernelSet(sys.argv[4]))
+    load = load_of(model, light=sys.argv[5] == "light")
     rated = RatedEngine(engine)
 
     def more() -> dict[str, float]:
@@ -207,9 +234,11 @@ def main() -> None:
             "read_bytes_s": median(rates),
             "outside_runner_s": median(engine.outside_s),
             "float32_flops_s": float32_flops_s(),
+            "multiply_flops_s": multiply_flops_s(engine.kernel_set, threads),
         }
 
-    serve(model, rated.generate, rated.rates, more)
+    # Contexts of its own for every sequence, where the peer's share theirs: no cache helps.
+    serve(model, replace(load, shared=False), rated.generate, rated.rates, more)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,14 @@ from pathlib import Path
 
 sys.path.insert(0, os.environ["BENCHMARK_ROOT"])
 
-from benchmarks.engine_cases import Steps, serve, write_config
+from benchmarks.engine_cases import Steps, load_of, serve, write_config
 
 
 def main() -> None:
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
     model, folder, tokens_per_step = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    load = load_of(model, light=sys.argv[4] == "light")
     llm = LLM(
         model=str(write_config(folder, model)),
         skip_tokenizer_init=True,
@@ -25,7 +26,7 @@ def main() -> None:
         max_model_len=2048,
         max_num_seqs=16,
         max_num_batched_tokens=tokens_per_step,
-        enable_prefix_caching=False,
+        enable_prefix_caching=load.shared,
         disable_log_stats=True,
     )
 
@@ -42,7 +43,7 @@ def main() -> None:
             steps.append((time.perf_counter() - started, answers))
         return steps
 
-    serve(model, generate)
+    serve(model, load, generate)
 
 
 if __name__ == "__main__":

@@ -133,8 +133,8 @@ class EngineConfig:
     )
     kernels: KernelSet = setting(
         KernelSet.AUTO,
-        "instructions that the compute kernels use: auto (the best that this CPU has), avx2, avx512, "
-        "avx512bf16, amx (products by oneDNN, whose bits depend on the batch), neon, or torch (PyTorch's operations)",
+        "instructions that the compute kernels use: auto (the fastest that this CPU has), avx2, avx512, avx512bf16, "
+        "amx, neon, neonbf16, or torch (PyTorch's operations)",
         "CPUs differ, and a resumed answer must go on with the same tokens: set the best that all of them have.",
     )
     compute_threads: int = setting(

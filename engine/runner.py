@@ -29,7 +29,7 @@ from engine.model_config import (
     weight_shapes,
 )
 from engine.models.decoder import Decoder, rotate
-from engine.models.matmul import NativePacking, OneDnnPacking, Packing
+from engine.models.matmul import NativePacking
 from engine.models.native_decoder import HEAD_DIM_MAX, NativeDecoder
 from engine.native.kernels import (
     PACKED_ROWS_MIN,
@@ -463,22 +463,15 @@ class TorchRunner(ModelRunner):
         if why is not None:
             return Choice(kernel_set=KernelSet.TORCH, kernels=None, why=why)
         try:
-            choice = choose_kernels(wanted)
+            return choose_kernels(wanted, rounded=quantisation is not Quantisation.NONE)
         except KernelSetMissing as error:
             raise UnsupportedModelError(str(error)) from error
-        if choice.kernel_set is KernelSet.AMX and quantisation is not Quantisation.NONE:
-            why = f"{choice.why}; oneDNN does not multiply by {quantisation.value} weights"
-            return replace(choice, kernel_set=KernelSet.AVX512BF16, why=why)
-        return choice
 
     def _native_decoder(
         self, tensors: Mapping[str, torch.Tensor], kernels: Kernels, quantisation: Quantisation
     ) -> NativeDecoder:
         workspace = Workspace()
-        packing: Packing = NativePacking(kernels, workspace, quantisation.bits)
+        packing = NativePacking(kernels, workspace, quantisation.bits)
         numbers = "bfloat16" if quantisation is Quantisation.NONE else f"bfloat16, weights {quantisation.value}"
-        if self.kernel_set is KernelSet.AMX:
-            packing = OneDnnPacking()
-            numbers += ", products by oneDNN"
         self.arithmetic = f"compute kernels ({numbers})"
         return NativeDecoder(self.config, tensors, kernels=kernels, packing=packing, workspace=workspace)

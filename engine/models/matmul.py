@@ -86,29 +86,6 @@ def joined(linears: Sequence[Linear]) -> Linear:
     return Linear(weight=torch.cat([linear.weight for linear in linears]), bias=torch.cat(biases) if biases else None)
 
 
-class OneDnnPacking(Packing):
-    """oneDNN's own layouts: for CPUs with AMX, where it is faster than the compute kernels."""
-
-    ROWS_HINT = 512
-    """The layout is chosen for so many rows."""
-
-    def matmul(self, name: str, *linears: Linear) -> Matmul:
-        del name
-        whole = joined(linears)
-        # Always another layout, or the result would alias the checkpoint's memory.
-        weight = torch.ops.mkldnn._reorder_linear_weight(whole.weight.contiguous(), self.ROWS_HINT)
-        bias = whole.bias  # nothing else of the checkpoint is kept
-
-        def product(x_TX: torch.Tensor, /) -> torch.Tensor:
-            result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x_TX, weight, bias, "none", [], "")
-            return result
-
-        return product
-
-    def output(self, linear: Linear) -> Matmul:
-        return self.matmul(LOGITS, linear)
-
-
 class NativePacking(Packing):
     """Layouts for the compute kernels."""
 

@@ -89,10 +89,7 @@ class NativeDecoder(Decoder):
         super().__init__(config, tensors, packing)
         self._kernels = kernels
         self._workspace = workspace
-        self._whole: Array[_Layer] | None = None
-        """None: the matrices are not packed for the compute kernels."""
-        if isinstance(self.layers[0].qkv, NativeMatmul):
-            self._whole = (_Layer * config.num_layers)(*map(_layer, self.layers))
+        self._whole = (_Layer * config.num_layers)(*map(_layer, self.layers))
         self._step = _Step()
         self._alive: tuple[Any, ...] = ()
         """Owners of the memory whose addresses the step has."""
@@ -121,8 +118,6 @@ class NativeDecoder(Decoder):
         `layer_done` is called when the keys and values of a layer are in the pool.
         """
         angles, whole = self.angles(positions_T), self._whole
-        if whole is None:
-            return self._run_parts(x_TE, angles, plan, pool, layer_done, ends)
         self._begin(whole, x_TE, angles, plan, pool)
         kernels, step, at = self._kernels, addressof(self._step), [addressof(each) for each in whole]
         if layer_done is None and ends is None:  # no call between layers: the threads compute all of them
@@ -184,34 +179,6 @@ class NativeDecoder(Decoder):
         for name, value in fields.items():
             setattr(self._step, name, value)
         self._alive = (places, plan)
-
-    def _run_parts(
-        self,
-        x_TE: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        plan: AttentionPlan,
-        pool: KvPool,
-        layer_done: Callable[[int], None] | None,
-        ends: Ends | None,
-    ) -> torch.Tensor:
-        """As `run_layers`, where the compute kernels do not multiply: one call for each part of a layer."""
-        kernels, config = self._kernels, self.config
-        attention_TX = self._workspace.take("attended", len(x_TE), config.num_heads * config.head_dim)
-        for layer, w in enumerate(self.layers):
-            region = pool.kv_LN2KSD[layer]
-            qkv_TX = w.qkv(self._norm(x_TE, w.input_norm))
-            kernels.rotate_store(qkv_TX, w.norms, angles, region, plan, config.rms_norm_eps)
-            if layer_done is not None:
-                layer_done(layer)
-            if ends is not None and w is self.layers[-1]:
-                x_TE, qkv_TX = (each.index_select(0, ends.rows_W) for each in (x_TE, qkv_TX))
-                attention_TX, plan = attention_TX[: len(x_TE)], ends.plan
-                if not len(x_TE):
-                    break
-            kernels.attention(qkv_TX, region, plan, attention_TX, self._workspace)
-            x_TE += w.o(attention_TX)
-            x_TE += w.down(w.gated(self._norm(x_TE, w.post_attention_norm)))
-        return x_TE
 
     def logits(self, x_BE: torch.Tensor) -> torch.Tensor:
         """Scores of the next token for each row of the last layer's output -> [B, V], in a reused buffer."""

@@ -242,15 +242,6 @@ class Kernels:
         self.linear_scratch = function("baton_linear_scratch", integer, integer, integer, flag)
         """(rows, inputs, bits) -> 32-bit words of scratch for `linear`."""
         self._rms_norm = function("baton_rms_norm", None, *[pointer] * 3, *[integer] * 2, real, flag)
-        self._rotate_store = function("baton_rotate_store", None, flag, *[pointer] * 8, *[integer] * 5, real, flag)
-        self._attention = function(
-            "baton_attention",
-            None,
-            *[pointer, integer],
-            *[pointer] * 7,
-            *[integer] * 5,
-            *[real, pointer, integer, flag],
-        )
         self.attention_scratch = function("baton_attention_scratch", integer, integer, integer)
         """(longest context, head dimension) -> bytes of scratch for each thread."""
         self._highest = function("baton_highest", None, *[pointer] * 2, *[integer] * 2, flag)
@@ -288,43 +279,6 @@ class Kernels:
         """As `engine.models.decoder.rms_norm`, into `out_TE`; both are contiguous."""
         self._rms_norm(x_TE, weight, out_TE, *x_TE.shape, eps, torch.get_num_threads())
 
-    def rotate_store(
-        self,
-        qkv_TX: torch.Tensor,
-        norms: tuple[torch.Tensor, torch.Tensor] | None,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        layer_N2KSD: torch.Tensor,
-        plan: AttentionPlan,
-        eps: float,
-    ) -> None:
-        """Normalise and rotate the queries of `qkv_TX` in place, and its keys into their slots; copy its values too."""
-        _, _, kv_heads, block_size, head_dim = layer_N2KSD.shape
-        heads = qkv_TX.shape[1] // head_dim - 2 * kv_heads
-        self._rotate_store(
-            *(Opening.WHOLE, qkv_TX, *(norms or (None, None)), *angles, layer_N2KSD, plan.blocks_T, plan.slots_T),
-            *(qkv_TX.shape[0], heads, kv_heads, block_size, head_dim, eps, torch.get_num_threads()),
-        )
-
-    def attention(
-        self,
-        qkv_TX: torch.Tensor,
-        layer_N2KSD: torch.Tensor,
-        plan: AttentionPlan,
-        out_TX: torch.Tensor,
-        workspace: Workspace,
-    ) -> None:
-        """Each query of `qkv_TX` over its sequence up to its own token, into `out_TX`."""
-        _, _, kv_heads, block_size, head_dim = layer_N2KSD.shape
-        threads = torch.get_num_threads()
-        scratch_bytes = self.attention_scratch(int(plan.contexts_B.max()), head_dim)
-        scratch = workspace.take("attention", threads, scratch_bytes, torch.uint8)
-        self._attention(
-            *(qkv_TX, qkv_TX.stride(0), out_TX, layer_N2KSD),
-            *(plan.tables, plan.table_at_B, plan.rows_at, plan.contexts_B, plan.tasks, len(plan.tasks)),
-            *(out_TX.shape[1] // head_dim, kv_heads, block_size, head_dim, head_dim**-0.5),
-            *(scratch, scratch_bytes, threads),
-        )
-
 
 class KernelSetMissing(Exception):
     """The message names the set and says what is there."""
@@ -342,45 +296,66 @@ class Choice:
     """For people: why this one."""
 
 
-OWN = (KernelSet.AVX512BF16, KernelSet.AVX512, KernelSet.AVX2, KernelSet.NEON)
-"""The sets that have a library of their own, the best first."""
+OWN = (
+    KernelSet.AMX,
+    KernelSet.AVX512BF16,
+    KernelSet.AVX512,
+    KernelSet.AVX2,
+    KernelSet.NEONBF16,
+    KernelSet.NEON,
+)
+"""The sets that have a library, the best first, unless pairs are slow (`_best_first`)."""
+ROUNDED = frozenset(OWN) - {KernelSet.AMX}
+"""Those that multiply by weights of 8 and 4 bits."""
 _CPU_BITS = {
     KernelSet.AVX2: 1,
     KernelSet.AVX512: 2,
     KernelSet.AVX512BF16: 4,
     KernelSet.AMX: 8,
     KernelSet.NEON: 16,
+    KernelSet.NEONBF16: 32,
 }
 """By cpu.c's numbers."""
+_SLOW_PAIRS_BIT = 64
 
 
-def choose_kernels(wanted: KernelSet) -> Choice:
-    """Raises KernelSetMissing: the set that is wanted is not there. AUTO always finds one."""
+def choose_kernels(wanted: KernelSet, *, rounded: bool = False) -> Choice:
+    """Raises KernelSetMissing: the set that is wanted is not there. AUTO always finds one.
+
+    `rounded`: weights of 8 or 4 bits. Where the set that is wanted does not multiply by those it is the best that does.
+    """
     if wanted is KernelSet.TORCH:
         return Choice(kernel_set=wanted, kernels=None, why="engine.kernels names it")
     here = cpu_sets()
-    if wanted is KernelSet.AUTO:
-        return _best(here)
-    if wanted not in here:
+    if wanted is not KernelSet.AUTO and wanted not in here:
         raise KernelSetMissing(f"engine.kernels is {wanted.value}, which this CPU lacks: it has {_names(here)}")
-    own = KernelSet.AVX512BF16 if wanted is KernelSet.AMX else wanted
-    kernels = own_kernels(own)
+    if rounded and wanted in here - ROUNDED:
+        return _best(here & ROUNDED, f"{wanted.value} does not multiply by rounded weights")
+    if wanted is KernelSet.AUTO:
+        return _best(here & ROUNDED if rounded else here, f"the best of what this CPU has: {_names(here)}")
+    kernels = own_kernels(wanted)
     if kernels is None:
-        raise KernelSetMissing(f"engine.kernels is {wanted.value}, which has no library here: {_library(own).status}")
+        status = _library(wanted).status
+        raise KernelSetMissing(f"engine.kernels is {wanted.value}, which has no library here: {status}")
     return Choice(kernel_set=wanted, kernels=kernels, why="engine.kernels names it")
 
 
-def _best(here: frozenset[KernelSet]) -> Choice:
-    own = next((each for each in OWN if each in here), None)
+def _best(here: frozenset[KernelSet], why: str) -> Choice:
+    own = next((each for each in _best_first() if each in here), None)
     if own is None:
         why = f"the compute kernels need {' or '.join(each.value for each in reversed(OWN))}, which this CPU lacks"
         return Choice(kernel_set=KernelSet.TORCH, kernels=None, why=why)
     kernels = own_kernels(own)
     if kernels is None:
         return Choice(kernel_set=KernelSet.TORCH, kernels=None, why=f"no compute kernels: {_library(own).status}")
-    # oneDNN chooses its order of summation by the number of rows; but it reads prompts several times as fast.
-    kernel_set = KernelSet.AMX if KernelSet.AMX in here else own
-    return Choice(kernel_set=kernel_set, kernels=kernels, why=f"the best of what this CPU has: {_names(here)}")
+    return Choice(kernel_set=own, kernels=kernels, why=why)
+
+
+def _best_first() -> tuple[KernelSet, ...]:
+    if not pairs_are_slow():
+        return OWN
+    swapped = {KernelSet.AVX512: KernelSet.AVX512BF16, KernelSet.AVX512BF16: KernelSet.AVX512}
+    return tuple(swapped.get(each, each) for each in OWN)
 
 
 def _names(sets: frozenset[KernelSet]) -> str:
@@ -388,14 +363,22 @@ def _names(sets: frozenset[KernelSet]) -> str:
 
 
 @cache
-def cpu_sets() -> frozenset[KernelSet]:
-    """The sets whose instructions this CPU has; empty where there is no compiler to build what asks it."""
+def _cpu_bits() -> int:
     library = load(Path(__file__).with_name("cpu.c"))
     if library.handle is None:
         log.warning("compute kernels are missing: PyTorch's are used, which are slower", why=library.status)
-        return frozenset()
-    bits = int(library.handle.baton_cpu_sets())
-    return frozenset(each for each, bit in _CPU_BITS.items() if bits & bit)
+        return 0
+    return int(library.handle.baton_cpu_sets())
+
+
+def cpu_sets() -> frozenset[KernelSet]:
+    """The sets whose instructions this CPU has; empty where there is no compiler to build what asks it."""
+    return frozenset(each for each, bit in _CPU_BITS.items() if _cpu_bits() & bit)
+
+
+def pairs_are_slow() -> bool:
+    """This CPU multiplies pairs of bfloat16 more slowly than the float32 that they are widened to."""
+    return bool(_cpu_bits() & _SLOW_PAIRS_BIT)
 
 
 @cache

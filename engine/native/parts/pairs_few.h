@@ -20,19 +20,19 @@ INLINE void attend_heads(const Attention *a, const Reading *now, const Reading *
         n = tile_keys(a, first, context);
         const bf16 *keys = key_at(a, now->table, now->head, first), *values = keys + value_off;
         const bf16 *ahead = key_ahead(a, now, next, first + AHEAD);
-        M16 mask = (M16)((1u << n) - 1);
+        M16 mask = m_first(n);
         UNROLL for (int g = 0; g < G; g++) {
             F16 dots[16];
             UNROLL for (int j = 0; j < 16; j++) {
                 const bf16 *key = keys + (j < n ? j : 0) * d;
                 F16 dot = f_zero();
                 UNROLL for (int i = 0; i < parts; i++)
-                    dot = _mm512_dpbf16_ps(dot, (__m512bh)query[g][i], (__m512bh)load32(key + 32 * i, d - 32 * i));
+                    dot = f_pairs(query[g][i], load32(key + 32 * i, d - 32 * i), dot);
                 dots[j] = dot;
-                if (ahead && g < parts) _mm_prefetch(ahead + j * d + 32 * g, _MM_HINT_T0);
+                if (ahead && g < parts) __builtin_prefetch(ahead + j * d + 32 * g, 0, 3);
             }
             F16 scores = f_mul(sums16(dots), f_all(a->scale));
-            float best = _mm512_mask_reduce_max_ps(mask, scores);
+            float best = f_highest_of(mask, scores);
             if (best > top[g]) {
                 F16 shrink = exp16(f_all(top[g] - best));
                 if (first == 0) shrink = f_zero();
@@ -49,8 +49,8 @@ INLINE void attend_heads(const Attention *a, const Reading *now, const Reading *
         }
         for (int64_t j = 0; j < n; j++) {
             if (ahead) {
-                UNROLL for (int i = G; i < parts; i++) _mm_prefetch(ahead + j * d + 32 * i, _MM_HINT_T0);
-                UNROLL for (int i = 0; i < parts; i++) _mm_prefetch(ahead + value_off + j * d + 32 * i, _MM_HINT_T0);
+                UNROLL for (int i = G; i < parts; i++) __builtin_prefetch(ahead + j * d + 32 * i, 0, 3);
+                UNROLL for (int i = 0; i < parts; i++) __builtin_prefetch(ahead + value_off + j * d + 32 * i, 0, 3);
             }
             UNROLL for (int i = 0; i < parts; i++) {
                 I16 v = load32(values + j * d + 32 * i, d - 32 * i);

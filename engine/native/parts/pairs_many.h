@@ -14,7 +14,7 @@ INLINE void pack_rows(const bf16 *const *rows, int64_t d, uint32_t *to, int64_t 
         UNROLL for (int r = 0; r < 16; r++) v[r] = load32(rows[r] + 2 * i, d - 2 * i);
         transpose16(v);
         UNROLL for (int j = 0; j < 16; j++)
-            if (i + j < d / 2) _mm512_mask_storeu_epi32(to + (i + j) * wide, (M16)((1u << columns) - 1), v[j]);
+            if (i + j < d / 2) i_store_first(to + (i + j) * wide, columns, v[j]);
     }
 }
 
@@ -24,9 +24,6 @@ INLINE void pack_keys(const Attention *a, const int64_t *table, int64_t head, in
                       int64_t d) {
     int64_t d_panels = (d + 31) / 32, value_off = a->kv_heads * a->block_size * d;
     int64_t padded = (context + 31) / 32 * 32;
-    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
-                                         5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     for (int64_t j = 0; j < padded; j += 16) {
         const bf16 *rows[16];
         for (int r = 0; r < 16; r++) rows[r] = j + r < context ? key_at(a, table, head, j + r) : ZEROS;
@@ -37,8 +34,8 @@ INLINE void pack_keys(const Attention *a, const int64_t *table, int64_t head, in
             for (int64_t p = 0; p < d_panels; p++) {
                 I16 x = load32(rows[r] + 32 * p, d - 32 * p), y = load32(rows[r + 1] + 32 * p, d - 32 * p);
                 bf16 *panel = values + (p * (padded / 2) + (j + r) / 2) * 64;
-                _mm512_storeu_si512(panel, _mm512_permutex2var_epi16(x, low, y));
-                _mm512_storeu_si512(panel + 32, _mm512_permutex2var_epi16(x, high, y));
+                i_store(panel, pairs_low(x, y));
+                i_store(panel + 32, pairs_high(x, y));
             }
         }
     }

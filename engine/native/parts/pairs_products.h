@@ -24,8 +24,11 @@ static void one_group(const Linear *l, int64_t group, int64_t p, int rows, const
     if (l->epilogue != EPILOGUE_SWIGLU) /* as likely as not another thread, or nobody of late, wrote there */
         for (int r = 0; r < rows; r++) __builtin_prefetch(l->out + (row + r) * l->stride + p * PANEL, 1, 3);
     switch (rows) {
-        ROW_CASE(1) ROW_CASE(2) ROW_CASE(3) ROW_CASE(4) ROW_CASE(5) ROW_CASE(6)
+        ROW_CASE(1) ROW_CASE(2) ROW_CASE(3)
+#if ROWS_MAX == 12
+        ROW_CASE(4) ROW_CASE(5) ROW_CASE(6)
         ROW_CASE(7) ROW_CASE(8) ROW_CASE(9) ROW_CASE(10) ROW_CASE(11) ROW_CASE(12)
+#endif
     }
 }
 
@@ -46,8 +49,11 @@ static void one_group(const Linear *l, int64_t group, int64_t p, int rows, const
 static void one_part(int rows, int64_t wide, const uint32_t *a, const bf16 *panel, int64_t pairs, F16 (*kept)[2],
                      const char *ahead, int lines) {
     switch (rows) {
-        PART_CASE(1) PART_CASE(2) PART_CASE(3) PART_CASE(4) PART_CASE(5) PART_CASE(6)
+        PART_CASE(1) PART_CASE(2) PART_CASE(3)
+#if ROWS_MAX == 12
+        PART_CASE(4) PART_CASE(5) PART_CASE(6)
         PART_CASE(7) PART_CASE(8) PART_CASE(9) PART_CASE(10) PART_CASE(11) PART_CASE(12)
+#endif
     }
 }
 
@@ -122,14 +128,13 @@ static void linear_tasks(Linear *l, int64_t task) {
 /* Rows of words at `x + r * stride`, `rows` of them at most ROWS_MAX -> to[i * wide + r] for the first `words` words i;
  * what lies from `rows` to `wide` is read by nobody. */
 INLINE void pack_words(const bf16 *x, int64_t stride, int64_t rows, int64_t words, uint32_t *to, int64_t wide) {
-    M16 lanes = (M16)((1u << wide) - 1);
     int64_t i = 0;
     for (; i + 16 <= words; i += 16) {
         I16 v[16];
         UNROLL for (int r = 0; r < 16; r++)
             v[r] = r < rows ? i_load(x + r * stride + 2 * i) : i_zero();
         transpose16(v);
-        UNROLL for (int j = 0; j < 16; j++) _mm512_mask_storeu_epi32(to + (i + j) * wide, lanes, v[j]);
+        UNROLL for (int j = 0; j < 16; j++) i_store_first(to + (i + j) * wide, wide, v[j]);
     }
     for (; i < words; i++)
         for (int64_t r = 0; r < rows; r++) memcpy(to + i * wide + r, x + r * stride + 2 * i, 4);

@@ -4,7 +4,9 @@
  * Every place of `out` is written by one thread, after all rows have been packed; who reads it meets the team first.
  */
 #pragma once
-#ifdef PAIRS
+#ifdef TILES
+#include "tile_products.h"
+#elif defined PAIRS
 #include "pairs_products.h"
 #else
 #include "wide_products.h"

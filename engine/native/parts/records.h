@@ -84,14 +84,3 @@ static void store_tasks(void *arg) {
         }
     }
 }
-
-/* Norms and turns q and k, q in place, and writes k and v of each token to its slot of the layer; `opening`: q alone,
- * or k and v alone, or both. */
-API void baton_rotate_store(int opening, bf16 *qkv, const bf16 *q_norm, const bf16 *k_norm, const bf16 *cosines,
-                            const bf16 *sines, bf16 *layer, const int64_t *blocks, const int64_t *slots, int64_t t,
-                            int64_t heads, int64_t kv_heads, int64_t block_size, int64_t d, float eps, int threads) {
-    Store s = {.qkv = qkv, .q_norm = q_norm, .k_norm = k_norm, .cosines = cosines, .sines = sines, .layer = layer,
-               .blocks = blocks, .slots = slots, .t = t, .heads = heads, .kv_heads = kv_heads,
-               .block_size = block_size, .d = d, .eps = eps, .opening = opening};
-    parallel(store_tasks, &s, t > 3 ? threads : 1);
-}

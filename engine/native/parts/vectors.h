@@ -19,8 +19,15 @@
  *   sums16(v)                     16 vectors -> one vector of their 16 sums
  *   transpose16(v)                row i of 16 becomes column i
  *
- * A set that multiplies pairs of bfloat16 (VDPBF16PS) defines PAIRS and has products of its own (pairs.h); the others
- * widen weights to float32 (wide.h).
+ * A set that multiplies pairs of bfloat16 (VDPBF16PS, BFDOT) defines PAIRS and has products of its own (pairs.h); the
+ * others widen weights to float32 (wide.h). One with PAIRS also provides:
+ *
+ *   f_pairs(a, b, sum)            sum + the two products of each pair of a and b
+ *   f_highest_of(m, x)            of some lanes
+ *   i_store_first(to, n, v)       the first n lanes
+ *   pairs_low, pairs_high(x, y)   pairs of one number of x and one of y: those of the first 16, of the last 16
+ *   pairs_of_bytes(at)            32 int8 -> 16 pairs
+ *   pairs_of_nibbles(x, j, table) nibble j of 32 words -> 16 pairs of -8..7; `nibbles` is the table
  */
 #pragma once
 

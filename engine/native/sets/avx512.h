@@ -4,6 +4,9 @@
 #include <stdint.h>
 #include <string.h>
 
+#ifdef TILES
+#pragma GCC target("amx-tile,amx-bf16,avx512bf16")
+#endif
 #ifdef PAIRS
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,bmi2,prfchw")
 #else
@@ -68,7 +71,7 @@ INLINE F16 f_keep(M16 m, F16 x) { return _mm512_maskz_mov_ps(m, x); }
 INLINE F16 widen(B16 x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
 INLINE B16 b_load(const bf16 *x) { return _mm256_loadu_si256((const __m256i *)x); }
 INLINE void b_store(bf16 *x, B16 v) { _mm256_storeu_si256((__m256i *)x, v); }
-#ifdef PAIRS
+#if defined PAIRS || defined TILES
 INLINE B16 narrow(F16 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 #else
 /* To the nearest, ties to even; a NaN stays one. */
@@ -77,6 +80,39 @@ INLINE B16 narrow(F16 x) {
     I16 up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
     up = _mm512_mask_mov_epi32(up, f_nan(x), _mm512_set1_epi32(0x7fc00000));
     return _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16));
+}
+#endif
+
+#ifdef PAIRS
+INLINE F16 f_pairs(I16 a, I16 b, F16 sum) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+INLINE float f_highest_of(M16 m, F16 x) { return _mm512_mask_reduce_max_ps(m, x); }
+INLINE void i_store_first(uint32_t *to, int64_t n, I16 v) { _mm512_mask_storeu_epi32(to, (M16)((1u << n) - 1), v); }
+
+INLINE I16 pairs_low(I16 x, I16 y) {
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
+                                         5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    return _mm512_permutex2var_epi16(x, low, y);
+}
+INLINE I16 pairs_high(I16 x, I16 y) {
+    const __m512i high = _mm512_set_epi16(63, 31, 62, 30, 61, 29, 60, 28, 59, 27, 58, 26, 57, 25, 56, 24, 55, 23, 54,
+                                          22, 53, 21, 52, 20, 51, 19, 50, 18, 49, 17, 48, 16);
+    return _mm512_permutex2var_epi16(x, high, y);
+}
+
+INLINE I16 pairs_of_bytes(const uint8_t *x) {
+    __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)x)));
+    __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(x + 16))));
+    return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+}
+
+/* -8..7 in bfloat16, twice: the lookup's index has one bit more than a nibble, which is the next nibble's. */
+static const bf16 NIBBLES[32] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
+                                 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
+                                 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+typedef __m512i Nibbles;
+INLINE Nibbles nibbles(void) { return _mm512_loadu_si512(NIBBLES); }
+INLINE I16 pairs_of_nibbles(I16 x, int j, Nibbles table) {
+    return _mm512_permutexvar_epi16(_mm512_srli_epi16(x, 4 * j), table);
 }
 #endif
 

@@ -4,6 +4,9 @@
 #include <stdint.h>
 #include <string.h>
 
+#ifdef PAIRS
+#pragma GCC target("arch=armv8.2-a+bf16")
+#endif
 #include "../parts/base.h"
 
 typedef struct {
@@ -19,7 +22,11 @@ typedef struct {
     uint32x4_t v[4];
 } M16; /* a lane is all ones or zero */
 
+#ifdef PAIRS
+#define ROWS_MAX 3 /* times eight registers, four for half of the weights' pairs, and one for x: 29 of 32 */
+#else
 #define ROWS_MAX 6 /* times four registers, four for the weights' half, and one for x: 29 of 32 */
+#endif
 #define HALVES 1
 #define FEW_ROWS 2
 
@@ -133,6 +140,12 @@ INLINE F16 f_keep(M16 m, F16 x) { return f_pick(m, x, f_zero()); }
 INLINE F16 widen(B16 x) { return f_of_bits(i_shl(i_of_b(x), 16)); }
 INLINE B16 b_load(const bf16 *x) { return (B16){vld1q_u16(x), vld1q_u16(x + 8)}; }
 INLINE void b_store(bf16 *x, B16 v) { vst1q_u16(x, v.a), vst1q_u16(x + 8, v.b); }
+#ifdef PAIRS
+INLINE uint16x8_t narrow8(float32x4_t low, float32x4_t high) {
+    return vreinterpretq_u16_bf16(vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(low), high));
+}
+INLINE B16 narrow(F16 x) { return (B16){narrow8(x.v[0], x.v[1]), narrow8(x.v[2], x.v[3])}; }
+#else
 /* To the nearest, ties to even; a NaN stays one. */
 INLINE uint16x4_t narrow4(float32x4_t x) {
     uint32x4_t bits = vreinterpretq_u32_f32(x), odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
@@ -142,6 +155,7 @@ INLINE uint16x4_t narrow4(float32x4_t x) {
 INLINE B16 narrow(F16 x) {
     return (B16){vcombine_u16(narrow4(x.v[0]), narrow4(x.v[1])), vcombine_u16(narrow4(x.v[2]), narrow4(x.v[3]))};
 }
+#endif
 
 /* At an end, seldom enough for a call. */
 static __attribute__((noinline)) B16 load_part(const bf16 *x, int64_t left) {
@@ -206,3 +220,56 @@ INLINE void transpose16(I16 *v) {
         v[4 * j + k].v[i] = other;
     }
 }
+
+#ifdef PAIRS
+INLINE F16 f_pairs(I16 a, I16 b, F16 sum) {
+    UNROLL for (int i = 0; i < 4; i++)
+        sum.v[i] = vbfdotq_f32(sum.v[i], vreinterpretq_bf16_s32(a.v[i]), vreinterpretq_bf16_s32(b.v[i]));
+    return sum;
+}
+INLINE float f_highest_of(M16 m, F16 x) { return f_highest(f_pick(m, x, f_all(-__builtin_inff()))); }
+
+INLINE void i_store_first(uint32_t *to, int64_t n, I16 v) {
+    int32_t all[16];
+    i_store(all, v);
+    for (int64_t i = 0; i < n; i++) to[i] = (uint32_t)all[i];
+}
+
+INLINE int32x4_t zipped(int32x4_t x, int32x4_t y, int second) {
+    int16x8_t a = vreinterpretq_s16_s32(x), b = vreinterpretq_s16_s32(y);
+    return vreinterpretq_s32_s16(second ? vzip2q_s16(a, b) : vzip1q_s16(a, b));
+}
+INLINE I16 pairs_low(I16 x, I16 y) {
+    return (I16){{zipped(x.v[0], y.v[0], 0), zipped(x.v[0], y.v[0], 1), zipped(x.v[1], y.v[1], 0),
+                  zipped(x.v[1], y.v[1], 1)}};
+}
+INLINE I16 pairs_high(I16 x, I16 y) {
+    return (I16){{zipped(x.v[2], y.v[2], 0), zipped(x.v[2], y.v[2], 1), zipped(x.v[3], y.v[3], 0),
+                  zipped(x.v[3], y.v[3], 1)}};
+}
+
+INLINE B16 whole16(int8x16_t x) {
+    int16x8_t a = vmovl_s8(vget_low_s8(x)), b = vmovl_high_s8(x);
+    return narrow(f_of_whole((I16){{vmovl_s16(vget_low_s16(a)), vmovl_high_s16(a), vmovl_s16(vget_low_s16(b)),
+                                    vmovl_high_s16(b)}}));
+}
+INLINE I16 pairs_of_bytes(const uint8_t *x) {
+    return i_joined(whole16(vld1q_s8((const int8_t *)x)), whole16(vld1q_s8((const int8_t *)x + 16)));
+}
+
+/* -8..7 in bfloat16: their lower bytes, then their upper ones. */
+static const uint8_t NIBBLES[32] = {0x00, 0xe0, 0xc0, 0xa0, 0x80, 0x40, 0x00, 0x80, 0x00, 0x80, 0x00,
+                                    0x40, 0x80, 0xa0, 0xc0, 0xe0, 0xc1, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0,
+                                    0xc0, 0xbf, 0x00, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40};
+typedef uint8x16x2_t Nibbles;
+INLINE Nibbles nibbles(void) { return (Nibbles){{vld1q_u8(NIBBLES), vld1q_u8(NIBBLES + 16)}}; }
+INLINE I16 pairs_of_nibbles(I16 x, int j, Nibbles table) {
+    UNROLL for (int i = 0; i < 4; i++) {
+        uint16x8_t at = vshlq_u16(vreinterpretq_u16_s32(x.v[i]), vdupq_n_s16((int16_t)(-4 * j)));
+        at = vandq_u16(at, vdupq_n_u16(15));
+        at = vaddq_u16(vorrq_u16(at, vshlq_n_u16(at, 8)), vdupq_n_u16(0x1000)); /* upper bytes: the table's second half */
+        x.v[i] = vreinterpretq_s32_u8(vqtbl2q_u8(table, vreinterpretq_u8_u16(at)));
+    }
+    return x;
+}
+#endif

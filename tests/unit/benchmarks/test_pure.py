@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.engine import over_limit, table
-from benchmarks.engine_cases import DECODES, PREFILL, Steps, full_steps, kv_bytes, measure, weight_bytes
+from benchmarks.engine_cases import DECODES, LIGHT, LOADS, Steps, full_steps, kv_bytes, measure, weight_bytes
 from benchmarks.handoff_trace import Event, What, chrome_trace, figures, spans
 from benchmarks.interference import LOAD, STREAMS, Load, Run
 from benchmarks.interference_report import LONG_PROMPT, best_chunk, by_system, report
@@ -155,7 +155,7 @@ def test_a_step_is_held_against_the_rate_around_it() -> None:
     assert over_limit(each, 1, 64) == 0.025 / (bytes_read / 40e9)
     assert over_limit(engine_round(0.025, 50e9), 1, 64) == 0.025 / (bytes_read / 50e9)
     lines = table([engine_round(0.025, 40e9), engine_round(0.025, 40e9, read_bytes_s_16_512=60e9)]).splitlines()
-    assert next(line for line in lines if "batch 1, context 64" in line).endswith("| 1.05 (1.05-1.05) |")
+    assert next(line for line in lines if "batch 1, context 64" in line).endswith("| 1.05 (1.05-1.05) (reading) |")
     assert any("40.0 (40.0-60.0); 0.100" in line for line in lines)
 
 
@@ -167,8 +167,32 @@ def test_the_rates_around_a_case_are_averaged() -> None:
         calls.append(len(prompts))
         return [(float(step), len(prompts)) for step in range(1, tokens + 1)]
 
-    found = measure("473m", generate, lambda: [10.0 * len(calls), 10.0 * len(calls) + 2])
+    load = LOADS["473m"]
+    found = measure("473m", load, generate, lambda: [10.0 * len(calls), 10.0 * len(calls) + 2])
     # The first call is the prefill's.
     assert [found[f"read_bytes_s_{batch}_{context}"] for batch, context in DECODES["473m"]] == [21, 31, 41, 51]
-    assert calls == [PREFILL[0], 1, 1, 16, 16]
-    assert not any(name.startswith("read") for name in measure("473m", generate))
+    assert calls == [4, 1, 1, 16, 16]
+    assert not any(name.startswith("read") for name in measure("473m", load, generate))
+
+
+def test_a_slow_multiplier_bounds_a_step() -> None:
+    """Sixteen rows of products take longer than reading the weights once: the step is held against that."""
+    each = engine_round(0.2, 50e9, multiply_flops_s=100e9)
+    flops = 16 * weight_bytes("473m") + 16 * 80 * 4 * 28 * 16 * 128
+    assert over_limit(each, 16, 64) == pytest.approx(0.2 / (flops / 100e9))
+    line = next(line for line in table([each]).splitlines() if "batch 16, context 64" in line)
+    assert line.endswith("(multipliers) |")
+
+
+def test_a_light_round_shares_the_prompts_of_its_decode_steps() -> None:
+    """Sixteen prompts that differ in their last tokens only; those of the prefill share nothing."""
+    asked: list[list[list[int]]] = []
+
+    def generate(prompts: list[list[int]], tokens: int) -> Steps:
+        asked.append(prompts)
+        return [(float(step), len(prompts)) for step in range(1, tokens + 1)]
+
+    measure("473m", LIGHT["473m"], generate)
+    assert [(len(prompts), len(prompts[0])) for prompts in asked] == [(2, 512), (1, 64), (1, 512), (16, 64), (16, 512)]
+    assert [len({tuple(prompt[:-16]) for prompt in prompts}) for prompts in asked] == [2, 1, 1, 1, 1]
+    assert len({tuple(prompt[-16:]) for prompt in asked[-1]}) == 16

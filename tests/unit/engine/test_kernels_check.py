@@ -42,9 +42,10 @@ def test_a_set_of_this_cpu(kernel_set: KernelSet, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_neon_in_an_emulator(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernel_set", [KernelSet.NEON, KernelSet.NEONBF16])
+def test_neon_in_an_emulator(kernel_set: KernelSet, tmp_path: Path) -> None:
     """The same on an emulated aarch64, which a cross-compiler builds for."""
     if shutil.which(CROSS) is None or shutil.which(EMULATOR) is None:
         pytest.skip(f"needs {CROSS} and {EMULATOR} (Debian: gcc-aarch64-linux-gnu, libc6-dev-arm64-cross, qemu-user)")
     program = tmp_path / "check"
-    assert checked(KernelSet.NEON, program, CROSS, "-static", run=(EMULATOR,)) == "0 wrong"
+    assert checked(kernel_set, program, CROSS, "-static", run=(EMULATOR, "-cpu", "max")) == "0 wrong"

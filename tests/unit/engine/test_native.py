@@ -19,7 +19,7 @@ from engine.kernel_sets import KernelSet
 from engine.kv_pool import KvPool
 from engine.model_config import ModelConfig, Quantisation, UnsupportedModelError, parse_model_config, weight_shapes
 from engine.models.decoder import Decoder
-from engine.models.matmul import Linear, NativeMatmul, NativePacking, OneDnnPacking, Packing
+from engine.models.matmul import Linear, NativePacking
 from engine.native import kernels as kernels_module
 from engine.native.kernels import OWN, Epilogue, KernelSetMissing, Workspace, choose_kernels, cpu_sets, own_kernels
 from engine.runner import Forward, TorchForward, TorchRunner
@@ -182,19 +182,6 @@ def test_scores_are_those_of_torch(
         assert_near(native.score(*step), plain.score(*step))
 
 
-def test_products_are_those_of_one_dnn_where_there_is_amx(
-    made: tuple[ModelConfig, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As if this CPU had AMX: other products between the same norms and attention."""
-    if KernelSet.AVX512BF16 not in cpu_sets():
-        pytest.skip("a CPU without AVX512-BF16")
-    monkeypatch.setattr(kernels_module, "cpu_sets", lambda: cpu_sets() | {KernelSet.AMX})
-    native, plain = both(*made, 16, KernelSet.AMX)
-    tokens = text(70, 1)
-    for step in (piece(0, tokens, 0, 50),), (piece(0, tokens, 50, 69), piece(1, tokens, 0, 1)):
-        assert_near(native.score(*step), plain.score(*step))
-
-
 def test_the_kv_is_that_of_torch(made: tuple[ModelConfig, dict[str, torch.Tensor]], kernel_set: KernelSet) -> None:
     """The first layer's records, which no attention has gone into, are the same within a rounding; others untouched."""
     native, plain = both(*made, 16, kernel_set)
@@ -217,17 +204,14 @@ def test_a_row_does_not_depend_on_the_batch(kernel_set: KernelSet) -> None:
         assert torch.equal(among[-1:], alone), others
 
 
-def test_layers_at_once_are_each_in_two_calls_and_in_parts(
+def test_layers_at_once_are_each_in_two_calls(
     made: tuple[ModelConfig, dict[str, torch.Tensor]], kernel_set: KernelSet
 ) -> None:
-    """Of three runners one goes through all layers in one call, one has a sink to tell of each and so makes two calls
-    for it, one calls each part of a layer by itself: the same bits, in scores and region."""
+    """Of two runners one goes through all layers in one call, one has a sink to tell of each and so makes two calls
+    for it: the same bits, in scores and region."""
     config, tensors = made
-    runners = [TorchRunner(kernels=kernel_set, config=config, tensors=tensors, block_size=16) for _ in range(3)]
-    assert runners[2]._native is not None
-    assert runners[2]._native._whole is not None
-    runners[2]._native._whole = None
-    whole, heard, parts = (Side(runner, None, None) for runner in runners)
+    runners = [TorchRunner(kernels=kernel_set, config=config, tensors=tensors, block_size=16) for _ in range(2)]
+    whole, heard = (Side(runner, None, None) for runner in runners)
     tokens, other, sink = text(70, 3), text(30, 4), Listening()
     for slices in (
         [piece(0, tokens, 0, 33), piece(1, other, 0, 20)],
@@ -236,10 +220,8 @@ def test_layers_at_once_are_each_in_two_calls_and_in_parts(
     ):
         scores = whole.score(*slices)
         assert torch.equal(scores, heard.score(*slices, sink=sink))
-        assert torch.equal(scores, parts.score(*slices))
     assert sink.heard == 3 * [0, 1]
     assert np.array_equal(whole.region_U8, heard.region_U8)
-    assert np.array_equal(whole.region_U8, parts.region_U8)
 
 
 def test_any_number_of_threads_and_layers(kernel_set: KernelSet) -> None:
@@ -271,21 +253,16 @@ MIXED = (
 end 262 rows, whose last task has six, then 256, whose last task is full."""
 
 
-@pytest.mark.parametrize("in_two_calls", [True, False])
 def test_rows_that_draw_are_those_of_a_whole_last_layer(
-    made: tuple[ModelConfig, dict[str, torch.Tensor]], in_two_calls: bool, kernel_set: KernelSet
+    made: tuple[ModelConfig, dict[str, torch.Tensor]], kernel_set: KernelSet
 ) -> None:
     """Of the last layer a step computes the rest for rows that draw alone: the same bits as when it does for all rows,
     in scores and region."""
     config, tensors = made
-    sides = []
-    for _ in range(2):
-        runner = TorchRunner(kernels=kernel_set, config=config, tensors=tensors, block_size=16)
-        assert runner._native is not None
-        if not in_two_calls:
-            runner._native._whole = None
-        sides.append(Side(runner, None, None))
-    few, every = sides
+    few, every = (
+        Side(TorchRunner(kernels=kernel_set, config=config, tensors=tensors, block_size=16), None, None)
+        for _ in range(2)
+    )
     texts = [text(320, seed) for seed in range(3)]
     for step in MIXED:
         slices = [
@@ -335,19 +312,30 @@ def test_products(rows: int, outputs: int, inner: int, kernel_set: KernelSet) ->
     generator = torch.Generator().manual_seed(rows)
     x, w, b = (torch.randn(s, generator=generator).bfloat16() for s in ((rows, inner), (outputs, inner), (outputs,)))
     exact = x.double() @ w.double().T + b.double()
-    packings: list[Packing] = [NativePacking(kernels, Workspace()), OneDnnPacking()]
-    for packing in packings:
-        product = packing.matmul("y", Linear(weight=w, bias=b))
-        tolerance = 2.0**-8 * exact.abs().max()
-        assert (product(x).double() - exact).abs().max() < tolerance
-        if isinstance(product, NativeMatmul):
-            out = torch.ones_like(product(x))
-            kernels.linear(x, product.operand, out, epilogue=Epilogue.ADD, workspace=Workspace())
-            assert (out.double() - exact - 1).abs().max() < 2 * tolerance
-        up = Linear(weight=w.flip(0), bias=b.flip(0))
-        found = packing.gated(Linear(weight=w, bias=b), up)(x).double()
-        expected = torch.nn.functional.silu(exact) * exact.flip(1)
-        assert (found - expected).abs().max() < 4 * 2.0**-8 * expected.abs().max()
+    packing = NativePacking(kernels, Workspace())
+    product = packing.matmul("y", Linear(weight=w, bias=b))
+    tolerance = 2.0**-8 * exact.abs().max()
+    assert (product(x).double() - exact).abs().max() < tolerance
+    out = torch.ones_like(product(x))
+    kernels.linear(x, product.operand, out, epilogue=Epilogue.ADD, workspace=Workspace())
+    assert (out.double() - exact - 1).abs().max() < 2 * tolerance
+    up = Linear(weight=w.flip(0), bias=b.flip(0))
+    found = packing.gated(Linear(weight=w, bias=b), up)(x).double()
+    expected = torch.nn.functional.silu(exact) * exact.flip(1)
+    assert (found - expected).abs().max() < 4 * 2.0**-8 * expected.abs().max()
+
+
+@pytest.mark.parametrize("inner", [51, 1030])
+def test_a_row_of_a_product_is_as_by_itself(inner: int, kernel_set: KernelSet) -> None:
+    """Among as many rows as fill no group, one and several, and blocks of them: the same bits as alone."""
+    kernels = own_kernels(kernel_set)
+    assert kernels is not None
+    generator = torch.Generator().manual_seed(inner)
+    x, w = (torch.randn(s, generator=generator).bfloat16() for s in ((700, inner), (97, inner)))
+    product = NativePacking(kernels, Workspace()).matmul("y", Linear(weight=w))
+    alone = torch.cat([product(row[None]).clone() for row in x])
+    for rows in (2, 7, 13, 16, 17, 31, 33, 48, 250, 700):
+        assert torch.equal(product(x[:rows]), alone[:rows]), rows
 
 
 @pytest.mark.parametrize("columns", [1, 15, 16, 17, 8_192, 31_999])
@@ -403,6 +391,41 @@ def test_a_set_that_is_missing_is_told_of(monkeypatch: pytest.MonkeyPatch) -> No
     assert runner(kernels=KernelSet.TORCH).kernels_why == "engine.kernels names it"
 
 
+SETS_OF_INTEL = frozenset({KernelSet.AVX2, KernelSet.AVX512, KernelSet.AVX512BF16})
+
+
+@pytest.mark.parametrize(
+    ("here", "slow_pairs", "rounded", "found"),
+    [
+        (SETS_OF_INTEL, True, False, KernelSet.AVX512),
+        (SETS_OF_INTEL, False, False, KernelSet.AVX512BF16),
+        (SETS_OF_INTEL | {KernelSet.AMX}, True, False, KernelSet.AMX),
+        (SETS_OF_INTEL | {KernelSet.AMX}, True, True, KernelSet.AVX512),
+        (SETS_OF_INTEL | {KernelSet.AMX}, False, True, KernelSet.AVX512BF16),
+        (frozenset({KernelSet.AVX2}), False, True, KernelSet.AVX2),
+        (frozenset({KernelSet.NEON, KernelSet.NEONBF16}), False, True, KernelSet.NEONBF16),
+    ],
+)
+def test_auto_takes_what_is_fastest(
+    here: frozenset[KernelSet], slow_pairs: bool, rounded: bool, found: KernelSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pairs of bfloat16 are slow on Intel's CPUs and fast on AMD's; tiles multiply no rounded weights."""
+    monkeypatch.setattr(kernels_module, "cpu_sets", lambda: here)
+    monkeypatch.setattr(kernels_module, "pairs_are_slow", lambda: slow_pairs)
+    monkeypatch.setattr(kernels_module, "own_kernels", lambda own: own)
+    choice = choose_kernels(KernelSet.AUTO, rounded=rounded)
+    assert (choice.kernel_set, choice.kernels) == (found, found)
+
+
+def test_rounded_weights_where_tiles_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best set that multiplies by them, and the choice says why it is not the one that was named."""
+    monkeypatch.setattr(kernels_module, "cpu_sets", lambda: SETS_OF_INTEL | {KernelSet.AMX})
+    monkeypatch.setattr(kernels_module, "pairs_are_slow", lambda: True)
+    monkeypatch.setattr(kernels_module, "own_kernels", lambda own: own)
+    choice = choose_kernels(KernelSet.AMX, rounded=True)
+    assert (choice.kernel_set, choice.why) == (KernelSet.AVX512, "amx does not multiply by rounded weights")
+
+
 def test_other_types_and_modes_stay_with_torch() -> None:
     """float32, and a deterministic runner of either type."""
     config, tensors = model("odd sizes")
@@ -432,15 +455,11 @@ def test_without_kernels_pytorch_computes_in_float32(block_size: int) -> None:
     assert_near(first.nan_to_num(), second.nan_to_num())
 
 
-@pytest.mark.parametrize("in_two_calls", [True, False])
 @pytest.mark.parametrize("draws", [True, False])
-def test_a_layer_is_told_of_when_its_records_are_there(in_two_calls: bool, draws: bool, kernel_set: KernelSet) -> None:
+def test_a_layer_is_told_of_when_its_records_are_there(draws: bool, kernel_set: KernelSet) -> None:
     """What the region has of a layer when the sink hears of it is what it has at the end, in the last layer too, which
     most rows leave there."""
     runner = TorchRunner(kernels=kernel_set, config=model("odd sizes")[0], tensors=model("odd sizes")[1], block_size=16)
-    assert runner._native is not None
-    if not in_two_calls:
-        runner._native._whole = None
     side, seen = Side(runner, None, None), []
 
     class Looking:

@@ -23,7 +23,7 @@ from engine.model_config import (
     load_model_config,
     weight_shapes,
 )
-from engine.native.kernels import PANEL, SCALED, Epilogue, Workspace, native_kernels, pack, quantise
+from engine.native.kernels import PANEL, SCALED, Epilogue, Workspace, choose_kernels, native_kernels, pack, quantise
 from engine.runner import TorchRunner
 from engine.types import Batch
 from tests.support.every_row import score
@@ -57,7 +57,7 @@ def test_rounding_is_to_the_nearest(bits: int) -> None:
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 64), (97, 51), (200, 330)])
 def test_the_kernel_multiplies_by_the_rounded_weights(rows: int, outputs: int, inputs: int, bits: int) -> None:
     """Sizes that end within a panel, within a scale's inputs and within a pair; a bias; added to what was there."""
-    kernels = native_kernels()
+    kernels = choose_kernels(KernelSet.AUTO, rounded=True).kernels
     assert kernels is not None
     generator = torch.Generator().manual_seed(rows)
     x, w, b = (torch.randn(s, generator=generator).bfloat16() for s in ((rows, inputs), (outputs, inputs), (outputs,)))

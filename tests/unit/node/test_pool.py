@@ -130,8 +130,6 @@ def test_which_way_computes_is_told(
     wanted = plainly if choice.kernels is None else natively or plainly
     if wanted is None:
         pytest.skip("no compute kernels, so no weights of 8 bits")
-    if choice.kernel_set is KernelSet.AMX and wanted == "compute kernels (bfloat16)":
-        wanted = "compute kernels (bfloat16, products by oneDNN)"
 
     def look(pool: DevicePool, _doing: list[str]) -> None:
         facts = pool.describe()
