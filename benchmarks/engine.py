@@ -11,7 +11,7 @@ other is measured; the order changes from round to round.
 With --kernels each set in turn, and both sides are held to its instructions (`HELD`). The table also has the rate at
 which PyTorch multiplies float32, in the same process and round, and what share of it a prefill's products are. Where
 the peer emulates bfloat16 for lack of instructions it reads some twenty tokens a second. Then (`LIGHT`) both sides read
-two prompts instead of four and write a quarter as many tokens, and the peer's prompts before a decode step share all
+one prompt instead of four and write a quarter as many tokens, and the peer's prompts before a decode step share all
 but their last tokens, which it reads once: its steps read less memory than ours.
 
 What a decode step of ours is held against is the time of reading its weights and its KV once, or that of its products
@@ -96,9 +96,8 @@ def own(model: str, folder: Path, threads: int, kernels: KernelSet) -> Side:
     return Side(command, {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)} | held(kernels), ROOT)
 
 
-def vllm(python: str, model: str, folder: Path, threads: int, tokens_per_step: int, kernels: KernelSet) -> Side:
-    command = [python, str(ROOT / "benchmarks" / "engine_vllm.py"), model, str(folder), str(tokens_per_step)]
-    command.append(load_name(kernels))
+def vllm(python: str, model: str, folder: Path, threads: int, kernels: KernelSet) -> Side:
+    command = [python, str(ROOT / "benchmarks" / "engine_vllm.py"), model, str(folder), load_name(kernels)]
     settings = {
         "BENCHMARK_ROOT": str(ROOT),
         "PYTHONPATH": str(ROOT / "benchmarks" / "engine_held") if held(kernels) else "",
@@ -200,14 +199,12 @@ def measure_model(model: str, kernels: KernelSet, args: argparse.Namespace, roun
     load = load_of(model, light=kernels in LIGHT)
     about = {"model": model, "kernels": kernels.value, "steps": load.steps, "threads": args.threads}
     about["prefill"] = "{} x {}".format(*load.prefill)
-    about["vllm_tokens_per_step"] = args.vllm_tokens_per_step
+    about["vllm_tokens_per_step"] = load.peer_tokens_per_step
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         sides = {
             "own": stack.enter_context(own(model, folder, args.threads, kernels)),
-            "vllm": stack.enter_context(
-                vllm(args.vllm, model, folder, args.threads, args.vllm_tokens_per_step, kernels)
-            ),
+            "vllm": stack.enter_context(vllm(args.vllm, model, folder, args.threads, kernels)),
         }
         for number in range(args.rounds):
             order = sorted(sides, reverse=number % 2 == 1)
@@ -224,7 +221,6 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(MODELS), help="only this one")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--vllm-tokens-per-step", type=int, default=2048)
     parser.add_argument("--json", type=Path, required=True, help="where the rounds are kept")
     parser.add_argument("--table", action="store_true", help="print what is kept, measure nothing")
     args = parser.parse_args()

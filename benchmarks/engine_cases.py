@@ -69,6 +69,8 @@ class Load:
     """In a round: the larger model's takes half a minute."""
     shared: bool = False
     """Prompts that the peer only decodes after begin alike, and it keeps what it has read once."""
+    peer_tokens_per_step: int = 2_048
+    """The peer computes a step of so many when it starts."""
 
 
 LOADS = {
@@ -76,7 +78,7 @@ LOADS = {
     "small": Load(prefill=(4, 512), steps=256, repeats=3),
     "small8": Load(prefill=(4, 512), steps=256, repeats=3),
 }
-LIGHT = LOADS | {"473m": Load(prefill=(2, 512), steps=8, repeats=1, shared=True)}
+LIGHT = LOADS | {"473m": Load(prefill=(1, 512), steps=8, repeats=1, shared=True, peer_tokens_per_step=512)}
 """Where the peer emulates bfloat16: it reads twenty tokens a second there, and a round would take twenty minutes."""
 OWN_TOKENS = 16
 """The last tokens of a prompt, which no other prompt shares."""

@@ -16,8 +16,8 @@ from benchmarks.engine_cases import Steps, load_of, serve, write_config
 def main() -> None:
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
-    model, folder, tokens_per_step = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-    load = load_of(model, light=sys.argv[4] == "light")
+    model, folder = sys.argv[1], Path(sys.argv[2])
+    load = load_of(model, light=sys.argv[3] == "light")
     llm = LLM(
         model=str(write_config(folder, model)),
         skip_tokenizer_init=True,
@@ -25,7 +25,7 @@ def main() -> None:
         dtype="bfloat16",
         max_model_len=2048,
         max_num_seqs=16,
-        max_num_batched_tokens=tokens_per_step,
+        max_num_batched_tokens=load.peer_tokens_per_step,
         enable_prefix_caching=load.shared,
         disable_log_stats=True,
     )

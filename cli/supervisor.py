@@ -34,7 +34,8 @@ from baton.tls import INSECURE_HELP, INSECURE_WHEN, Kind
 from cli.ca import CA_NAME, CertificateFiles, certificate_files, issue, make_ca
 from cli.child import Child, describe_exit, stop_children
 from cli.services import Service, load_config
-from engine.build import EngineKind
+from engine.build import EngineConfig, EngineKind
+from engine.model_config import ModelError, load_model_config, resolve_model
 from kvtransfer.region import memory_available_bytes
 
 _T = TypeVar("_T")
@@ -102,6 +103,21 @@ _OTHER_LISTENS: Final = {
 _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 
 
+def model_problems(config: object, source: str) -> list[ConfigProblem]:
+    """Of a node's model, if it is a folder: there is none, or no model that the engine computes. What the hub has is
+    found out by the nodes."""
+    engine = getattr(config, "engine", None)
+    if not isinstance(engine, EngineConfig) or engine.kind is not EngineKind.MODEL:
+        return []
+    try:
+        folder = resolve_model(engine.model, download=str)
+        if folder.is_dir():
+            load_model_config(folder)
+    except ModelError as error:
+        return [ConfigProblem(source=source, problem=str(error))]
+    return []
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
     """What to start. What is None here is left to the configuration file, the environment and the defaults.
@@ -148,6 +164,11 @@ class ClusterSpec:
         None,
         "KV blocks of each node; none: by the memory that is free (engine.memory_share)",
         "The memory for KV should be fixed.",
+    )
+    memory_share: float | None = setting(
+        None,
+        "share of the free memory that the KV of all nodes may take; none: engine.memory_share of each",
+        "Other programs need the memory (lower it), or more conversations should fit (raise it).",
     )
     tls: bool = setting(
         False,
@@ -248,6 +269,7 @@ class ClusterSpec:
                 "engine.kind": None if self.engine_kind is None else self.engine_kind.value,
                 "engine.model": self.model,
                 "engine.num_blocks": self.blocks,
+                "engine.memory_share": self.memory_share,
                 "engine.memory_nodes": self.engines if free_bytes else None,
                 "engine.memory_free_bytes": free_bytes,
                 "engine.compute_threads": self.compute_threads(),
@@ -277,6 +299,7 @@ class ClusterSpec:
                 flags = self.flags_of(name, service, self.directory or _DIRECTORY_TO_COME)
                 config = load_config(service, toml_path=self.config, env={**os.environ, **self.env}, flags=flags)
                 places[name] = config.listen
+                problems += model_problems(config, f"engine.model of {name}" if self.model is None else "--model")
                 for key, what in _OTHER_LISTENS.items():
                     place = getattr(config, key, None)
                     if place is not None:

@@ -58,6 +58,35 @@ def test_a_node_dies_and_is_started_again(tmp_path: Path) -> None:
     play(scene())
 
 
+def test_a_wrong_model_folder_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    """No folder, a folder without a model, and one that the engine does not compute: one problem, whatever the number
+    of nodes. A name on the hub is left to the nodes."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    for folder, why in (
+        (tmp_path / "none", "there is no folder"),
+        (tmp_path, "config.json"),
+        (other, "GPT2LMHeadModel"),
+    ):
+        with pytest.raises(ConfigError, match=why) as raised:
+            ClusterSpec(model=str(folder), decode=2).check()
+        assert [problem.source for problem in raised.value.problems] == ["--model"]
+    ClusterSpec(model="owner/model").check()
+    ClusterSpec(engine_kind=EngineKind.MOCK, model=str(tmp_path / "none")).check()
+
+
+def test_a_share_of_the_memory_is_for_all_nodes() -> None:
+    """It reaches each node as its own setting, and no router."""
+    spec = ClusterSpec(engine_kind=EngineKind.MOCK, memory_share=0.5)
+    shares = {
+        name: spec.flags_of(name, service, "d:1").get("engine.memory_share") for name, service in spec.processes()
+    }
+    assert shares == {"directory": None, "router-0": None, "prefill-0": "0.5", "decode-0": "0.5"}
+    with pytest.raises(ConfigError, match="must be more than 0 and less than 1"):
+        ClusterSpec(engine_kind=EngineKind.MOCK, memory_share=1.5).check()
+
+
 def test_flags_reach_their_processes(tmp_path: Path) -> None:
     """Settings of a service go to all of its nodes, those of a node to that one; both go before the spec's own. How
     logs are written is for all."""
