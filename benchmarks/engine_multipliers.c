@@ -9,33 +9,39 @@
 #include <unistd.h>
 
 #define SUMS 12 /* enough for two multipliers of five cycles each, and for AVX2's sixteen registers */
-#define LOOP(TYPE, ZERO, STEP)                                                                                  \
-    TYPE sum[SUMS];                                                                                             \
-    for (int i = 0; i < SUMS; i++) sum[i] = ZERO;                                                               \
-    for (int64_t round = 0; round < rounds; round++)                                                            \
-        _Pragma("GCC unroll 12") for (int i = 0; i < SUMS; i++) {                                               \
-            STEP;                                                                                               \
-            __asm__ volatile("" : "+v"(sum[i])); /* or sums of the same numbers would be one */                 \
-        }
+/* By names, not in an array: a sum that went through memory would wait for it. */
+#define EACH(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
+#define HELD(I) __asm__ volatile("" : "+v"(sum##I)); /* or sums of the same numbers would be one */
 
 API __attribute__((target("avx2,fma"))) int64_t multiply_avx2(int64_t rounds) {
     __m256 x = _mm256_setzero_ps();
     __asm__ volatile("" : "+v"(x));
-    LOOP(__m256, _mm256_setzero_ps(), sum[i] = _mm256_fmadd_ps(x, x, sum[i]))
+#define BEGIN(I) __m256 sum##I = _mm256_setzero_ps();
+#define ADD(I) sum##I = _mm256_fmadd_ps(x, x, sum##I); HELD(I)
+    EACH(BEGIN)
+    for (int64_t round = 0; round < rounds; round++) { EACH(ADD) }
+#undef BEGIN
+#undef ADD
     return rounds * SUMS * 8 * 2;
 }
 
 API __attribute__((target("avx512f"))) int64_t multiply_avx512(int64_t rounds) {
     __m512 x = _mm512_setzero_ps();
     __asm__ volatile("" : "+v"(x));
-    LOOP(__m512, _mm512_setzero_ps(), sum[i] = _mm512_fmadd_ps(x, x, sum[i]))
+#define BEGIN(I) __m512 sum##I = _mm512_setzero_ps();
+#define ADD(I) sum##I = _mm512_fmadd_ps(x, x, sum##I); HELD(I)
+    EACH(BEGIN)
+    for (int64_t round = 0; round < rounds; round++) { EACH(ADD) }
+#undef ADD
     return rounds * SUMS * 16 * 2;
 }
 
 API __attribute__((target("avx512f,avx512bf16"))) int64_t multiply_avx512bf16(int64_t rounds) {
     __m512i x = _mm512_setzero_si512();
     __asm__ volatile("" : "+v"(x));
-    LOOP(__m512, _mm512_setzero_ps(), sum[i] = _mm512_dpbf16_ps(sum[i], (__m512bh)x, (__m512bh)x))
+#define ADD(I) sum##I = _mm512_dpbf16_ps(sum##I, (__m512bh)x, (__m512bh)x); HELD(I)
+    EACH(BEGIN)
+    for (int64_t round = 0; round < rounds; round++) { EACH(ADD) }
     return rounds * SUMS * 32 * 2;
 }
 

@@ -27,6 +27,7 @@ def main() -> None:
         max_num_seqs=16,
         max_num_batched_tokens=load.peer_tokens_per_step,
         enable_prefix_caching=load.shared,
+        block_size=32 if load.shared else None,  # of 128, prompts would share less of what is alike
         disable_log_stats=True,
     )
 

@@ -13,7 +13,8 @@
 #define PREFETCH(AT) __builtin_prefetch(AT, 0, 3)
 
 /* acc[R][C] += A[R] * W over n of k: row r of A is a[r * a_r ..], columns c * 16 .. of W are w[c * w_c + k * 16 ..].
- * Asks for a cache line at `ahead` every eight k, `step` bytes on from the one before; or for two, where step > 64. */
+ * Asks for a cache line at `ahead` every eight k, `step` bytes on from the one before; or for up to four, so that none
+ * is left out. */
 INLINE void wide_rows(int R, int C, const float *a, int64_t a_r, const float *w, int64_t w_c, int64_t n, F16 (*acc)[2],
                       const char *ahead, int64_t step) {
     int64_t k = 0;
@@ -21,6 +22,8 @@ INLINE void wide_rows(int R, int C, const float *a, int64_t a_r, const float *w,
         if (ahead) {
             PREFETCH(ahead);
             if (step > 64) PREFETCH(ahead + 64);
+            if (step > 128) PREFETCH(ahead + 128);
+            if (step > 192) PREFETCH(ahead + 192);
             ahead += step;
         }
         UNROLL for (int i = 0; i < 8; i++) {
