@@ -247,7 +247,7 @@ class _Choice:
             self.tokens(AnswerPart(index, (token,), text, (), None))
         elif text:
             direct, before, behind = self._plain
-            if not direct.put(b"%b%b%b" % (before, encode_basestring_ascii(text).encode(), behind)):
+            if not direct.put_text(before, encode_basestring_ascii(text).encode(), behind):
                 self._reply.is_full()
 
     def finished(self, finished: inference_pb2.Finished, place: Place | None) -> None:
