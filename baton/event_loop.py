@@ -35,7 +35,7 @@ class _Selector(selectors.EpollSelector):
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    time = staticmethod(time.monotonic)  # type: ignore[assignment]
+    time = staticmethod(time.monotonic)
     """As asyncio's, without a call around it: routers look at the clock for each token."""
 
 
