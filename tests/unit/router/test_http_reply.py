@@ -103,10 +103,10 @@ def test_a_token_by_itself_is_told_as_a_part_with_it(asked: dict[str, object]) -
 
     async def ask(sinks: Sequence[AnswerSink], alone: bool) -> None:
         (sink,) = sinks
+        assert isinstance(sink, _Choice)
         sink.started(inference_pb2.Started(prompt_tokens=2), None)
         for index, text in enumerate(["one", " two", "", '"\u00e9\n', " five", " six"]):
             if index == 4:
-                assert isinstance(sink, _Choice)
                 sink.is_open = False
             if alone:
                 sink.token(index, 7 + index, text)
