@@ -363,7 +363,10 @@ class DecodeNode:
             if job is None:
                 continue
             if event.token is not None:
-                job.output.append(event.token, logprobs_to_proto(event.logprobs))
+                logprobs = event.logprobs
+                job.output.append(event.token, None if logprobs is None else logprobs_to_proto(logprobs))
+            if event.finish is None:  # most
+                continue
             if event.finish is FinishReason.ABORTED:
                 job.output.end(error="the engine gave the request up")
             elif event.finish is FinishReason.NOT_FINITE:
@@ -371,7 +374,7 @@ class DecodeNode:
             elif event.finish is FinishReason.GRAMMAR and event.seq.grammar is not None:
                 problem = event.seq.grammar.problem
                 job.output.end(error=GRAMMAR_MESSAGE.format(problem), reason=Reason.GRAMMAR_TOO_COMPLEX)
-            elif event.finish is not None:
+            else:
                 job.output.end(finish=FINISH_TO_PROTO[event.finish])
 
     def _break_off(self, job: Job, error: str, reason: Reason | None = None) -> None:

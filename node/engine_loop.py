@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, Protocol
 
 from baton.clock import first_of
@@ -40,6 +41,48 @@ class _Step:
     """Done: what `OverlapRunner.collect` takes, or why the launch failed. None: the step is to be run."""
 
 
+class _EngineThread:
+    """Runs calls one after another. As an executor of one thread, whose futures, locks and callbacks cost a step of few
+    sequences as much as the step's own books."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._calls: SimpleQueue[tuple[asyncio.Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
+        self._thread = Thread(target=self._run, name=f"engine-{name}", daemon=True)
+        self._thread.start()
+
+    def run(self, call: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._calls.put((future, call, arguments))
+        return future
+
+    def stop(self) -> None:
+        """After the calls that are there, for which it waits."""
+        self._calls.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._calls.get()) is not None:
+            future, call, arguments = item
+            result, error = None, None
+            try:
+                result = call(*arguments)
+            except BaseException as raised:  # noqa: BLE001 - who waits for the call gets it
+                error = raised
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(_settle, future, result, error)
+            del item, future, call, arguments, result, error  # nothing of a step is kept while there is none
+
+
+def _settle(future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
+    if future.done():  # nobody waits for it any more
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
+
+
 class EngineLoop:
     """Steps the engine while there is work. Owns the engine thread."""
 
@@ -50,7 +93,7 @@ class EngineLoop:
         self._host = host
         self._work = asyncio.Event()
         self._stopping = False
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"engine-{name}")
+        self._thread = _EngineThread(name)
         self.steps_failed = 0
 
     def _wake(self) -> None:
@@ -85,7 +128,7 @@ class EngineLoop:
         sink = self._host.step_begins(batch)
         launched, runner = None, self._engine.overlap
         if runner is not None:
-            launched = self._on_thread(runner.launch, batch, sink)
+            launched = self._thread.run(runner.launch, batch, sink)
             # Until it has returned it reads tokens and block tables, which scheduling the next step changes.
             await asyncio.wait([launched])
         return _Step(batch, sink, launched)
@@ -95,9 +138,9 @@ class EngineLoop:
         try:
             runner = self._engine.overlap
             if runner is None or step.launched is None:
-                result = await self._on_thread(self._engine.run, batch, step.sink)
+                result = await self._thread.run(self._engine.run, batch, step.sink)
             else:
-                result = await self._on_thread(runner.collect, step.launched.result())
+                result = await self._thread.run(runner.collect, step.launched.result())
         except Exception:
             # Whatever a kernel raises costs the step's requests, not the node.
             log.exception("step failed", sequences=len(batch.slices), tokens=batch.num_tokens)
@@ -110,15 +153,12 @@ class EngineLoop:
                     log.error("no token can be drawn: the scores are not numbers", request=event.seq.key.request)
         self._host.step_ended(step.sink, events)
 
-    def _on_thread(self, call: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
-        return asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
-
     async def stop(self, task: asyncio.Task[None]) -> None:
         """End the loop after the steps in flight, and its thread."""
         self._stopping = True
         self._wake()
         await asyncio.wait([task])
-        self._thread.shutdown(wait=True)
+        self._thread.stop()
 
 
 async def done_or_broken(serving: Coroutine[Any, Any, None], stepping: asyncio.Task[None]) -> None:

@@ -13,8 +13,8 @@ from baton.ids import Incarnation
 from baton.wire import check_header
 from cachestore.holdings import Holdings
 
-NEWS_PAUSE_MS: Final = 50
-"""At least, between two messages to a follower."""
+NEWS_PAUSE_MS: Final = 100
+"""At least, between two messages to a follower, each of which costs it as much as four tokens of a stream, or more."""
 NEWS_PER_ROUTER_PER_S: Final = 500
 """What the nodes of a cluster together send to one router at most: the more they are, the longer each one's pause."""
 PART_BLOCKS_MAX: Final = 4_096

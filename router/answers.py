@@ -49,6 +49,9 @@ class AnswerSink(Protocol):
 
     def tokens(self, part: AnswerPart) -> None: ...
 
+    def token(self, index: int, token: int, text: str) -> None:
+        """The same of a part that has this token, its text, and nothing else to say: most have."""
+
     def finished(self, finished: inference_pb2.Finished, place: Place | None) -> None: ...
 
 
@@ -72,6 +75,9 @@ class Collected:
 
     def tokens(self, part: AnswerPart) -> None:
         self.parts.append(part)
+
+    def token(self, index: int, token: int, text: str) -> None:
+        self.parts.append(AnswerPart(index, (token,), text, (), None))
 
     def finished(self, finished: inference_pb2.Finished, _place: Place | None) -> None:
         self.end = finished

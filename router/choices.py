@@ -94,6 +94,11 @@ class _Ahead:
         if part.first_index + len(part.ids) > 1:
             self.far.set()
 
+    def token(self, index: int, token: int, text: str) -> None:
+        self._sink.token(index, token, text)
+        if index:
+            self.far.set()
+
     def finished(self, finished: inference_pb2.Finished, place: Place | None) -> None:
         self._sink.finished(finished, place)
         self.far.set()

@@ -270,9 +270,10 @@ class DecodeSubscription:
                 return
 
     def _reached(self) -> None:
-        if self.out_of_reach:
-            log.info("node reached again", node=self.name)
-            self._streams.repeats.over(self.name, "it is reached again")
+        if not self.out_of_reach:  # no inbox has come while it was
+            return
+        log.info("node reached again", node=self.name)
+        self._streams.repeats.over(self.name, "it is reached again")
         self.out_of_reach = False
         for inbox in self._inboxes.values():
             inbox.lost_before = False

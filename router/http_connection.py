@@ -445,6 +445,15 @@ class HttpCall:
             connection.write_now(b"%x\r\n%b\r\n" % (len(body), body) if self._chunked and body else self._framed(body))
         return connection.is_writable
 
+    def put_text(self, before: bytes, text: bytes, behind: bytes) -> bool:
+        """`put` of these three together, which are not empty: a stream does it for each token."""
+        connection = self._connection
+        if not self._chunked or self.gone:
+            return self.put(before + text + behind)
+        size = len(before) + len(text) + len(behind)
+        connection.write_now(b"%x\r\n%b%b%b\r\n" % (size, before, text, behind))
+        return connection.is_writable
+
     def _framed(self, body: bytes) -> bytes:
         if self._head.method == "HEAD":
             return b""

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from json.encoder import encode_basestring_ascii
 from typing import Any, Final, NoReturn
 
 from batonpb import inference_pb2
@@ -159,6 +160,18 @@ class CallReply(Response):
                 return
         else:
             self._lines.append(lines)
+        self.is_full()
+
+    def plain(self, index: int) -> tuple[HttpCall, bytes, bytes] | None:
+        """Where the text of an answer goes from now on, and what stands before and behind it, where its chunks have
+        nothing else to say."""
+        if self._direct is None or not self._begun or self.places is not None:
+            return None
+        frame = self.replies.plain(index)
+        return None if frame is None else (self._direct, *frame)
+
+    def is_full(self) -> None:
+        """The client does not take what it has been given."""
         self._set_open(False)
         self._news.set()
 
@@ -213,6 +226,8 @@ class _Choice:
         self.is_open = True
         self._reply = reply
         self._index = index
+        self._plain: tuple[HttpCall, bytes, bytes] | None = None
+        """As `CallReply.plain`, once it is known."""
 
     def started(self, started: inference_pb2.Started, place: Place | None) -> None:
         self._reply.replies.started(self._index, started)
@@ -225,6 +240,15 @@ class _Choice:
             self._follow(part.place)
         if chunk is not None:
             reply.put(chunk)
+        self._plain = reply.plain(self._index)
+
+    def token(self, index: int, token: int, text: str) -> None:
+        if self._plain is None or not self.is_open:
+            self.tokens(AnswerPart(index, (token,), text, (), None))
+        elif text:
+            direct, before, behind = self._plain
+            if not direct.put_text(before, encode_basestring_ascii(text).encode(), behind):
+                self._reply.is_full()
 
     def finished(self, finished: inference_pb2.Finished, place: Place | None) -> None:
         replies = self._reply.replies

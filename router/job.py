@@ -324,7 +324,10 @@ class Job:
             return
         end = count if count - begin <= TOKENS_AT_ONCE_MAX else begin + TOKENS_AT_ONCE_MAX
         try:
-            self._take(inbox.first_index + begin, tokens[begin:end], logprobs[begin:end] if logprobs else ())
+            if end - begin == 1 and begin and not logprobs and self.unseen is None and not self.text.may_stop:
+                self._take_one(inbox.first_index + begin, tokens[begin])
+            else:
+                self._take(inbox.first_index + begin, tokens[begin:end], logprobs[begin:end] if logprobs else ())
         except BatonError as error:
             self.cut_off(error)
         except Exception:
@@ -338,6 +341,17 @@ class Job:
         elif sink.is_open:
             self._deferred = True
             self.turns.later(self._give)
+
+    def _take_one(self, index: int, token: int) -> None:
+        """As `_take`, with all that it calls, of a token behind the first that has nothing but its text to say: most
+        have. Nobody goes on with the request elsewhere, and no stop string ends it."""
+        now_s = self.last_token_s = self.turns.looked_s
+        self.tokens_received += 1
+        self.output.append(token)
+        text = self.text.push_one(token)
+        self.call.take_output(1)
+        self.observed.tokens(now_s, 1)
+        self.sink.token(index, token, text)
 
     def _take(self, first_index: int, ids: list[int], logprobs: Sequence[common_pb2.TokenLogprobs]) -> None:
         """New tokens of the answer."""

@@ -123,6 +123,15 @@ class Replies:
             frame = self._frames[index] = self._frame(index, self._content(index, _MARK, first=False))
         return f"{frame[0]}{encode_basestring_ascii(part.text)}{frame[1]}" if part.text else None
 
+    def plain(self, index: int) -> tuple[bytes, bytes] | None:
+        """What stands before and behind the text of an answer's further chunks, as server-sent events. None: they may
+        say more than their text."""
+        frame = self._frames.get(index)
+        if frame is None:
+            return None
+        before, _, behind = self.framed(f"{frame[0]}{_MARK}{frame[1]}").partition(_MARK)
+        return before.encode(), behind.encode()
+
     def _split_chunk(self, index: int, part: AnswerPart, *, first: bool) -> str | None:
         """The chunk for one part of an answer that is split: one, as it has one place to go on behind."""
         pieces, call = self._parser(index).feed(part.text), self.call

@@ -291,7 +291,7 @@ class TextStream:
 class AnswerText:
     """The text of one answer: what of it may be sent by now, and whether a stop string has ended it (`found`)."""
 
-    __slots__ = ("_min_tokens", "_stops", "_stream", "found", "tokens")
+    __slots__ = ("_min_tokens", "_stops", "_stream", "found", "may_stop", "tokens")
 
     def __init__(self, codec: TextCodec | None, checked: CheckedRequest, shown: frozenset[int] = frozenset()) -> None:
         """Without a codec there is no text. The first `min_tokens` tokens do not end the answer. `shown` are special
@@ -299,6 +299,8 @@ class AnswerText:
         self._stream = codec.stream(shown) if codec is not None else None
         self._stops = StopStrings(checked.stop, include=checked.include_stop) if checked.stop else None
         self._min_tokens = checked.sampling.min_tokens
+        self.may_stop = self._stops is not None
+        """A stop string may end it."""
         self.found: str | None = None
         """The stop string that has ended it."""
         self.tokens = 0
@@ -317,6 +319,12 @@ class AnswerText:
                 self.found = self._stops.found
                 return taken, text
         return len(ids), text
+
+    def push_one(self, token: int) -> str:
+        """The text to send with one more token. No stop string may end this answer."""
+        assert not self.may_stop
+        self.tokens += 1
+        return "" if self._stream is None else self._stream.push((token,))
 
     def flush(self) -> str:
         """At the end: what was held back. The last half of a character may complete a stop string."""

@@ -37,7 +37,7 @@ def load_ledger(saved: tuple[Any, ...]) -> Ledger:
     holds, writer, quarantined, cached, free, promises = saved
     ledger = Ledger(len(holds))
     ledger._holds, ledger._writer = array("I", holds), list(writer)
-    ledger._quarantined, ledger._cached, ledger._free = bytearray(quarantined), bytearray(cached), list(free)
+    ledger._quarantined, ledger._cached, ledger._free = bytearray(quarantined), bytearray(cached), array("I", free)
     ledger._promises = dict(promises)
     ledger._promised = sum(ledger._promises.values())
     ledger._cached_count = sum(c and not h for c, h in zip(cached, holds, strict=True))

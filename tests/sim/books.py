@@ -28,7 +28,7 @@ class LedgerWatch:
 
     def __init__(self, ledger: Ledger, process: Process) -> None:
         self.changed: list[BlockId] = []
-        self.free: set[BlockId] = set(ledger._free)
+        self.free = set(map(BlockId, ledger._free))
         self.promised = 0
         self.doubled: BlockId | None = None
         """A block that was put into the free list twice."""
@@ -45,7 +45,8 @@ class LedgerWatch:
         self._quarantined = books._quarantined = _Flags(ledger._quarantined)
         for watched in (self._holds, self._writer, self._cached, self._quarantined):
             watched.watch = self
-        books._free = _FreeList(ledger._free, self)
+        books._free = _FreeList("I", ledger._free)
+        books._free.watch = self
         books._promises = _Promises(self)
 
     def touch(self) -> None:
@@ -134,15 +135,13 @@ class _Counts(_Watched, array):  # type: ignore[type-arg]
         self.noted(block)
 
 
-class _FreeList(list[Any]):
+class _FreeList(array):  # type: ignore[type-arg]
     """Which of these blocks are in it is kept apart."""
 
-    def __init__(self, blocks: list[BlockId], watch: LedgerWatch) -> None:
-        super().__init__(blocks)
-        self._watch = watch
+    watch: LedgerWatch
 
-    def append(self, block: BlockId) -> None:
-        watch = self._watch
+    def append(self, block: Any) -> None:
+        watch = self.watch
         super().append(block)
         if block in watch.free:
             watch.doubled = block
@@ -151,14 +150,14 @@ class _FreeList(list[Any]):
         watch.changed.append(block)
 
     def pop(self, index: Any = -1) -> BlockId:
-        watch = self._watch
-        block: BlockId = super().pop(index)
+        watch = self.watch
+        block = BlockId(super().pop(index))
         watch.free.discard(block)
         watch.touch()
         watch.changed.append(block)
         return block
 
-    extend = insert = remove = clear = sort = reverse = __setitem__ = __delitem__ = __iadd__ = _never
+    extend = insert = remove = reverse = __setitem__ = __delitem__ = __iadd__ = _never
 
 
 class _Promises(dict[Hashable, int]):

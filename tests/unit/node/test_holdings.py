@@ -53,7 +53,7 @@ def test_a_router_is_sent_all_and_then_what_changes() -> None:
             last = await anext(news)
             assert (last.behind, last.number, last.digests, last.tiers) == (10, 11, digest(3), b"\0")
         assert service.followers == 0
-        assert clock.slept == [0.05, 0.05]
+        assert clock.slept == [0.1, 0.1]
 
     asyncio.run(scenario())
 

@@ -96,6 +96,47 @@ def test_an_answer_that_ends_before_its_head_is_out(fails: bool) -> None:
     run(scene, app)
 
 
+@pytest.mark.parametrize("asked", [{}, {"logprobs": 0}, {"return_token_ids": True}])
+def test_a_token_by_itself_is_told_as_a_part_with_it(asked: dict[str, object]) -> None:
+    """The same answer twice, with its tokens as parts and by themselves: one without text, one whose text JSON escapes,
+    and one that comes while the client is not to be given more. The streams are the same, byte for byte."""
+
+    async def ask(sinks: Sequence[AnswerSink], alone: bool) -> None:
+        (sink,) = sinks
+        assert isinstance(sink, _Choice)
+        sink.started(inference_pb2.Started(prompt_tokens=2), None)
+        for index, text in enumerate(["one", " two", "", '"\u00e9\n', " five", " six"]):
+            if index == 4:
+                sink.is_open = False
+            if alone:
+                sink.token(index, 7 + index, text)
+            else:
+                sink.tokens(AnswerPart(index, (7 + index,), text, (), None))
+            while not sink.is_open:
+                sink._reply.is_full()
+                await asyncio.sleep(0)
+        sink.finished(inference_pb2.Finished(reason=common_pb2.FINISH_REASON_LENGTH), None)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        call = parse_completion({"prompt": [1, 2], "stream": True, **asked})
+        replies = Replies(request_id="r", call=call, model="m", created=0, token_text=str)
+        asks = partial(ask, alone=scope["path"] == "/alone")
+        await CallReply(asks, 1, replies, timeout_s=30.0)(scope, receive, send)
+
+    async def scene(door: Door) -> None:
+        told = []
+        for path in (b"GET /parts", b"GET /alone"):
+            reader, writer = await door()
+            writer.write(REQUEST.replace(b"GET /", path))
+            async with asyncio.timeout(HANG_S):
+                text = await reader.readuntil(b"data: [DONE]\n\n")
+            told.append([line for line in text.split(b"\r\n") if line.startswith(b"data: ")])
+        assert told[0] == told[1]
+        assert b"".join(told[0]).count(b" five") == 1
+
+    run(scene, app)
+
+
 def test_answers_of_one_call_have_their_turns_with_a_slow_client() -> None:
     """Three answers. Whatever goes on first fills what the client has read; then the next one is first. An answer that
     has had no turn is not told that the client reads."""
