@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.ids import BlockId
+from benchmarks.transfer_side import cpu_s
 from cachestore.prefix_cache import IndexCursor
 from cli.services import Service, load_config, serve_function
 from node.pool import DevicePool
@@ -116,6 +117,8 @@ async def main(directory: str, model: str, blocks: str, transport: str) -> None:
             match command.pop("do"):
                 case "who":
                     reply: Any = {"endpoint": endpoint, "incarnation": half.node._peers.runtime.incarnation}
+                case "cpu":
+                    reply = cpu_s()
                 case "make up":
                     await make_up(half.node.pool, **command)
                     reply = None
