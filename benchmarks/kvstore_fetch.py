@@ -35,7 +35,16 @@ from batonpb import common_pb2, prefill_pb2, prefill_pb2_grpc
 
 from baton.ids import Incarnation
 from baton.wire import Owner
-from benchmarks.kvstore_fetch_side import CONTEXT, SALT, VOCAB, is_made_up, prefill_node, prompt, serving
+from benchmarks.kvstore_fetch_side import (
+    CONTEXT,
+    SALT,
+    VOCAB,
+    is_made_up,
+    prefill_node,
+    prompt,
+    run_as_process,
+    serving,
+)
 from benchmarks.transfer import Method, Process, _ours
 from benchmarks.transfer_side import cpu_s
 from cli.services import Service
@@ -128,8 +137,8 @@ async def two_nodes(folder: Path, params: DemoModelParams, blocks: int, transpor
 
 
 async def fetched(two: Two, seed: int, count: int = RATE_TOKENS) -> dict[str, float]:
-    """One fetch of a prompt of so many tokens that the owner gets now -> seconds, in all and of its parts, and processor
-    time of both processes. Raises AssertionError: a byte is not as the owner made it."""
+    """One fetch of a prompt of so many tokens that the owner gets now -> seconds, in all and of its parts, and
+    processor time of both processes. Raises AssertionError: a byte is not as the owner made it."""
     await asyncio.to_thread(two.side.ask, "make up", seed=seed, tokens=count)
     await two.emptied()
     blocks = two.half.node.pool.blocks
@@ -391,11 +400,11 @@ def run(options: argparse.Namespace) -> None:
                 folder = Path(name) / part
                 if part == "rate":
                     for mib in options.mib:
-                        samples += asyncio.run(measure_rate(transport, mib, options.rounds, folder))
+                        samples += run_as_process(measure_rate(transport, mib, options.rounds, folder))
                 elif part == "stopped":
-                    samples += asyncio.run(measure_stopped(transport, options.rounds, folder))
+                    samples += run_as_process(measure_stopped(transport, options.rounds, folder))
                 else:
-                    samples += asyncio.run(measure_choice(transport, options.tokens, options.rounds, folder))
+                    samples += run_as_process(measure_choice(transport, options.tokens, options.rounds, folder))
             mine = [sample for sample in samples if sample["part"] == part]
             report = {"rate": report_rate, "choice": report_choice, "stopped": report_stopped}[part]
             print(report(mine), flush=True)

@@ -1,9 +1,9 @@
 """Gets over tcp beside Mooncake Store's: the same bytes, the same cores, objects of 64 KiB and 1 MiB.
 
-Ours is `Fetch`, from a prefill node to another, as in `kvstore fetch --part rate`: look-up, Reserve, writes, seal, Commit,
-and the blocks entered in the prefix cache. An object is a block of 16 tokens, in one record for each of its layers.
-Mooncake's: `batch_get_into` of as many keys, in a process without a segment, and its time alone. After each get of
-either, all bytes are compared with what was put. Mooncake has an environment of its own (docs/bench.md).
+Ours is `Fetch`, from a prefill node to another, as in `kvstore fetch --part rate`: look-up, Reserve, writes, seal,
+Commit, and the blocks entered in the prefix cache. An object is a block of 16 tokens, in a record for each of its
+layers. Mooncake's: `batch_get_into` of as many keys, in a process without a segment, and its time alone. After each get
+of either, all bytes are compared with what was put. Mooncake has an environment of its own (docs/bench.md).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.kvstore_fetch import BLOCK, fetched, two_nodes
-from benchmarks.kvstore_fetch_side import VOCAB
+from benchmarks.kvstore_fetch_side import VOCAB, run_as_process
 from benchmarks.transfer_side import MOVED_BYTES
 from engine.demo_model import DemoModelParams
 
@@ -164,7 +164,7 @@ def run(options: argparse.Namespace) -> None:
         folder = Path(undo.enter_context(tempfile.TemporaryDirectory()))
         mooncake = Mooncake(undo, options.python, options.ports)
         for size in options.sizes:
-            samples += asyncio.run(measure(size, mooncake, options.rounds, folder / str(size)))
+            samples += run_as_process(measure(size, mooncake, options.rounds, folder / str(size)))
             print(report([sample for sample in samples if sample["size"] == size]), flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps(samples))
