@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from baton.rpc import Channels, rpc_errors
 from baton.runtime import NodeRuntime
 from baton.tasks import Tasks
 from baton.wire import FetchLoad, Owner, check_header, key_from_proto, key_to_proto
-from cachestore.prefix_cache import TOKEN_BYTES, IndexCursor, pack_tokens, unpack_tokens
+from cachestore.prefix_cache import TOKEN_BYTES, Draft, IndexCursor, pack_tokens, unpack_tokens
 from kvtransfer.checksums import checksums_from_proto
 from kvtransfer.protocol.receiver import AnswerRefused, CommitAsked, Refusal, ReserveAsked
 from kvtransfer.protocol.writer import HandoffEnd
@@ -61,6 +62,10 @@ BUSY_PAUSE_MS: Final = 500
 """An owner that refused a block for want of room is not asked for it again meanwhile: the next owner is."""
 PAUSES_MAX: Final = 1_024
 """Remembered, oldest dropped first."""
+DRAFT_AFTER_MS: Final = 1
+"""Behind a grant: it is to be on its way by then."""
+DRAFTED_MAX: Final = 256
+"""Blocks whose entries are made at a time: about a millisecond of the control thread."""
 ANY_BLOCK: Final = b""
 """In place of a block's digest, where an owner is not asked for any."""
 
@@ -76,6 +81,8 @@ class Fetch:
     """Leading blocks wanted, in positions."""
     prefix: tuple[BlockId, ...] = ()
     blocks: tuple[BlockId, ...] = ()
+    draft: Draft | None = None
+    """Entries of `blocks`, made while they are being filled."""
     filled: int = 0
     """Leading ones of `blocks` that the Commit names."""
     came: int = 0
@@ -237,6 +244,7 @@ class Fetches:
             request = transfer_pb2.FetchRequest(
                 key=key_to_proto(fetch.key),
                 tokens=pack_tokens(offer.prompt.tokens[: fetch.end * size]),
+                digests=b"".join(offer.prompt.chain[: fetch.end]),
                 cache_salt=offer.prompt.salt,
                 first_block=offer.have_blocks,
             )
@@ -329,7 +337,9 @@ class Fetches:
         grant, prefix, new = GrantId(secrets.token_bytes(16)), [], 0
         if fetch is not None and wanted:
             end = min(request.fetch_blocks, fetch.end)
-            prefix = self._cache.match(fetch.prompt.tokens, fetch.prompt.salt, end * self._groups)
+            # So that no more tokens are packed and compared.
+            here = bisect_left(fetch.prompt.chain, True, hi=end, key=lambda digest: not self._cache.indexed(digest))
+            prefix = self._cache.match(fetch.prompt.tokens, fetch.prompt.salt, here * self._groups)
             spare = self.spare() - self._pool.ledger.idle_cached(prefix)
             new = min(end * self._groups - len(prefix), max(0, spare) // self._groups * self._groups)
         self._pool.ledger.hold(prefix)  # so that making room does not evict what was just matched
@@ -357,6 +367,7 @@ class Fetches:
         if answer.grant == grant and fetch is not None:
             fetch.prefix, fetch.blocks = answer.prefix, answer.blocks
             self._granted[grant] = fetch
+            self._loop.call_later(DRAFT_AFTER_MS / 1000, self._draft, grant)
         return transfer_pb2.ReserveReply(
             granted=transfer_pb2.Grant(
                 grant=answer.grant,
@@ -366,6 +377,21 @@ class Fetches:
                 lease_ms=self._receiver.config.lease_ms,
             )
         )
+
+    def _draft(self, grant: GrantId) -> None:
+        """Make the next entries of what is being written."""
+        fetch = self._granted.get(grant)
+        if fetch is None:
+            return
+        have, chain = len(fetch.prefix) // self._groups, fetch.prompt.chain
+        if fetch.draft is None:
+            fetch.draft = self._cache.begin_draft(chain[have - 1] if have else None)
+        first = have + len(fetch.draft.entries)
+        end = min(first + DRAFTED_MAX, have + len(fetch.blocks) // self._groups)
+        prompt, table = fetch.prompt, [*fetch.prefix, *fetch.blocks]
+        self._cache.draft(fetch.draft, prompt.tokens, table, range(first, end), prompt.salt, chain)
+        if end * self._groups < len(table):
+            self._loop.call_soon(self._draft, grant)
 
     async def commit(self, request: transfer_pb2.CommitRequest, pair: Pair) -> bool:
         """As `Receiver.commit`. Also of a grant that is over: a repeat is answered from its state."""
@@ -397,10 +423,14 @@ class Fetches:
         assert taken, grant.hex()
         table = [*fetch.prefix, *fetch.blocks]
         positions = (len(fetch.prefix) + fetch.filled) // self._groups
-        computed = positions * self._pool.layout.block_size
-        cursor = IndexCursor()  # it stops at a block whose content may be broken
-        self._cache.index(fetch.prompt.tokens, table, computed, fetch.prompt.salt, cursor, chain=fetch.prompt.chain)
-        fetch.came = max(0, cursor.positions - len(fetch.prefix) // self._groups)
+        have, draft, prompt = len(fetch.prefix) // self._groups, fetch.draft, fetch.prompt
+        if draft is not None and len(draft.entries) == positions - have and self._cache.enter(draft):
+            fetch.came = positions - have
+        else:
+            cursor = IndexCursor()  # it stops at a block whose content may be broken
+            computed = positions * self._pool.layout.block_size
+            self._cache.index(prompt.tokens, table, computed, prompt.salt, cursor, chain=prompt.chain)
+            fetch.came = max(0, cursor.positions - have)
         self._blocks.release(table, used=False)
         if fetch.came and not fetch.arrived.done():
             fetch.arrived.set_result(None)
@@ -538,7 +568,7 @@ class FetchOwner:
     def _found(self, request: transfer_pb2.FetchRequest) -> list[BlockId]:
         """The leading blocks that are here, fewer where holding them would take what requests are promised or wait
         for."""
-        found = self._blocks.prefix_cache.match_packed(request.tokens, request.cache_salt)
+        found = self._blocks.prefix_cache.match_known(request.tokens, request.digests, request.cache_salt)
         room = max(0, min(self.spare(), self._ledger.available))
         if self._ledger.idle_cached(found) > room:
             found = found[: room // self._groups * self._groups]
