@@ -51,8 +51,9 @@ from benchmarks.transfer_side import cpu_s
 from cli.services import Service
 from engine.demo_model import DemoModelParams, write_demo_model
 from kvtransfer.transports.settings import ShmConfig, TcpConfig
+from node.computing_cost import ComputingCost
 from node.fetching import Fetches
-from node.sources import LinearCost, Prefix
+from node.sources import Prefix
 from prefill_node.main import PrefillHalf
 
 RATE_BAR = 0.85
@@ -287,7 +288,7 @@ async def first_token(two: Two, channel: grpc.aio.Channel, mode: str, tokens: li
     gatherer = two.half.node.gatherer
     measured, fetches = gatherer._computing, two.fetches.costs.total.times.count
     if mode == "fetch":  # computing is believed to take a second a token: all is fetched at once
-        gatherer._computing = LinearCost(fixed_s=0.0, unit_s=1.0, units=1000)
+        gatherer._computing = ComputingCost(fixed_s=0.0, token_s=1.0)
     try:
         owners = [] if mode == "compute" else [two.owner]
         seconds, first = await ask_prefill(channel, two.incarnation, tokens, owners)

@@ -79,6 +79,11 @@ class Fetch:
     prompt: Prefix
     end: int
     """Leading blocks wanted, in positions."""
+    timer: asyncio.Timeout
+    wait_s_max: float
+    """From its beginning, once the owner has asked for room."""
+    began_s: float = 0.0
+    """Of the call."""
     prefix: tuple[BlockId, ...] = ()
     blocks: tuple[BlockId, ...] = ()
     draft: Draft | None = None
@@ -174,6 +179,7 @@ class Fetches:
             fixed_s=cost.fixed_s + self._connects_in_s(owner, now_s),
             block_s=cost.unit_s * block_bytes,
             block_bytes=block_bytes,
+            sign_s=self.costs.sign_s(now_s) + self._connects_in_s(owner, now_s),
             origin=owner.name,
             detail=owner,
         )
@@ -233,11 +239,12 @@ class Fetches:
             owner=owner,
             prompt=offer.prompt,
             end=offer.have_blocks + offer.blocks,
+            timer=timer,
+            wait_s_max=offer.wait_s_max,
             arrived=self._loop.create_future(),
         )
         self._under_way[fetch.key] = fetch
         call: asyncio.Task[None] | None = None
-        began_s = 0.0
         try:
             if not self.is_connected(owner) and not await asyncio.shield(self.connect(owner)):
                 return 0
@@ -248,21 +255,21 @@ class Fetches:
                 cache_salt=offer.prompt.salt,
                 first_block=offer.have_blocks,
             )
-            began_s = self._loop.time()
+            fetch.began_s = self._loop.time()
             call = self._tasks.spawn(self._call(fetch, request, offer))
             await asyncio.wait({call, fetch.arrived}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             if call is not None:
                 call.cancel()
                 if timer.expired() and not fetch.came:  # else it is the request that has been given up
-                    self._late(owner, offer, self._loop.time() - began_s)
+                    self._late(fetch, offer)
             raise
         finally:
             del self._under_way[fetch.key]
             if not fetch.came:
                 self._receiver.cancel(fetch.key)
         if fetch.came:
-            self._count(fetch, self._loop.time() - began_s)
+            self._count(fetch, self._loop.time() - fetch.began_s)
         return fetch.came
 
     async def _call(self, fetch: Fetch, request: transfer_pb2.FetchRequest, offer: Offer) -> None:
@@ -302,12 +309,19 @@ class Fetches:
         else:
             self._pause(owner, digest, BUSY_PAUSE_MS)
 
-    def _late(self, owner: Owner, offer: Offer, waited_s: float) -> None:
-        """The time is over, and nothing has come. That says something of an owner that was to bring it sooner."""
+    def _late(self, fetch: Fetch, offer: Offer) -> None:
+        """The time is over, and nothing has come. That says something of an owner that was to bring it sooner, or to
+        ask for room by then."""
         now_s = self._loop.time()
-        if waited_s > self.costs.cost(owner, now_s).of(offer.nbytes):
-            self.costs.measured(owner, offer.nbytes, waited_s, now_s)
-            self._failed(owner, f"not here after {waited_s:.3f} s")
+        waited_s = now_s - fetch.began_s
+        late = waited_s > self.costs.cost(fetch.owner, now_s).of(offer.nbytes)
+        if late:
+            self.costs.measured(fetch.owner, offer.nbytes, waited_s, now_s)
+        if not fetch.blocks and waited_s > self.costs.sign_s(now_s):
+            self.costs.signed(waited_s, now_s)
+            late = True
+        if late:
+            self._failed(fetch.owner, f"not here after {waited_s:.3f} s")
 
     def _failed(self, owner: Owner, why: str) -> None:
         self.costs.failed(owner)
@@ -367,6 +381,7 @@ class Fetches:
         if answer.grant == grant and fetch is not None:
             fetch.prefix, fetch.blocks = answer.prefix, answer.blocks
             self._granted[grant] = fetch
+            self._signed(fetch)
             self._loop.call_later(DRAFT_AFTER_MS / 1000, self._draft, grant)
         return transfer_pb2.ReserveReply(
             granted=transfer_pb2.Grant(
@@ -377,6 +392,15 @@ class Fetches:
                 lease_ms=self._receiver.config.lease_ms,
             )
         )
+
+    def _signed(self, fetch: Fetch) -> None:
+        """The owner is at work: it is waited for longer."""
+        now_s = self._loop.time()
+        self.costs.signed(now_s - fetch.began_s, now_s)
+        end_s = fetch.began_s + fetch.wait_s_max
+        until_s = fetch.timer.when()
+        if until_s is not None and end_s > until_s and not fetch.timer.expired():
+            fetch.timer.reschedule(end_s)
 
     def _draft(self, grant: GrantId) -> None:
         """Make the next entries of what is being written."""
