@@ -32,6 +32,10 @@ brought something when the time is over."""
 WHOLE_SHARE_MAX: Final = 0.8
 """The same of all that a source has: parts cost a fixed time each, and of a short prompt none would come in half of the
 time."""
+SIGN_SHARE_MAX: Final = 0.15
+"""In place of `WAIT_SHARE_MAX`, where a source is to show that it is at work; or `SIGN_TIMES_MAX` times what that takes,
+if that is longer."""
+SIGN_TIMES_MAX: Final = 8
 ROUNDS_MAX: Final = 16
 """Of one gather."""
 FAILURES_MAX: Final = 4
@@ -238,17 +242,18 @@ class Gatherer:
         waited_s = saved_s = 0.0
         failures = 0
         # With the fixed part: a short prompt's first token costs more than its blocks, and may wait as much longer.
-        may_wait_s = WAIT_SHARE_MAX * self._computing.of(self._have(prompt) * self._block_size, len(prompt.tokens))
+        computing_s = self._computing.of(self._have(prompt) * self._block_size, len(prompt.tokens))
         for _ in range(ROUNDS_MAX):
             have = self._have(prompt)
             offer = self._best(prompt, have)
             if offer is None:
                 return
             worth_s = self._worth_s(have, offer.blocks)
-            left_s = min(may_wait_s + saved_s - waited_s, worth_s)
-            shows = offer.sign_s is not None and offer.sign_s <= left_s
-            if shows and offer.expected_s <= WHOLE_SHARE_MAX * worth_s:
+            left_s = min(WAIT_SHARE_MAX * computing_s + saved_s - waited_s, worth_s)
+            sign_s = offer.sign_s
+            if sign_s is not None and sign_s <= left_s and offer.expected_s <= WHOLE_SHARE_MAX * worth_s:
                 offer = dataclasses.replace(offer, wait_s_max=worth_s)
+                left_s = min(left_s, max(SIGN_SHARE_MAX * computing_s, SIGN_TIMES_MAX * sign_s))
             elif offer.expected_s > WHOLE_SHARE_MAX * left_s:
                 offer = offer.within(EXPECTED_SHARE_MAX * left_s)
             if offer.blocks == 0:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.computing_cost import SAMPLES_MAX, ComputingCost, attended
+from node.computing_cost import STEPS_KEPT, ComputingCost, attended
 
 
 def test_before_the_first_step_it_is_as_believed() -> None:
@@ -29,7 +29,7 @@ def test_short_prompts_among_long_ones() -> None:
         assert cost.of(first, end) == pytest.approx(takes_s(first, end), rel=0.1), (first, end)
 
 
-@given(steps=st.lists(st.tuples(st.integers(1, 9000), st.floats(1e-6, 10)), max_size=2 * SAMPLES_MAX))
+@given(steps=st.lists(st.tuples(st.integers(1, 9000), st.floats(1e-6, 10)), max_size=2 * STEPS_KEPT))
 def test_more_is_never_cheaper(steps: list[tuple[int, float]]) -> None:
     """Whatever was measured: no part is less than nothing, and what is saved is less than the whole."""
     cost = ComputingCost(fixed_s=0.005, token_s=1e-4)
