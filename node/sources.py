@@ -33,8 +33,8 @@ WHOLE_SHARE_MAX: Final = 0.8
 """The same of all that a source has: parts cost a fixed time each, and of a short prompt none would come in half of the
 time."""
 SIGN_SHARE_MAX: Final = 0.15
-"""In place of `WAIT_SHARE_MAX`, where a source is to show that it is at work; or `SIGN_TIMES_MAX` times what that takes,
-if that is longer."""
+"""In place of `WAIT_SHARE_MAX`, where a source is to show that it is at work; or `SIGN_TIMES_MAX` times what that
+takes, if that is longer."""
 SIGN_TIMES_MAX: Final = 8
 ROUNDS_MAX: Final = 16
 """Of one gather."""
