@@ -249,17 +249,17 @@ class Gatherer:
             if offer is None:
                 return
             worth_s = self._worth_s(have, offer.blocks)
-            left_s = min(WAIT_SHARE_MAX * computing_s + saved_s - waited_s, worth_s)
+            left_s = unseen_s = min(WAIT_SHARE_MAX * computing_s + saved_s - waited_s, worth_s)
             sign_s = offer.sign_s
             if sign_s is not None and sign_s <= left_s and offer.expected_s <= WHOLE_SHARE_MAX * worth_s:
                 offer = dataclasses.replace(offer, wait_s_max=worth_s)
-                left_s = min(left_s, max(SIGN_SHARE_MAX * computing_s, SIGN_TIMES_MAX * sign_s))
+                unseen_s = min(left_s, max(SIGN_SHARE_MAX * computing_s, SIGN_TIMES_MAX * sign_s))
             elif offer.expected_s > WHOLE_SHARE_MAX * left_s:
                 offer = offer.within(EXPECTED_SHARE_MAX * left_s)
             if offer.blocks == 0:
                 return
             began_s = self._clock()
-            came = await self._bring(offer, left_s)
+            came = await self._bring(offer, left_s, unseen_s)
             waited_s += self._clock() - began_s
             saved_s += self._worth_s(have, came)
             if came:
@@ -283,12 +283,13 @@ class Gatherer:
         """What computing them would add."""
         return self._computing.saved(have_blocks * self._block_size, (have_blocks + blocks) * self._block_size)
 
-    async def _bring(self, offer: Offer, left_s: float) -> int:
-        """Within this time -> positions that came. 0 where another prompt's are waited for."""
+    async def _bring(self, offer: Offer, left_s: float, unseen_s: float) -> int:
+        """Within `unseen_s`, or longer if it says so -> positions that came. 0 where another prompt's are waited for,
+        for `left_s`."""
         digest = offer.prompt.chain[offer.have_blocks]
         other = self._under_way.get(digest)
         try:
-            async with asyncio.timeout(left_s) as timer:
+            async with asyncio.timeout(unseen_s if other is None else left_s) as timer:
                 if other is not None:
                     await other.wait()
                     return 0
