@@ -8,6 +8,7 @@ import shutil
 import signal
 import tempfile
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -57,6 +58,20 @@ def _small_heap_to_collect() -> None:
     be looked through each time: with all that a test process imports, that would take seconds."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environment_is_kept() -> Iterator[None]:
+    """A module leaves the environment as it found it. Else later modules start their nodes in another one."""
+    before = dict(os.environ)
+    yield
+    assert _lasting(os.environ) == _lasting(before)
+
+
+def _lasting(environment: Mapping[str, str]) -> dict[str, str]:
+    """But what pytest sets, and PyTorch's compiler when it is imported."""
+    others = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+    return {name: value for name, value in environment.items() if name not in others}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -152,10 +152,41 @@ def test_a_client_that_disconnects_leaves_the_line_at_once(cluster: RunningClust
 
 def test_a_higher_class_goes_first(cluster: RunningCluster) -> None:
     """All places are taken. Requests of a low, the usual and a high class come in this order and wait; then there is
-    one place, which they have one after the other: the high one first, the low one last. Each is told its class, which
-    `--stats` shows, and the answers are exact."""
+    one place, which they have one after the other: the high one first, the low one last. Who has it keeps it until the
+    others are seen to wait."""
     classes = (common_pb2.PRIORITY_LOW, common_pb2.PRIORITY_NORMAL, common_pb2.PRIORITY_HIGH)
-    order: list[int] = []
+
+    async def has_a_place(priority: common_pb2.Priority) -> Any:
+        request = make_request([60 + priority, 7, 8], max_tokens=4_000, ignore_eos=True)
+        request.priority = priority
+        call: Any = cluster.client.stub.Generate(request, timeout=CALL_S_MAX)
+        async for event in call:
+            if event.HasField("tokens"):
+                return call
+        raise AssertionError("it has ended")
+
+    async def scenario() -> None:
+        holders = await take_all_places(cluster)
+        waiting = []
+        for number, priority in enumerate(classes, start=1):
+            waiting.append(asyncio.create_task(has_a_place(priority)))
+            await in_line(cluster, number)
+        holder = holders.pop()
+        while waiting:
+            holder.cancel()
+            holder = await waiting.pop()
+            await in_line(cluster, len(waiting))
+            assert [task.done() for task in waiting] == [False] * len(waiting)
+        for call in [holder, *holders]:
+            call.cancel()
+        await assert_conserved(cluster)
+
+    cluster.run(scenario())
+
+
+def test_an_answer_says_its_class(cluster: RunningCluster) -> None:
+    """Each is told its class, which `--stats` shows, and the answers are exact."""
+    classes = {"low": common_pb2.PRIORITY_LOW, "normal": common_pb2.PRIORITY_NORMAL, "high": common_pb2.PRIORITY_HIGH}
 
     async def one(priority: common_pb2.Priority) -> Answer:
         prompt = [60 + priority, 7, 8]
@@ -163,28 +194,14 @@ def test_a_higher_class_goes_first(cluster: RunningCluster) -> None:
         request.priority = priority
         call: Any = cluster.client.stub.Generate(request, timeout=CALL_S_MAX)
         async for event in call:
-            if event.HasField("started"):
-                continue
-            if not builder.ids:
-                order.append(priority)
             builder.push(event)
         assert builder.ids == mock_tokens(prompt, TOKENS)
         return builder.answer()
 
     async def scenario() -> None:
-        holders = await take_all_places(cluster)
-        asked = []
-        for number, priority in enumerate(classes, start=1):
-            asked.append(asyncio.create_task(one(priority)))
-            await in_line(cluster, number)
-        holders[0].cancel()
-        answers = await asyncio.gather(*asked)
-        assert order == [*reversed(classes)]
-        names = [re.findall(r"^priority +(\w+)$", stats_text(answer), re.MULTILINE) for answer in answers]
-        assert names == [["low"], ["normal"], ["high"]]
-        for holder in holders[1:]:
-            holder.cancel()
-        await assert_conserved(cluster)
+        for name, priority in classes.items():
+            answer = await one(priority)
+            assert re.findall(r"^priority +(\w+)$", stats_text(answer), re.MULTILINE) == [name]
 
     cluster.run(scenario())
 

@@ -54,14 +54,15 @@ def reference(served: Served) -> Reference:
 
 
 def ask_both_ways(served: Served, name: str, prompt: list[int], **sampling: Any) -> list[Answer]:
-    """The same request again and again, several at a time, until it was kept at least once and handed over once.
+    """The same request again and again, several at a time, until it was kept at least once and handed over once. More
+    of them each time, so that a node that is believed to be slow gets some.
 
     Each request has a salt of its own: to the node that has the prompt, or is about to, all later ones would go.
     """
     answers: list[Answer] = []
     for number in range(ROUNDS_MAX):
-        salts = [f"{name}-{number}-{each}" for each in range(4)]
-        answers += served.ask_each([(prompt, {**sampling, "cache_salt": salt}) for salt in salts], at_once=4)
+        salts = [f"{name}-{number}-{each}" for each in range(4 + number)]
+        answers += served.ask_each([(prompt, {**sampling, "cache_salt": salt}) for salt in salts], at_once=len(salts))
         if {answer.stats.transport for answer in answers} - {""} >= WAYS:
             return answers
     raise AssertionError(f"{name}: {[answer.stats.transport for answer in answers]}")

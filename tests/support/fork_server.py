@@ -44,8 +44,11 @@ _COMMAND: Final = [sys.executable, "-P", "-m"]
 _MODULES: Final = {"cli.main": "run", "tests.faults.node": "main"}
 """What may follow, and its function that takes the arguments."""
 _THREADS: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-_OWN: Final = frozenset({*_THREADS, "PYTEST_CURRENT_TEST", "COLUMNS", "TMPDIR", "COMP_WORDS", "COMP_CWORD"})
-"""Variables that may differ from the server's: read after the start, or of no matter."""
+_OWN: Final = frozenset(
+    {*_THREADS, "PYTEST_CURRENT_TEST", "COLUMNS", "TMPDIR", "COMP_WORDS", "COMP_CWORD", "TORCHINDUCTOR_CACHE_DIR"}
+)
+"""Variables that may differ from the server's: read after the start, or of no matter. PyTorch's compiler sets the last
+one when it is imported."""
 _LIBRARIES: Final = ("httptools", "starlette.applications", "prometheus_client", "jinja2.sandbox", "tokenizers")
 """What a router imports when it serves HTTP or text."""
 _servers: dict[bool, ForkServer] = {}
@@ -168,6 +171,7 @@ def _server_for(command: Sequence[str], env: Mapping[str, str]) -> ForkServer | 
     unusual = [
         name for name in names if not name.startswith("BATON_") and env.get(name) != server.environment.get(name)
     ]
+    assert not unusual or HOLDS_ENV not in env, f"only a fork is watched, and {unusual} differ from the fork server's"
     return None if unusual else server
 
 
