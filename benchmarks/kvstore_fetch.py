@@ -4,7 +4,8 @@
     python -m benchmarks.kvstore fetch --part choice --transport shm
 
 Two prefill nodes, the one that fetches in this process, the owner in one of its own. `rate`: 4,096 tokens, whose KV was
-made up at the owner, in records of 32 KiB, 16 layers: 128 MiB; from the Fetch call to the blocks indexed, all of them
+made up at the owner, in records of 32 KiB, 16 layers: 128 MiB (`--mib`: larger models); from the Fetch call to the
+blocks indexed, all of them
 compared; beside `benchmarks.transfer`'s two sides with as many bytes and records. `choice`: a small model with random
 weights; time to first token of a prompt that the owner has computed, forced to compute, forced to fetch, and as the
 node chooses. `stopped`: the same where the owner's process is stopped, over computing.
@@ -19,6 +20,7 @@ import math
 import random
 import signal
 import statistics
+import sys
 import tempfile
 import time
 import uuid
@@ -34,31 +36,40 @@ from batonpb import common_pb2, prefill_pb2, prefill_pb2_grpc
 
 from baton.ids import Incarnation
 from baton.wire import Owner
-from benchmarks.kvstore_fetch_side import CONTEXT, SALT, VOCAB, is_made_up, prefill_node, prompt, serving
-from benchmarks.transfer import MOVED_GB, Method, Process, _ours
+from benchmarks.kvstore_fetch_side import (
+    CONTEXT,
+    SALT,
+    VOCAB,
+    is_made_up,
+    prefill_node,
+    prompt,
+    run_as_process,
+    serving,
+)
+from benchmarks.transfer import Method, Process, _ours
+from benchmarks.transfer_side import cpu_s
 from cli.services import Service
 from engine.demo_model import DemoModelParams, write_demo_model
 from kvtransfer.transports.settings import ShmConfig, TcpConfig
+from node.computing_cost import ComputingCost
 from node.fetching import Fetches
-from node.sources import LinearCost, Prefix
+from node.sources import Prefix
 from prefill_node.main import PrefillHalf
 
 RATE_BAR = 0.85
 CHOICE_BAR = 1.10
 STOPPED_BAR = 1.25
 STOPPED_TOKENS = (256, 512, 1024, 2048)
-TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+TOKENS = (32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192)
 BLOCK = 16
 RATE_TOKENS = 4096
-RECORD_BYTES = 32 << 10
-RATE_BLOCKS = 1024
+RATE_REGION_MIB = 512
+"""At least: as `benchmarks.transfer` has."""
+RATE_SIZES = {128: (16, 32), 256: (16, 64), 384: (24, 64), 512: (32, 64)}
+"""By the MiB of 4,096 tokens: layers, and KiB of a record. The first is a model of 16 layers with 8 KV heads of 64 in
+bfloat16, the last one of 32 with 8 of 128, as models of 8B parameters have."""
 WARM_UPS = 4
 WAIT_S_MAX = 60.0
-RATE_MODEL = DemoModelParams(
-    num_layers=16, hidden_size=64, intermediate_size=64, num_heads=4, num_kv_heads=4, head_dim=64, vocab_size=VOCAB,
-    context_len_max=CONTEXT,
-)  # fmt: skip
-"""Float32: 32 KiB a token, as a model of 16 layers with 8 heads of 64 in bfloat16 has."""
 MODES = ("compute", "fetch", "choose")
 ROUTER = 7
 
@@ -67,6 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", choices=("rate", "choice", "stopped"), action="append", dest="parts")
     parser.add_argument("--transport", choices=("shm", "tcp"), action="append", dest="transports")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--mib", type=int, nargs="+", default=[min(RATE_SIZES)], choices=list(RATE_SIZES), help="of the rate's prompt"
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="of the choice's prompts")
     parser.add_argument("--json", type=Path, help="keep the samples there")
 
@@ -125,16 +139,17 @@ async def two_nodes(folder: Path, params: DemoModelParams, blocks: int, transpor
 # The rate.
 
 
-async def fetched(two: Two, seed: int) -> dict[str, float]:
-    """One fetch of a prompt that the owner gets now -> seconds, in all and of its parts."""
-    await asyncio.to_thread(two.side.ask, "make up", seed=seed, tokens=RATE_TOKENS)
+async def fetched(two: Two, seed: int, count: int = RATE_TOKENS) -> dict[str, float]:
+    """One fetch of a prompt of so many tokens that the owner gets now -> seconds, in all and of its parts, and
+    processor time of both processes. Raises AssertionError: a byte is not as the owner made it."""
+    await asyncio.to_thread(two.side.ask, "make up", seed=seed, tokens=count)
     await two.emptied()
     blocks = two.half.node.pool.blocks
-    tokens = prompt(seed, RATE_TOKENS)
+    tokens = prompt(seed, count)
     prefix = Prefix(tokens=tokens, salt=SALT, chain=blocks.prefix_cache.chain(tokens, SALT), owners=[two.owner])
     stamps: dict[str, float] = {}
     offer = two.fetches.offer(prefix, 0)
-    assert offer is not None and offer.blocks == RATE_TOKENS // BLOCK, offer
+    assert offer is not None and offer.blocks == count // BLOCK, offer
     real_reserve, real_commit, real_committed = Fetches.reserve, Fetches.commit, Fetches.committed
 
     def reserve(self: Fetches, *args: Any) -> Any:
@@ -155,23 +170,44 @@ async def fetched(two: Two, seed: int) -> dict[str, float]:
         patch.object(Fetches, "commit", commit),
         patch.object(Fetches, "committed", committed),
     ):
+        spent_s = await asyncio.to_thread(two.side.ask, "cpu") + cpu_s()
         began_s = time.perf_counter()
         async with asyncio.timeout(WAIT_S_MAX) as timer:
             came = await two.fetches.bring(offer, timer)
         stamps["answered"] = time.perf_counter()
+        spent_s = await asyncio.to_thread(two.side.ask, "cpu") + cpu_s() - spent_s
     assert came == offer.blocks, (came, offer)
     found = blocks.prefix_cache.match(tokens, SALT, came)
     assert len(found) == came
     whole = await asyncio.to_thread(is_made_up, two.half.node.pool, seed, found)  # a thread: peers watch this loop
     assert whole, "what has come is not what was there"
-    return {what: at_s - began_s for what, at_s in stamps.items()}
+    return {what: at_s - began_s for what, at_s in stamps.items()} | {"cpu_s": spent_s}
 
 
-async def measure_rate(transport: str, rounds: int, folder: Path) -> list[dict[str, Any]]:
+def rate_model(mib: int) -> DemoModelParams:
+    layers, record_kib = RATE_SIZES[mib]
+    heads, float_bytes = 4, 4
+    return DemoModelParams(
+        num_layers=layers,
+        hidden_size=64,
+        intermediate_size=64,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=(record_kib << 10) // (2 * heads * BLOCK * float_bytes),
+        vocab_size=VOCAB,
+        context_len_max=CONTEXT,
+    )
+
+
+async def measure_rate(transport: str, mib: int, rounds: int, folder: Path) -> list[dict[str, Any]]:
     threads = ShmConfig().copy_threads if transport == "shm" else TcpConfig().streams
     samples = []
-    async with two_nodes(folder, RATE_MODEL, RATE_BLOCKS, transport) as two:
-        assert two.half.node.pool.layout.record_bytes == RECORD_BYTES, two.half.node.pool.layout
+    size = RATE_SIZES[mib][1] << 10
+    wanted = RATE_TOKENS // BLOCK
+    blocks = max(wanted + BLOCK, wanted * RATE_REGION_MIB // mib)
+    async with two_nodes(folder, rate_model(mib), blocks, transport) as two:
+        layout = two.half.node.pool.layout
+        assert (layout.record_bytes, layout.position_bytes * RATE_TOKENS) == (size, (mib << 20) * BLOCK), layout
         with (
             Process(_ours(transport, str(threads)), "") as sender,
             Process(_ours(transport, str(threads)), "") as other,
@@ -181,9 +217,9 @@ async def measure_rate(transport: str, rounds: int, folder: Path) -> list[dict[s
                 return await asyncio.to_thread(side.ask, do, **arguments)
 
             async def moved(seed: int) -> float:
-                await ask(sender, "prepare", size=RECORD_BYTES, seed=seed)
+                await ask(sender, "prepare", size=size, seed=seed, nbytes=mib << 20)
                 took: dict[str, float] = await ask(sender, "move")
-                assert await ask(other, "check", size=RECORD_BYTES, seed=seed)
+                assert await ask(other, "check", size=size, seed=seed, nbytes=mib << 20)
                 return took["seconds"]
 
             await ask(sender, "fill")
@@ -195,23 +231,25 @@ async def measure_rate(transport: str, rounds: int, folder: Path) -> list[dict[s
                 else:
                     parts, alone_s = await fetched(two, seed), await moved(seed)
                 if number >= 0:
-                    samples.append({"part": "rate", "transport": transport, "alone_s": alone_s, **parts})
+                    samples.append({"part": "rate", "transport": transport, "mib": mib, "alone_s": alone_s, **parts})
     return samples
 
 
+RATE_STAMPS = ("granted", "commit asked", "indexed", "answered")
+
+
 def report_rate(samples: list[dict[str, Any]]) -> str:
-    lines = ["transport  fetch GB/s  alone GB/s  ratio (min..max)     granted ms  commit asked  indexed  answered"]
-    for transport in sorted({s["transport"] for s in samples}):
-        mine = [s for s in samples if s["transport"] == transport]
+    lines = ["transport  MiB  fetch GB/s  alone GB/s  ratio (min..max)     granted ms  commit asked  indexed  answered"]
+    for transport, mib in sorted({(s["transport"], s["mib"]) for s in samples}):
+        mine = [s for s in samples if (s["transport"], s["mib"]) == (transport, mib)]
         ratios = sorted(s["alone_s"] / s["indexed"] for s in mine)
         ratio = statistics.median(ratios)
-        middle = {
-            what: statistics.median(s[what] for s in mine) for what in mine[0] if what not in ("part", "transport")
-        }
+        middle = {what: statistics.median(s[what] for s in mine) for what in (*RATE_STAMPS, "alone_s")}
+        moved_gb = (mib << 20) / 1e9
         lines.append(
-            f"{transport:9}  {MOVED_GB / middle['indexed']:10.2f}  {MOVED_GB / middle['alone_s']:10.2f}  "
+            f"{transport:9}  {mib:3}  {moved_gb / middle['indexed']:10.2f}  {moved_gb / middle['alone_s']:10.2f}  "
             f"{ratio:.2f} ({ratios[0]:.2f}..{ratios[-1]:.2f}){'' if ratio >= RATE_BAR else ' MISSED'}  "
-            + "  ".join(f"{1e3 * middle[what]:8.1f}" for what in ("granted", "commit asked", "indexed", "answered"))
+            + "  ".join(f"{1e3 * middle[what]:8.1f}" for what in RATE_STAMPS)
         )
     return "\n".join(lines)
 
@@ -241,20 +279,24 @@ async def ask_prefill(
     raise SystemExit("no first token came")
 
 
+class NotForced(Exception):
+    """What was to be fetched was computed, at least in part: a peer stood still for too long."""
+
+
 async def first_token(two: Two, channel: grpc.aio.Channel, mode: str, tokens: list[int]) -> dict[str, Any]:
     await two.emptied()
     gatherer = two.half.node.gatherer
     measured, fetches = gatherer._computing, two.fetches.costs.total.times.count
     if mode == "fetch":  # computing is believed to take a second a token: all is fetched at once
-        gatherer._computing = LinearCost(fixed_s=0.0, unit_s=1.0, units=1000)
+        gatherer._computing = ComputingCost(fixed_s=0.0, token_s=1.0)
     try:
         owners = [] if mode == "compute" else [two.owner]
         seconds, first = await ask_prefill(channel, two.incarnation, tokens, owners)
     finally:
         gatherer._computing = measured
-    if mode != "choose":
-        wanted = (len(tokens) - 1) // BLOCK * BLOCK if mode == "fetch" else 0
-        assert first.sources.fetched == wanted, (mode, len(tokens), first.sources)
+    wanted = (len(tokens) - 1) // BLOCK * BLOCK if mode == "fetch" else 0
+    if mode != "choose" and first.sources.fetched != wanted:
+        raise NotForced(f"{mode}, {len(tokens)} tokens: {first.sources}")
     return {
         "seconds": seconds,
         "token": first.token,
@@ -275,9 +317,14 @@ async def measure_choice(transport: str, lengths: list[int], rounds: int, folder
         for number, length in [*((-1, middle) for _ in range(WARM_UPS)), *plan]:
             tokens = prompt(rng.randrange(1 << 30), length)
             await ask_prefill(of_owner, two.owner.incarnation, tokens, [])
-            found = {}
-            for mode in rng.sample(MODES, len(MODES)):
-                found[mode] = await first_token(two, mine, mode, tokens)
+            found: dict[str, dict[str, Any]] = {}
+            try:
+                for mode in rng.sample(MODES, len(MODES)):
+                    found[mode] = await first_token(two, mine, mode, tokens)
+            except NotForced as error:
+                print(f"left out: {error}", file=sys.stderr)
+                two.fetches._pauses.clear()
+                continue
             assert len({each["token"] for each in found.values()}) == 1, (length, found)
             if number >= 0:
                 samples.append({"part": "choice", "transport": transport, "length": length, **found})
@@ -366,11 +413,12 @@ def run(options: argparse.Namespace) -> None:
             for transport in options.transports or ("shm", "tcp"):
                 folder = Path(name) / part
                 if part == "rate":
-                    samples += asyncio.run(measure_rate(transport, options.rounds, folder))
+                    for mib in options.mib:
+                        samples += run_as_process(measure_rate(transport, mib, options.rounds, folder))
                 elif part == "stopped":
-                    samples += asyncio.run(measure_stopped(transport, options.rounds, folder))
+                    samples += run_as_process(measure_stopped(transport, options.rounds, folder))
                 else:
-                    samples += asyncio.run(measure_choice(transport, options.tokens, options.rounds, folder))
+                    samples += run_as_process(measure_choice(transport, options.tokens, options.rounds, folder))
             mine = [sample for sample in samples if sample["part"] == part]
             report = {"rate": report_rate, "choice": report_choice, "stopped": report_stopped}[part]
             print(report(mine), flush=True)

@@ -9,15 +9,18 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
 
+from baton.event_loop import collect_seldom, new_event_loop
+from baton.grpc_core import WakeReader
 from baton.ids import BlockId
+from benchmarks.transfer_side import cpu_s
 from cachestore.prefix_cache import IndexCursor
 from cli.services import Service, load_config, serve_function
 from node.pool import DevicePool
@@ -26,6 +29,7 @@ from prefill_node.main import PrefillHalf
 SALT = b""
 VOCAB = 2048
 CONTEXT = 8448
+T = TypeVar("T")
 
 
 @asynccontextmanager
@@ -42,6 +46,7 @@ async def serving(service: Service, **flags: object) -> AsyncIterator[str]:
         await asyncio.wait({task, ready}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             await task
+        collect_seldom()
         yield ready.result()
     finally:
         stop.set()
@@ -62,6 +67,13 @@ async def prefill_node(*, directory: str, name: str, model: str, blocks: int, tr
     with patch.object(PrefillHalf, "__init__", made):
         async with serving(Service.PREFILL, name=name, directory=directory, transports=transport, **engine) as endpoint:
             yield endpoint, halves[0]
+
+
+def run_as_process(main: Coroutine[Any, Any, T]) -> T:
+    """With the event loop of a process of Baton."""
+    WakeReader.one_loop = True
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(main)
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
@@ -116,6 +128,8 @@ async def main(directory: str, model: str, blocks: str, transport: str) -> None:
             match command.pop("do"):
                 case "who":
                     reply: Any = {"endpoint": endpoint, "incarnation": half.node._peers.runtime.incarnation}
+                case "cpu":
+                    reply = cpu_s()
                 case "make up":
                     await make_up(half.node.pool, **command)
                     reply = None
@@ -126,4 +140,4 @@ async def main(directory: str, model: str, blocks: str, transport: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    run_as_process(main(*sys.argv[1:]))

@@ -1,32 +1,33 @@
 """Gets over tcp beside Mooncake Store's: the same bytes, the same cores, objects of 64 KiB and 1 MiB.
 
-Ours: the tokens go to the owner, which computes their digests, looks them up, compares the tokens and writes the blocks
-into the asker's memory, as one handoff's tcp transfer does. The time is the asker's, with the request and the answer.
-Mooncake's: `batch_get_into` of as many keys, in a process without a segment, and its time alone. After
-each get of either, 64 objects are compared with what was put. Mooncake has an environment of its own (docs/bench.md).
+Ours is `Fetch`, from a prefill node to another, as in `kvstore fetch --part rate`: look-up, Reserve, writes, seal,
+Commit, and the blocks entered in the prefix cache. An object is a block of 16 tokens, in a record for each of its
+layers. Mooncake's: `batch_get_into` of as many keys, in a process without a segment, and its time alone. After each get
+of either, all bytes are compared with what was put. Mooncake has an environment of its own (docs/bench.md).
 """
 
 from __future__ import annotations
 
 import argparse
-import base64
+import asyncio
 import json
 import os
 import statistics
 import subprocess
-import sys
+import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from benchmarks.kvstore_fetch import BLOCK, fetched, two_nodes
+from benchmarks.kvstore_fetch_side import VOCAB, run_as_process
+from benchmarks.transfer_side import MOVED_BYTES
+from engine.demo_model import DemoModelParams
 
-from benchmarks.kvstore_get_side import prompt
-from benchmarks.transfer_side import MOVED_BYTES, plan_of
-
-SIZES = (64 << 10, 1 << 20)
-STREAMS = 2
+LAYERS = {64 << 10: 4, 1 << 20: 16}
+"""Of the models whose blocks have so many bytes: records of 16 and 64 KiB."""
+FLOAT_BYTES = 4
 BAR = 2.0
 PUT_SEED = 1
 LIMITS = {"MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "32768", "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "32768"}
@@ -36,7 +37,7 @@ LIMITS = {"MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "32768", "MC_TCP_MAX_PENDING_A
 class Child:
     """A process that answers a line of JSON with one. Ends with the context."""
 
-    def __init__(self, undo: ExitStack, command: list[str], *, ready: bool = True) -> None:
+    def __init__(self, undo: ExitStack, command: list[str]) -> None:
         environment = {**os.environ, **LIMITS, "PYTHONPATH": os.pathsep.join([os.getcwd(), f"{os.getcwd()}/proto"])}
         self._process = subprocess.Popen(
             command,
@@ -47,8 +48,7 @@ class Child:
             env=environment,
         )
         undo.callback(self._end)
-        if ready:
-            self._reply()
+        self._reply()
 
     def ask(self, do: str, **fields: object) -> Any:
         assert self._process.stdin is not None
@@ -67,29 +67,6 @@ class Child:
         self._process.communicate()
 
 
-class Ours:
-    def __init__(self, undo: ExitStack) -> None:
-        python = [sys.executable, "-m"]
-        self._asker = Child(undo, [*python, "benchmarks.transfer_ours", "tcp", str(STREAMS)], ready=False)
-        self._owner = Child(undo, [*python, "benchmarks.kvstore_get_side", str(STREAMS)])
-        self._owner.ask("connect", address=self._asker.ask("address"))
-
-    def get(self, size: int, seed: int) -> dict[str, Any]:
-        self._owner.ask("index", size=size, seed=seed)
-        tokens = np.array(prompt(size, seed), dtype=np.int64)
-        cpu = self._asker.ask("cpu")
-        began_s = time.perf_counter()
-        asked = {
-            "tokens": base64.b64encode(tokens.tobytes()).decode(),
-            "dst": base64.b64encode(plan_of(size, seed).dst.tobytes()).decode(),
-        }
-        answer = self._owner.ask("get", size=size, **asked)
-        seconds = time.perf_counter() - began_s
-        cpu = self._asker.ask("cpu") - cpu + answer["cpu_s"]
-        whole = answer["blocks"] == MOVED_BYTES // size and self._asker.ask("check", size=size, seed=seed)
-        return {"seconds": seconds, "cpu_s": cpu, "whole": whole}
-
-
 class Mooncake:
     def __init__(self, undo: ExitStack, python: Path, ports: list[int]) -> None:
         master, metrics, owner, getter = map(str, ports)
@@ -105,11 +82,50 @@ class Mooncake:
     def put(self, size: int) -> None:
         self._owner.ask("put", size=size, seed=PUT_SEED)
 
-    def get(self, size: int, seed: int) -> dict[str, Any]:
+    def get(self, size: int) -> dict[str, Any]:
         """The same objects each time, into memory that was zeroed: what was read cannot be removed for a while."""
         cpu = self._owner.ask("cpu")
         found: dict[str, Any] = self._getter.ask("get", size=size, seed=PUT_SEED)
-        return {**found, "cpu_s": found["cpu_s"] + self._owner.ask("cpu") - cpu}
+        assert found["whole"], "what Mooncake got is not what was put"
+        return {"seconds": found["seconds"], "cpu_s": found["cpu_s"] + self._owner.ask("cpu") - cpu}
+
+
+def model_of(size: int, tokens: int) -> DemoModelParams:
+    """One whose blocks of 16 tokens have so many bytes."""
+    heads, layers = 4, LAYERS[size]
+    return DemoModelParams(
+        num_layers=layers,
+        hidden_size=64,
+        intermediate_size=64,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=size // layers // (2 * heads * BLOCK * FLOAT_BYTES),
+        vocab_size=VOCAB,
+        context_len_max=tokens + BLOCK,
+    )
+
+
+async def measure(size: int, mooncake: Mooncake, rounds: int, folder: Path) -> list[dict[str, Any]]:
+    samples: list[dict[str, Any]] = []
+    blocks = MOVED_BYTES // size
+    tokens = blocks * BLOCK
+    async with two_nodes(folder, model_of(size, tokens), blocks + blocks // 4, "tcp") as two:
+        assert two.half.node.pool.layout.position_bytes == size, two.half.node.pool.layout
+        await asyncio.to_thread(mooncake.put, size)
+
+        async def ours(seed: int) -> dict[str, Any]:
+            parts = await fetched(two, seed, tokens)
+            return {"seconds": parts["indexed"], **parts}
+
+        async def theirs(seed: int) -> dict[str, Any]:
+            return await asyncio.to_thread(mooncake.get, size)
+
+        for number in range(-1, rounds):
+            turns = [("ours", ours), ("mooncake", theirs)][:: 1 if number % 2 else -1]
+            found = {name: await get(number + 1000) for name, get in turns}
+            if number >= 0:  # the first round opens connections
+                samples.append({"size": size, **found})
+    return samples
 
 
 def report(samples: list[dict[str, Any]]) -> str:
@@ -126,13 +142,18 @@ def report(samples: list[dict[str, Any]]) -> str:
             f"{size >> 10:5} KiB{rate['ours']:12.2f}{rate['mooncake']:15.2f}   {ratio:.1f} ({ratios[0]:.1f} to "
             f"{ratios[-1]:.1f}){cpu['ours']:28.2f}{cpu['mooncake']:10.2f}   {BAR}{'' if ratio >= BAR else '  MISSED'}"
         )
+        parts = {what: statistics.median(each["ours"][what] for each in own) for what in own[0]["ours"]}
+        stamps = ", ".join(
+            f"{what} after {parts[what] * 1e3:.1f} ms" for what in ("granted", "commit asked", "indexed")
+        )
+        lines.append(f"           ours: {stamps}")
     return "\n".join(lines)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--python", type=Path, required=True, help="of the environment that has Mooncake")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(LAYERS), choices=list(LAYERS))
     parser.add_argument("--ports", type=int, nargs=4, default=[50151, 50152, 50153, 50154])
     parser.add_argument("--json", type=Path)
 
@@ -140,16 +161,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     samples: list[dict[str, Any]] = []
     with ExitStack() as undo:
-        ours, mooncake = Ours(undo), Mooncake(undo, options.python, options.ports)
+        folder = Path(undo.enter_context(tempfile.TemporaryDirectory()))
+        mooncake = Mooncake(undo, options.python, options.ports)
         for size in options.sizes:
-            mooncake.put(size)
-            for number in range(-1, options.rounds):
-                seed = number + 2
-                turns = [("ours", ours.get), ("mooncake", mooncake.get)][:: 1 if number % 2 else -1]
-                found = {name: get(size, seed) for name, get in turns}
-                assert all(each["whole"] for each in found.values()), (size, found)
-                if number >= 0:  # the first round opens connections
-                    samples.append({"size": size, **found})
+            samples += run_as_process(measure(size, mooncake, options.rounds, folder / str(size)))
+            print(report([sample for sample in samples if sample["size"] == size]), flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps(samples))
-    print(report(samples))

@@ -44,6 +44,7 @@ from cachestore.ledger import Ledger
 from cachestore.prefix_cache import IndexCursor, chain_digests, root_digest
 from cachestore.tier_books import TierBooks
 from kvtransfer.receiver import PAIRS_IDLE_MAX
+from node.computing_cost import ComputingCost, attended
 from node.copiers import PositionCopy
 from node.disk_file import BLOCKS_IN_FLIGHT_MAX, Done, Outcome
 from node.fetch_costs import FetchCosts
@@ -376,7 +377,7 @@ class MockNode:
         self._engine = asyncio.Lock()
         self._jobs: list[Job] = []
         self._loop = asyncio.get_running_loop()
-        self._computing = LinearCost(fixed_s=0.0, unit_s=UNIT_TOKENS / self.tokens_per_s, units=BLOCK_UNITS)
+        self._computing = ComputingCost(fixed_s=0.0, token_s=UNIT_TOKENS / self.tokens_per_s)
         self.gatherer = Gatherer(
             block_size=BLOCK_UNITS, have=self._have, computing=self._computing, clock=self._loop.time
         )
@@ -476,7 +477,8 @@ class MockNode:
         await asyncio.sleep(seconds)
         self.cache.index(prompt.units, table, len(prompt.units), SALT, IndexCursor())
         self.blocks.release(table)
-        self._computing.measured(len(prompt.units) - len(found) * BLOCK_UNITS, seconds)
+        first, end = len(found) * BLOCK_UNITS, len(prompt.units)
+        self._computing.measured(end - first, attended(first, end), seconds)
         return len(found)
 
     def report(self) -> NodeRecord:

@@ -57,9 +57,9 @@ def fill(region_U8: np.ndarray) -> None:
     words *= np.uint64(0x9E3779B97F4A7C15)
 
 
-def has_landed(region_U8: np.ndarray, plan: Plan) -> bool:
-    """Some of the blocks, compared with what `fill` puts at their source."""
-    for i in np.linspace(0, len(plan.src) - 1, CHECKED_BLOCKS_MAX).astype(int):
+def has_landed(region_U8: np.ndarray, plan: Plan, checked_max: int = CHECKED_BLOCKS_MAX) -> bool:
+    """So many of the blocks, compared with what `fill` puts at their source."""
+    for i in np.linspace(0, len(plan.src) - 1, min(len(plan.src), checked_max)).astype(int):
         first = int(plan.src[i]) // 8
         wanted = np.arange(first, first + plan.size // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         if not np.array_equal(region_U8[plan.dst[i] : plan.dst[i] + plan.size].view(np.uint64), wanted):
@@ -105,7 +105,7 @@ def serve(side: Side, replies: TextIO = sys.stdout) -> None:
                 fill(side.region_U8)
                 reply = None
             case "prepare":
-                prepared = side.prepare(plan_of(command["size"], command["seed"]))
+                prepared = side.prepare(_plan(**command))
                 reply = None
             case "move":
                 reply = _move(side, prepared)
@@ -114,11 +114,15 @@ def serve(side: Side, replies: TextIO = sys.stdout) -> None:
             case "cpu":
                 reply = cpu_s()
             case "check":
-                reply = has_landed(side.region_U8, plan_of(command["size"], command["seed"]))
+                reply = has_landed(side.region_U8, _plan(**command))
             case unknown:
                 raise AssertionError(unknown)
         print(json.dumps({"reply": reply}), file=replies, flush=True)
     os._exit(0)  # nothing to give back, and the peers' destructors take long
+
+
+def _plan(size: int, seed: int, nbytes: int = MOVED_BYTES) -> Plan:
+    return plan_of(size, seed, nbytes)
 
 
 def _move(side: Side, prepared: Any) -> dict[str, float]:

@@ -8,10 +8,10 @@ behind, or new, gets a snapshot.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import islice
+from itertools import islice, repeat
 from typing import Final
 from weakref import ReferenceType, ref
 
@@ -90,6 +90,18 @@ class Holdings:
         self._tiers[digest] = after
         if _BEST[before] != _BEST[after]:
             self._log(digest, _BEST[after])
+
+    def added_all(self, digests: Collection[bytes], tier: Tier) -> None:
+        """The same of several, each once."""
+        if not self._tiers.keys().isdisjoint(digests):
+            for digest in digests:
+                self.added(digest, tier)
+        elif digests:
+            self._tiers.update(dict.fromkeys(digests, _BIT[tier]))
+            self._changes.extend(zip(digests, repeat(_BEST[_BIT[tier]])))
+            self.number += len(digests)
+            if self.on_change is not None:
+                self.on_change()
 
     def removed(self, digest: bytes, tier: Tier) -> None:
         """The block is not in this tier any more."""

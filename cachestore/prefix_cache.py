@@ -86,7 +86,7 @@ def chain_digests(
     return digests
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False)  # not by keywords: that takes more than twice as long, and there is one for each block
 class Entry:
     """One indexed position. For cursors its identity counts; the node's store reads it, and changes nothing."""
 
@@ -117,6 +117,18 @@ class IndexCursor:
 
     positions: int = 0
     entry: Entry | None = None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Draft:
+    """Entries of one sequence, made while its blocks are still being filled, so that entering them takes little time
+    then. Mutated by `PrefixCache.draft` and `enter` only."""
+
+    parent: Entry | None
+    """What they go on from."""
+    entries: dict[bytes, Entry] = field(default_factory=dict)
+    """By digest, in order."""
+    by_block: dict[BlockId, Entry] = field(default_factory=dict)
 
 
 class PrefixCache:
@@ -186,10 +198,21 @@ class PrefixCache:
         end = min(blocks_max // self.groups, len(tokens) // self.block_size)
         return self._match(pack_blocks(tokens, self.block_size, 0, end), salt)
 
-    def match_packed(self, packed: bytes, salt: bytes) -> list[BlockId]:
-        """As `match`, of all full positions of tokens as `pack_tokens` has them."""
-        nbytes = TOKEN_BYTES * self.block_size
-        return self._match((packed[at : at + nbytes] for at in range(0, len(packed) - nbytes + 1, nbytes)), salt)
+    def match_known(self, packed: bytes, digests: bytes, salt: bytes) -> list[BlockId]:
+        """As `match`, of all full positions of tokens as `pack_tokens` has them, where somebody says their digests, one
+        behind the other."""
+        self._now += 1
+        found: list[BlockId] = []
+        entry, get, nbytes = None, self._entries.get, TOKEN_BYTES * self.block_size
+        for index in range(min(len(packed) // nbytes, len(digests) // DIGEST_BYTES)):
+            child = get(digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES])
+            if child is None or not _is_same(child, entry, salt, packed[index * nbytes : (index + 1) * nbytes]):
+                break
+            entry = child
+            entry.found = True
+            found += entry.blocks
+        self._touch(entry)
+        return found
 
     def _match(self, packed_blocks: Iterable[bytes], salt: bytes) -> list[BlockId]:
         self._now += 1
@@ -242,6 +265,53 @@ class PrefixCache:
             if self._wanted:
                 self._pin_if_wanted(entry)
             cursor.positions, cursor.entry = index + 1, entry
+
+    def begin_draft(self, after: bytes | None) -> Draft:
+        """For positions behind the one of this digest, or from the beginning."""
+        return Draft(parent=None if after is None else self._entries.get(after))
+
+    def draft(
+        self,
+        draft: Draft,
+        tokens: Sequence[int],
+        block_table: Sequence[BlockId],
+        positions: range,
+        salt: bytes,
+        chain: Sequence[bytes],
+    ) -> None:
+        """Make the entries of these positions, the next ones of the draft. Nothing refers to them before `enter`."""
+        groups, by_block = self.groups, draft.by_block
+        parent = next(reversed(draft.entries.values())) if draft.entries else draft.parent
+        packed_blocks = pack_blocks(tokens, self.block_size, positions.start, positions.stop, count=len(positions))
+        for index, packed in zip(positions, packed_blocks, strict=True):
+            entry = self._new(
+                chain[index], tuple(block_table[index * groups : (index + 1) * groups]), packed, salt, parent
+            )
+            draft.entries[entry.digest] = entry
+            for block in entry.blocks:
+                by_block[block] = entry
+            parent = entry
+
+    def enter(self, draft: Draft) -> bool:
+        """Put all of it in, at once: as `index` would, and the caller holds the same. False, with nothing entered,
+        where only `index` can tell what is to be done: a part is here by now, is pinned, or may be broken."""
+        parent, entries, by_block = draft.parent, draft.entries, draft.by_block
+        if parent is not None and (not parent.alive or parent.spoiled):
+            return False
+        if not all(known.keys().isdisjoint(entries) for known in (self._entries, self._wanted)):
+            return False
+        if any(map(self._ledger.is_spoiled, by_block)):
+            return False
+        assert self._by_block.keys().isdisjoint(by_block), "indexed with other tokens"
+        for block in by_block:
+            self._ledger.mark_cached(block)
+        self._entries.update(entries)
+        self._by_block.update(by_block)
+        self.holdings.added_all(entries, Tier.DEVICE)
+        for digest, entry in entries.items():
+            if entry.parent is not None:
+                entry.parent.children[digest] = entry
+        return True
 
     def released(self, blocks: Iterable[BlockId], *, used: bool = True) -> None:
         """Request references of these blocks have been dropped. Those nobody holds may now be evicted, the least
@@ -369,20 +439,7 @@ class PrefixCache:
     def _insert(
         self, digest: bytes, blocks: tuple[BlockId, ...], packed: bytes, salt: bytes, parent: Entry | None
     ) -> Entry:
-        if parent is None:
-            self._now += 1
-        self._serial += 1
-        entry = Entry(
-            digest=digest,
-            blocks=blocks,
-            packed=packed,
-            salt=salt,
-            parent=parent,
-            depth=1 if parent is None else parent.depth + 1,
-            serial=self._serial,
-            # Not younger than its parent, without a walk up the chain; `released` brings both up to date.
-            stamp=self._now if parent is None else parent.stamp,
-        )
+        entry = self._new(digest, blocks, packed, salt, parent)
         for block in blocks:
             assert block not in self._by_block, (block, "indexed with other tokens")
             self._ledger.mark_cached(block)
@@ -392,6 +449,17 @@ class PrefixCache:
         if parent is not None:
             parent.children[digest] = entry
         return entry
+
+    def _new(
+        self, digest: bytes, blocks: tuple[BlockId, ...], packed: bytes, salt: bytes, parent: Entry | None
+    ) -> Entry:
+        if parent is None:
+            self._now += 1
+        self._serial += 1
+        depth = 1 if parent is None else parent.depth + 1
+        # Not younger than its parent, without a walk up the chain; `released` brings both up to date.
+        stamp = self._now if parent is None else parent.stamp
+        return Entry(digest, blocks, packed, salt, parent, depth, self._serial, stamp)
 
     def _touch(self, entry: Entry | None) -> None:
         while entry is not None and entry.stamp != self._now:

@@ -7,6 +7,7 @@ believes fetching to be slow fetches nothing, and so never measures it.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from itertools import islice
 from typing import Final
@@ -29,8 +30,10 @@ PAIRS_TOLD_MAX: Final = 8
 """Owners of which a load report says what they cost: those used last."""
 CONNECT_S: Final = 0.02
 """What connecting is believed to take, before it was measured."""
-CONNECTS_KEPT: Final = 8
-"""How many measurements of that are remembered, about."""
+SIGN_S: Final = 0.001
+"""What an owner is believed to take until it asks for room, before that was measured lately."""
+TIMES_KEPT: Final = 8
+"""How many measurements of either are remembered, about."""
 
 
 class OwnerFigures:
@@ -59,6 +62,7 @@ class FetchCosts:
         """By incarnation."""
         self.connect_s = CONNECT_S
         """What it takes to connect an owner."""
+        self._sign_s, self._sign_measured_s = SIGN_S, -math.inf
 
     def of(self, owner: Owner) -> OwnerFigures:
         figures = self.owners.get(owner.incarnation)
@@ -132,4 +136,14 @@ class FetchCosts:
 
     def connected(self, seconds: float) -> None:
         """Connecting an owner took so long."""
-        self.connect_s += (seconds - self.connect_s) / CONNECTS_KEPT
+        self.connect_s += (seconds - self.connect_s) / TIMES_KEPT
+
+    def sign_s(self, now_s: float) -> float:
+        """What an owner takes until it asks for room, the first sign that it is at work."""
+        return self._sign_s if (now_s - self._sign_measured_s) * 1000 < COST_AGE_MS_MAX else SIGN_S
+
+    def signed(self, seconds: float, now_s: float) -> None:
+        """It took so long, or was given up then."""
+        lately_s = self.sign_s(now_s)
+        self._sign_s = lately_s + (seconds - lately_s) / TIMES_KEPT
+        self._sign_measured_s = now_s

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from baton.rpc import Channels, rpc_errors
 from baton.runtime import NodeRuntime
 from baton.tasks import Tasks
 from baton.wire import FetchLoad, Owner, check_header, key_from_proto, key_to_proto
-from cachestore.prefix_cache import TOKEN_BYTES, IndexCursor, pack_tokens, unpack_tokens
+from cachestore.prefix_cache import TOKEN_BYTES, Draft, IndexCursor, pack_tokens, unpack_tokens
 from kvtransfer.checksums import checksums_from_proto
 from kvtransfer.protocol.receiver import AnswerRefused, CommitAsked, Refusal, ReserveAsked
 from kvtransfer.protocol.writer import HandoffEnd
@@ -61,6 +62,10 @@ BUSY_PAUSE_MS: Final = 500
 """An owner that refused a block for want of room is not asked for it again meanwhile: the next owner is."""
 PAUSES_MAX: Final = 1_024
 """Remembered, oldest dropped first."""
+DRAFT_AFTER_MS: Final = 1
+"""Behind a grant: it is to be on its way by then."""
+DRAFTED_MAX: Final = 256
+"""Blocks whose entries are made at a time: about a millisecond of the control thread."""
 ANY_BLOCK: Final = b""
 """In place of a block's digest, where an owner is not asked for any."""
 
@@ -74,8 +79,15 @@ class Fetch:
     prompt: Prefix
     end: int
     """Leading blocks wanted, in positions."""
+    timer: asyncio.Timeout
+    wait_s_max: float
+    """From its beginning, once the owner has asked for room."""
+    began_s: float = 0.0
+    """Of the call."""
     prefix: tuple[BlockId, ...] = ()
     blocks: tuple[BlockId, ...] = ()
+    draft: Draft | None = None
+    """Entries of `blocks`, made while they are being filled."""
     filled: int = 0
     """Leading ones of `blocks` that the Commit names."""
     came: int = 0
@@ -167,6 +179,7 @@ class Fetches:
             fixed_s=cost.fixed_s + self._connects_in_s(owner, now_s),
             block_s=cost.unit_s * block_bytes,
             block_bytes=block_bytes,
+            sign_s=self.costs.sign_s(now_s) + self._connects_in_s(owner, now_s),
             origin=owner.name,
             detail=owner,
         )
@@ -226,35 +239,37 @@ class Fetches:
             owner=owner,
             prompt=offer.prompt,
             end=offer.have_blocks + offer.blocks,
+            timer=timer,
+            wait_s_max=offer.wait_s_max,
             arrived=self._loop.create_future(),
         )
         self._under_way[fetch.key] = fetch
         call: asyncio.Task[None] | None = None
-        began_s = 0.0
         try:
             if not self.is_connected(owner) and not await asyncio.shield(self.connect(owner)):
                 return 0
             request = transfer_pb2.FetchRequest(
                 key=key_to_proto(fetch.key),
                 tokens=pack_tokens(offer.prompt.tokens[: fetch.end * size]),
+                digests=b"".join(offer.prompt.chain[: fetch.end]),
                 cache_salt=offer.prompt.salt,
                 first_block=offer.have_blocks,
             )
-            began_s = self._loop.time()
+            fetch.began_s = self._loop.time()
             call = self._tasks.spawn(self._call(fetch, request, offer))
             await asyncio.wait({call, fetch.arrived}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             if call is not None:
                 call.cancel()
                 if timer.expired() and not fetch.came:  # else it is the request that has been given up
-                    self._late(owner, offer, self._loop.time() - began_s)
+                    self._late(fetch, offer)
             raise
         finally:
             del self._under_way[fetch.key]
             if not fetch.came:
                 self._receiver.cancel(fetch.key)
         if fetch.came:
-            self._count(fetch, self._loop.time() - began_s)
+            self._count(fetch, self._loop.time() - fetch.began_s)
         return fetch.came
 
     async def _call(self, fetch: Fetch, request: transfer_pb2.FetchRequest, offer: Offer) -> None:
@@ -294,12 +309,19 @@ class Fetches:
         else:
             self._pause(owner, digest, BUSY_PAUSE_MS)
 
-    def _late(self, owner: Owner, offer: Offer, waited_s: float) -> None:
-        """The time is over, and nothing has come. That says something of an owner that was to bring it sooner."""
+    def _late(self, fetch: Fetch, offer: Offer) -> None:
+        """The time is over, and nothing has come. That says something of an owner that was to bring it sooner, or to
+        ask for room by then."""
         now_s = self._loop.time()
-        if waited_s > self.costs.cost(owner, now_s).of(offer.nbytes):
-            self.costs.measured(owner, offer.nbytes, waited_s, now_s)
-            self._failed(owner, f"not here after {waited_s:.3f} s")
+        waited_s = now_s - fetch.began_s
+        late = waited_s > self.costs.cost(fetch.owner, now_s).of(offer.nbytes)
+        if late:
+            self.costs.measured(fetch.owner, offer.nbytes, waited_s, now_s)
+        if not fetch.blocks and waited_s > self.costs.sign_s(now_s):
+            self.costs.signed(waited_s, now_s)
+            late = True
+        if late:
+            self._failed(fetch.owner, f"not here after {waited_s:.3f} s")
 
     def _failed(self, owner: Owner, why: str) -> None:
         self.costs.failed(owner)
@@ -329,7 +351,9 @@ class Fetches:
         grant, prefix, new = GrantId(secrets.token_bytes(16)), [], 0
         if fetch is not None and wanted:
             end = min(request.fetch_blocks, fetch.end)
-            prefix = self._cache.match(fetch.prompt.tokens, fetch.prompt.salt, end * self._groups)
+            # So that no more tokens are packed and compared.
+            here = bisect_left(fetch.prompt.chain, True, hi=end, key=lambda digest: not self._cache.indexed(digest))
+            prefix = self._cache.match(fetch.prompt.tokens, fetch.prompt.salt, here * self._groups)
             spare = self.spare() - self._pool.ledger.idle_cached(prefix)
             new = min(end * self._groups - len(prefix), max(0, spare) // self._groups * self._groups)
         self._pool.ledger.hold(prefix)  # so that making room does not evict what was just matched
@@ -357,6 +381,8 @@ class Fetches:
         if answer.grant == grant and fetch is not None:
             fetch.prefix, fetch.blocks = answer.prefix, answer.blocks
             self._granted[grant] = fetch
+            self._signed(fetch)
+            self._loop.call_later(DRAFT_AFTER_MS / 1000, self._draft, grant)
         return transfer_pb2.ReserveReply(
             granted=transfer_pb2.Grant(
                 grant=answer.grant,
@@ -366,6 +392,30 @@ class Fetches:
                 lease_ms=self._receiver.config.lease_ms,
             )
         )
+
+    def _signed(self, fetch: Fetch) -> None:
+        """The owner is at work: it is waited for longer."""
+        now_s = self._loop.time()
+        self.costs.signed(now_s - fetch.began_s, now_s)
+        end_s = fetch.began_s + fetch.wait_s_max
+        until_s = fetch.timer.when()
+        if until_s is not None and end_s > until_s and not fetch.timer.expired():
+            fetch.timer.reschedule(end_s)
+
+    def _draft(self, grant: GrantId) -> None:
+        """Make the next entries of what is being written."""
+        fetch = self._granted.get(grant)
+        if fetch is None:
+            return
+        have, chain = len(fetch.prefix) // self._groups, fetch.prompt.chain
+        if fetch.draft is None:
+            fetch.draft = self._cache.begin_draft(chain[have - 1] if have else None)
+        first = have + len(fetch.draft.entries)
+        end = min(first + DRAFTED_MAX, have + len(fetch.blocks) // self._groups)
+        prompt, table = fetch.prompt, [*fetch.prefix, *fetch.blocks]
+        self._cache.draft(fetch.draft, prompt.tokens, table, range(first, end), prompt.salt, chain)
+        if end * self._groups < len(table):
+            self._loop.call_soon(self._draft, grant)
 
     async def commit(self, request: transfer_pb2.CommitRequest, pair: Pair) -> bool:
         """As `Receiver.commit`. Also of a grant that is over: a repeat is answered from its state."""
@@ -397,10 +447,14 @@ class Fetches:
         assert taken, grant.hex()
         table = [*fetch.prefix, *fetch.blocks]
         positions = (len(fetch.prefix) + fetch.filled) // self._groups
-        computed = positions * self._pool.layout.block_size
-        cursor = IndexCursor()  # it stops at a block whose content may be broken
-        self._cache.index(fetch.prompt.tokens, table, computed, fetch.prompt.salt, cursor, chain=fetch.prompt.chain)
-        fetch.came = max(0, cursor.positions - len(fetch.prefix) // self._groups)
+        have, draft, prompt = len(fetch.prefix) // self._groups, fetch.draft, fetch.prompt
+        if draft is not None and len(draft.entries) == positions - have and self._cache.enter(draft):
+            fetch.came = positions - have
+        else:
+            cursor = IndexCursor()  # it stops at a block whose content may be broken
+            computed = positions * self._pool.layout.block_size
+            self._cache.index(prompt.tokens, table, computed, prompt.salt, cursor, chain=prompt.chain)
+            fetch.came = max(0, cursor.positions - have)
         self._blocks.release(table, used=False)
         if fetch.came and not fetch.arrived.done():
             fetch.arrived.set_result(None)
@@ -538,7 +592,7 @@ class FetchOwner:
     def _found(self, request: transfer_pb2.FetchRequest) -> list[BlockId]:
         """The leading blocks that are here, fewer where holding them would take what requests are promised or wait
         for."""
-        found = self._blocks.prefix_cache.match_packed(request.tokens, request.cache_salt)
+        found = self._blocks.prefix_cache.match_known(request.tokens, request.digests, request.cache_salt)
         room = max(0, min(self.spare(), self._ledger.available))
         if self._ledger.idle_cached(found) > room:
             found = found[: room // self._groups * self._groups]

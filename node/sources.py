@@ -3,6 +3,7 @@
 A `PrefixSource` is another node, or a tier below the region. Its blocks go into the prefix cache, evictable, before the
 prompt is queued. The choice is by measured costs. Whatever fails, the prompt is computed: at each moment of a gather,
 the time waited is at most that saved by what has come, and `WAIT_SHARE_MAX` of what computing the whole prompt takes.
+Only a source that has shown that it is at work may take longer: as long as computing what it brings would.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 from baton.log import get_log
 from baton.wire import Owner
+from node.computing_cost import ComputingCost
 
 log = get_log("sources")
 
@@ -30,6 +32,10 @@ brought something when the time is over."""
 WHOLE_SHARE_MAX: Final = 0.8
 """The same of all that a source has: parts cost a fixed time each, and of a short prompt none would come in half of the
 time."""
+SIGN_SHARE_MAX: Final = 0.15
+"""In place of `WAIT_SHARE_MAX`, where a source is to show that it is at work; or `SIGN_TIMES_MAX` times what that
+takes, if that is longer."""
+SIGN_TIMES_MAX: Final = 8
 ROUNDS_MAX: Final = 16
 """Of one gather."""
 FAILURES_MAX: Final = 4
@@ -129,6 +135,10 @@ class Offer:
     block_s: float
     """Expected for each block."""
     block_bytes: int
+    sign_s: float | None = None
+    """When it is expected to show that it is at work: it extends the time by itself then. None: it shows nothing."""
+    wait_s_max: float = 0.0
+    """How long it may be waited for from then on, since the beginning."""
     origin: str = ""
     """A peer's name."""
     detail: object = None
@@ -163,6 +173,7 @@ class PrefixSource(Protocol):
     async def bring(self, offer: Offer, timer: asyncio.Timeout) -> int:
         """Bring the offer's blocks, or its leading ones, into the prefix cache, evictable -> how many positions came.
 
+        A source that shows that it is at work has `timer` end at `wait_s_max` after the beginning then.
         Uses spare blocks of the region only, and waits for none. 0 where it fails: it raises nothing of its own. It is
         cancelled when the request ends, or by `timer` when the time is over, and then returns at once: what is to be
         undone goes on elsewhere.
@@ -192,11 +203,11 @@ class Gatherer:
         *,
         block_size: int,
         have: Callable[[Prefix], int],
-        computing: LinearCost,
+        computing: ComputingCost,
         clock: Callable[[], float],
     ) -> None:
-        """`have` counts the leading positions of a prefix that are in the prefix cache; `computing` is the cost of
-        computing so many tokens, which the node measures."""
+        """`have` counts the leading positions of a prefix that are in the prefix cache; `computing` is what
+        computing costs, which the node measures."""
         self._block_size = block_size
         self._have = have
         self._computing = computing
@@ -231,21 +242,26 @@ class Gatherer:
         waited_s = saved_s = 0.0
         failures = 0
         # With the fixed part: a short prompt's first token costs more than its blocks, and may wait as much longer.
-        may_wait_s = WAIT_SHARE_MAX * self._computing.of(len(prompt.tokens) - self._have(prompt) * self._block_size)
+        computing_s = self._computing.of(self._have(prompt) * self._block_size, len(prompt.tokens))
         for _ in range(ROUNDS_MAX):
             have = self._have(prompt)
             offer = self._best(prompt, have)
             if offer is None:
                 return
-            left_s = min(may_wait_s + saved_s - waited_s, self._worth_s(offer.blocks))
-            if offer.expected_s > WHOLE_SHARE_MAX * left_s:
+            worth_s = self._worth_s(have, offer.blocks)
+            left_s = unseen_s = min(WAIT_SHARE_MAX * computing_s + saved_s - waited_s, worth_s)
+            sign_s = offer.sign_s
+            if sign_s is not None and sign_s <= left_s and offer.expected_s <= WHOLE_SHARE_MAX * worth_s:
+                offer = dataclasses.replace(offer, wait_s_max=worth_s)
+                unseen_s = min(left_s, max(SIGN_SHARE_MAX * computing_s, SIGN_TIMES_MAX * sign_s))
+            elif offer.expected_s > WHOLE_SHARE_MAX * left_s:
                 offer = offer.within(EXPECTED_SHARE_MAX * left_s)
             if offer.blocks == 0:
                 return
             began_s = self._clock()
-            came = await self._bring(offer, left_s)
+            came = await self._bring(offer, left_s, unseen_s)
             waited_s += self._clock() - began_s
-            saved_s += self._worth_s(came)
+            saved_s += self._worth_s(have, came)
             if came:
                 got.add(offer, came)
             elif self._have(prompt) <= have:
@@ -261,18 +277,19 @@ class Gatherer:
         return best if best is not None and self._gain_s(best) > 0 else None
 
     def _gain_s(self, offer: Offer) -> float:
-        return self._worth_s(offer.blocks) - offer.expected_s
+        return self._worth_s(offer.have_blocks, offer.blocks) - offer.expected_s
 
-    def _worth_s(self, blocks: int) -> float:
+    def _worth_s(self, have_blocks: int, blocks: int) -> float:
         """What computing them would add."""
-        return self._computing.unit_s * blocks * self._block_size
+        return self._computing.saved(have_blocks * self._block_size, (have_blocks + blocks) * self._block_size)
 
-    async def _bring(self, offer: Offer, left_s: float) -> int:
-        """Within this time -> positions that came. 0 where another prompt's are waited for."""
+    async def _bring(self, offer: Offer, left_s: float, unseen_s: float) -> int:
+        """Within `unseen_s`, or longer if it says so -> positions that came. 0 where another prompt's are waited for,
+        for `left_s`."""
         digest = offer.prompt.chain[offer.have_blocks]
         other = self._under_way.get(digest)
         try:
-            async with asyncio.timeout(left_s) as timer:
+            async with asyncio.timeout(unseen_s if other is None else left_s) as timer:
                 if other is not None:
                     await other.wait()
                     return 0

@@ -38,8 +38,9 @@ from engine.types import (
 )
 from kvtransfer.protocol.writer import HandoffEnd
 from kvtransfer.writer import Handoff, Metadata, StepWrites
+from node.computing_cost import ComputingCost, attended
 from node.pool import DevicePool
-from node.sources import Gatherer, LinearCost, Prefix
+from node.sources import Gatherer, Prefix
 from node.transfers import Transfers
 from prefill_node.config import PrefillConfig
 from prefill_node.decode_nodes import DecodeNodes
@@ -63,8 +64,7 @@ GRANT_WAIT_MS_MAX: Final = 50
 """Requests do not wait longer than this for the grant of one before them."""
 COMPUTING_FIXED_S: Final = 0.005
 COMPUTING_TOKEN_S: Final = 1e-4
-COMPUTING_TOKENS: Final = 512
-"""What a step of so many tokens is believed to cost before the first one."""
+"""What a step is believed to cost before the first one, and each of its tokens."""
 
 
 class PrefillNode:
@@ -91,7 +91,7 @@ class PrefillNode:
         )
         self._requests_taken = 0
         self._gathering: dict[RequestKey, Job] = {}
-        self._computing = LinearCost(fixed_s=COMPUTING_FIXED_S, unit_s=COMPUTING_TOKEN_S, units=COMPUTING_TOKENS)
+        self._computing = ComputingCost(fixed_s=COMPUTING_FIXED_S, token_s=COMPUTING_TOKEN_S)
         self.gatherer = Gatherer(
             block_size=pool.blocks.block_size, have=self._have, computing=self._computing, clock=self._loop.time
         )
@@ -394,8 +394,12 @@ class PrefillNode:
 
     def step_begins(self, batch: Batch) -> KvSink:
         """Plan the writes of the blocks that this step completes (StepHost)."""
-        tokens = sum(piece.stop - piece.start for piece in batch.slices if piece.output_index == 0)
-        sink = StepSink(tokens=tokens, began_s=self._loop.time())
+        prompts = [piece for piece in batch.slices if piece.output_index == 0]
+        sink = StepSink(
+            tokens=sum(piece.stop - piece.start for piece in prompts),
+            attended=sum(attended(piece.start, piece.stop) for piece in prompts),
+            began_s=self._loop.time(),
+        )
         for piece in batch.slices:
             job = self._admitted.get(piece.key)
             if job is not None and job.handoff is not None and job.handoff.may_post():
@@ -414,7 +418,7 @@ class PrefillNode:
             began_s, now_s = max(sink.began_s, self._rate.ended_s), self._loop.time()
             self._rate.step_ended(sink.tokens, began_s=sink.began_s, now_s=now_s)
             if sink.tokens:
-                self._computing.measured(sink.tokens, now_s - began_s)
+                self._computing.measured(sink.tokens, sink.attended, now_s - began_s)
         for event in events:
             self._left_engine(event)
         self._admit()  # the queue may wait for the blocks of those that left
@@ -526,6 +530,8 @@ class StepSink:
     """Posts the records that a step completes, after each layer."""
 
     tokens: int
+    attended: float
+    """See `ComputingCost`."""
     began_s: float
     writes: list[StepWrites] = field(default_factory=list)
 

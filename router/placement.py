@@ -166,6 +166,8 @@ RATE_MAX_PER_S: Final = 1e9
 NO_FETCH_S_PER_TOKEN: Final = 1e6
 """Stands for a node that was refused all fetches so far, or to which they failed: placement does not count on them. The
 node itself may fetch."""
+FETCHES_IN_VAIN_MIN: Final = 4
+"""So many are all: one refusal says that a block was evicted, or that an owner was busy."""
 FETCH_FIXED_S: Final = 0.01
 FETCH_SHARE: Final = 0.25
 """What a fetch is believed to take while no node has measured one: a fixed time, and a share of the time of computing.
@@ -350,7 +352,7 @@ class Placement:
             self._region_tokens[slot], self._region_least = region_tokens(record), 0
         self._rate[slot] = _rate(load.prefill_tokens_per_s)
         moved, fetch = load.moved, load.fetch
-        in_vain = moved.fetches_refused + moved.fetches_failed > 0
+        in_vain = moved.fetches_refused + moved.fetches_failed >= FETCHES_IN_VAIN_MIN
         known = _is_cost(fetch)
         self._measured_fetch_s[slot] = fetch.token_s if known else NO_FETCH_S_PER_TOKEN if in_vain else 0.0
         self._measured_fixed_s[slot] = fetch.fixed_s if known else 0.0

@@ -24,10 +24,11 @@ FETCH_OUTCOME_UNFIT: FetchOutcome
 FETCH_OUTCOME_FAILED: FetchOutcome
 
 class FetchRequest(_message.Message):
-    __slots__ = ("header", "key", "tokens", "cache_salt", "first_block", "kv_root", "receiver_name", "receiver_endpoint")
+    __slots__ = ("header", "key", "tokens", "digests", "cache_salt", "first_block", "kv_root", "receiver_name", "receiver_endpoint")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     KV_ROOT_FIELD_NUMBER: _ClassVar[int]
@@ -36,12 +37,13 @@ class FetchRequest(_message.Message):
     header: _common_pb2.Header
     key: _common_pb2.RequestKey
     tokens: bytes
+    digests: bytes
     cache_salt: bytes
     first_block: int
     kv_root: bytes
     receiver_name: str
     receiver_endpoint: str
-    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., tokens: _Optional[bytes] = ..., cache_salt: _Optional[bytes] = ..., first_block: _Optional[int] = ..., kv_root: _Optional[bytes] = ..., receiver_name: _Optional[str] = ..., receiver_endpoint: _Optional[str] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[_common_pb2.Header, _Mapping]] = ..., key: _Optional[_Union[_common_pb2.RequestKey, _Mapping]] = ..., tokens: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., cache_salt: _Optional[bytes] = ..., first_block: _Optional[int] = ..., kv_root: _Optional[bytes] = ..., receiver_name: _Optional[str] = ..., receiver_endpoint: _Optional[str] = ...) -> None: ...
 
 class FetchReply(_message.Message):
     __slots__ = ("outcome", "blocks", "reason")

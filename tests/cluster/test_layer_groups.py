@@ -13,7 +13,7 @@ import pytest
 
 from engine.build import MOCK_TWO_GROUPS, TWO_GROUPS_LATENT, TWO_GROUPS_LAYERS
 from engine.mock import MockConfig
-from node.sources import LinearCost
+from node.computing_cost import ComputingCost
 from tests.support.cluster_harness import (
     RunningCluster,
     assert_conserved,
@@ -135,7 +135,7 @@ def test_positions_come_back_from_the_store_with_both_blocks() -> None:
         async with inprocess(spec) as cluster:
             node = cluster.prefill["prefill-0"]
             # So slow that everything is brought that can be, on any machine.
-            node.gatherer._computing = LinearCost(fixed_s=0.0, unit_s=1.0, units=BLOCK)
+            node.gatherer._computing = ComputingCost(fixed_s=0.0, token_s=1.0)
             store = node.pool.store
             assert store is not None
             books, counters = store.host.books, store.host.counters

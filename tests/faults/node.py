@@ -113,9 +113,10 @@ def _wrap_owning(points: Failpoints, marks: Marks) -> None:
 def _wrap_fetching(points: Failpoints, marks: Marks) -> None:
     from baton.ids import GrantId
     from baton.wire import key_from_proto
+    from node.computing_cost import ComputingCost
     from node.fetch_costs import FetchCosts
     from node.fetching import Fetches
-    from node.sources import Gatherer, LinearCost
+    from node.sources import Gatherer
 
     real_reserve, real_commit, real_gather = Fetches.reserve, Fetches.commit, Gatherer.gather
 
@@ -139,7 +140,7 @@ def _wrap_fetching(points: Failpoints, marks: Marks) -> None:
     async def gather(self: Gatherer, prompt: Any) -> Any:
         if prompt.tokens and prompt.tokens[0] in FETCHED_FROM:
             # A step of the mock engine takes a time whatever its tokens: none seems to be worth fetching.
-            self._computing = LinearCost(fixed_s=0.0, unit_s=FETCHED_TOKEN_S, units=1000)
+            self._computing = ComputingCost(fixed_s=0.0, token_s=FETCHED_TOKEN_S)
         return await real_gather(self, prompt)
 
     _replace(Fetches, "reserve", reserve)

@@ -11,7 +11,7 @@ import numpy as np
 from batonpb import common_pb2, prefill_pb2
 
 from baton.wire import Owner
-from node.sources import LinearCost
+from node.computing_cost import ComputingCost
 from prefill_node.node import PrefillNode
 from router.placement import Choice, Placement
 from tests.support.inprocess_cluster import InProcessCluster
@@ -55,13 +55,13 @@ def steered(cluster: InProcessCluster) -> Iterator[Steering]:
         yield steering
 
 
-class Slow(LinearCost):
+class Slow(ComputingCost):
     """Computing that is believed to take a second a token, whatever is measured: all that can be fetched is."""
 
     def __init__(self, token_s: float = 1.0) -> None:
-        super().__init__(fixed_s=0.0, unit_s=token_s, units=1000)
+        super().__init__(fixed_s=0.0, token_s=token_s)
 
-    def measured(self, units: float, seconds: float) -> None:
+    def measured(self, tokens: int, attended: float, seconds: float) -> None:
         pass
 
 

@@ -28,7 +28,7 @@ def test_a_rate_below_its_bar_is_said_to_be_missed() -> None:
     """Three fetches take twice as long as the transport alone, or 1.25 times, or as long: the middle one is 0.80."""
     parts = {"granted": 0.001, "commit asked": 0.002, "answered": 0.2}
     runs = [
-        {"part": "rate", "transport": "shm", "alone_s": alone_s, **parts, "indexed": 0.1}
+        {"part": "rate", "transport": "shm", "mib": 128, "alone_s": alone_s, **parts, "indexed": 0.1}
         for alone_s in (0.05, 0.08, 0.1)
     ]
     assert "0.80 (0.50..1.00) MISSED" in report_rate(runs)
@@ -46,7 +46,7 @@ def test_a_choice_beside_the_better_of_both() -> None:
 @pytest.mark.slow
 def test_both_parts_run(tmp_path: Path) -> None:
     """One round each: what was fetched is what the owner had, and all three ways draw the same token."""
-    (rate,) = asyncio.run(measure_rate("shm", 1, tmp_path / "rate"))
+    (rate,) = asyncio.run(measure_rate("shm", 128, 1, tmp_path / "rate"))
     assert 0 < rate["granted"] < rate["indexed"] <= rate["answered"]
     choices = asyncio.run(measure_choice("tcp", [64, 128], 1, tmp_path / "choice"))
     assert [sample["fetch"]["fetched"] for sample in choices] == [48, 112]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from baton.ids import BlockId
 from cachestore.ledger import Ledger
 from cachestore.prefix_cache import (
+    Draft,
     IndexCursor,
     PrefixCache,
     block_digest,
@@ -439,3 +441,79 @@ def test_digests_cover_full_blocks_and_all_before_them() -> None:
     assert digests(prompt[:3]) == []
     assert not set(digests([99, *prompt[1:]])) & set(both)
     assert not set(digests(prompt, b"tenant")) & set(both)
+
+
+def drafted(
+    ledger: Ledger, cache: PrefixCache, tokens: list[int], have: int, cuts: list[int]
+) -> tuple[Draft, list[BlockId]]:
+    """Entries of the positions behind the first `have`, made in pieces, and the whole table, held."""
+    chain, size = cache.chain(tokens, b""), len(tokens) // SIZE
+    prefix = cache.match(tokens, b"", have)
+    assert len(prefix) == have
+    ledger.hold(prefix)
+    table = [*prefix, *ledger.take(size - have)]
+    draft = cache.begin_draft(chain[have - 1] if have else None)
+    for first, end in pairwise([have, *sorted(cuts), size]):
+        cache.draft(draft, tokens, table, range(first, end), b"", chain)
+    return draft, table
+
+
+@given(tokens=st.lists(st.integers(0, 3), min_size=8, max_size=8), have=st.integers(0, 2))
+def test_a_draft_enters_what_index_would(tokens: list[int], have: int) -> None:
+    """The first positions are there. The others' entries are made in two pieces; nothing is found by them until they
+    are entered, and then all is, is told to followers, and is evicted as any other, the deepest first."""
+    ledger, cache = make(8)
+    leave(ledger, cache, enter(ledger, cache, tokens[: have * SIZE]))
+    draft, table = drafted(ledger, cache, tokens, have, [3])
+    before = cache.holdings.number
+    assert cache.match(tokens, b"", 4) == table[:have]
+    assert cache.enter(draft)
+    assert cache.match(tokens, b"", 4) == table
+    part = cache.holdings.since(before)
+    assert part is not None and part.digests == b"".join(cache.chain(tokens, b"")[have:])
+    packed, digests = pack_tokens(tokens), b"".join(cache.chain(tokens, b""))
+    assert cache.match_known(packed, digests, b"") == table and cache.match_known(packed, digests, b"other") == []
+    leave(ledger, cache, table)
+    ledger.check()
+    for left in (3, 2, 1, 0):
+        assert cache.evict_until(8 - left)
+        assert cache.match(tokens, b"", 4) == table[:left]
+
+
+def test_a_draft_is_refused_where_things_have_changed() -> None:
+    """Meanwhile another sequence has entered a part of it; what it goes on from was evicted; its last block may be
+    broken; a part of it is pinned. Nothing is entered by it, and `index` does what is right."""
+    tokens = [1, 2, 3, 4, 5, 6]
+
+    def entered(meanwhile: Callable[[Ledger, PrefixCache, list[BlockId]], None]) -> list[BlockId]:
+        ledger, cache = make(16)
+        leave(ledger, cache, enter(ledger, cache, tokens[:SIZE]))
+        draft, table = drafted(ledger, cache, tokens, 1, [])
+        meanwhile(ledger, cache, table)
+        there = len(cache)
+        assert not cache.enter(draft) and len(cache) == there
+        cache.index(tokens, table, len(tokens), b"", IndexCursor())
+        found = cache.match(tokens, b"", 3)
+        leave(ledger, cache, table)
+        ledger.check()
+        return [BlockId(table.index(block)) if block in table else BlockId(-1) for block in found]
+
+    def gone(ledger: Ledger, cache: PrefixCache, table: list[BlockId]) -> None:
+        leave(ledger, cache, table[:1])
+        assert cache.evict_until(ledger.free + 1)
+        table[:1] = ledger.take(1)
+
+    assert entered(lambda ledger, cache, table: leave(ledger, cache, enter(ledger, cache, tokens[:4]))) == [0, -1, 2]
+    assert entered(gone) == [0, 1, 2]
+    assert entered(lambda ledger, cache, table: ledger.spoil(table[2])) == [0, 1]
+    assert entered(lambda ledger, cache, table: cache.pin(cache.chain(tokens, b""))) == [0, 1, 2]
+
+
+def test_digests_that_are_wrong_find_nothing_wrong() -> None:
+    """The digests of one prompt beside the tokens of another, too few of them, and those of a later position."""
+    ledger, cache = make(8)
+    table = enter(ledger, cache, [1, 2, 3, 4])
+    digests = b"".join(cache.chain([1, 2, 3, 4], b""))
+    assert cache.match_known(pack_tokens([1, 2, 9, 9]), digests, b"") == table[:1]
+    assert cache.match_known(pack_tokens([1, 2, 3, 4]), digests[:16], b"") == table[:1]
+    assert cache.match_known(pack_tokens([3, 4]), digests[16:], b"") == []

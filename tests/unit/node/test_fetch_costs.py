@@ -14,6 +14,7 @@ from node.fetch_costs import (
     FIXED_S,
     OWNERS_MAX,
     PAIRS_TOLD_MAX,
+    SIGN_S,
     FetchCosts,
 )
 
@@ -94,6 +95,16 @@ def test_connecting_is_learned_apart() -> None:
         costs.connected(0.2)
     assert costs.connect_s == pytest.approx(0.2, rel=0.01)
     assert costs.total.cost is None
+
+
+def test_the_first_sign_is_learned_and_forgotten() -> None:
+    """Of an owner at work; what was measured more than a minute ago says nothing."""
+    costs = FetchCosts()
+    assert costs.sign_s(0.0) == SIGN_S
+    for _ in range(50):
+        costs.signed(0.004, 1.0)
+    assert costs.sign_s(1.0 + AGE_S / 2) == pytest.approx(0.004, rel=0.05)
+    assert costs.sign_s(1.0 + AGE_S) == SIGN_S
 
 
 def test_figures_of_so_many_owners_are_kept() -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from node.computing_cost import ComputingCost
 from node.sources import (
     WAIT_SHARE_MAX,
     Gathered,
@@ -35,8 +36,12 @@ class Played:
     def __init__(self, world: World, blocks: int, *, block_s: float, fixed_s: float = 0.0, kind: SourceKind) -> None:
         self.world, self.blocks, self.kind = world, blocks, kind
         self.block_s, self.fixed_s = block_s, fixed_s
+        self.sign_s: float | None = None
+        """When it shows that it is at work."""
         self.takes: Callable[[Offer], float] = lambda offer: offer.expected_s
         self.brings: Callable[[Offer], int] = lambda offer: offer.blocks
+        self.shows = True
+        """It does, if `sign_s` is set."""
         self.asked: list[int] = []
         self.given_up: list[bool] = []
         """For each that was cancelled, whether the time was over."""
@@ -51,13 +56,19 @@ class Played:
             fixed_s=self.fixed_s,
             block_s=self.block_s,
             block_bytes=1,
+            sign_s=self.sign_s,
             origin="other" if self.kind is SourceKind.PEER else "",
         )
 
     async def bring(self, offer: Offer, timer: asyncio.Timeout) -> int:
         self.asked.append(offer.blocks)
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
         try:
-            await asyncio.sleep(self.takes(offer))
+            if self.shows and self.sign_s is not None:
+                await asyncio.sleep(self.sign_s)
+                timer.reschedule(began_s + offer.wait_s_max)
+            await asyncio.sleep(began_s + self.takes(offer) - loop.time())
         except asyncio.CancelledError:
             self.given_up.append(timer.expired())
             raise
@@ -71,7 +82,7 @@ class World:
 
     def __init__(self) -> None:
         self.have: dict[bytes, int] = {}
-        self.computing = LinearCost(fixed_s=0.0, unit_s=COMPUTE_S, units=1000)
+        self.computing = ComputingCost(fixed_s=0.0, token_s=COMPUTE_S)
         self.gatherer: Gatherer | None = None
         self.sources: list[Played] = []
 
@@ -185,6 +196,25 @@ def test_a_dead_source_costs_a_quarter_of_computing() -> None:
     (got,), took_s = world.run(prompt(64))
     assert got.blocks == {}
     assert took_s <= WAIT_SHARE_MAX * 64 * SIZE * COMPUTE_S * (1 + 1e-6)
+
+
+def test_a_source_at_work_is_waited_for_as_long_as_it_saves_time() -> None:
+    """Computing takes 102 ms; a quarter may be waited. All 64 blocks are expected after 61 ms, and a sign after 20:
+    they are fetched. One that never shows anything costs the quarter, one that shows it and stops then no more than
+    computing. Where the sign is expected after 30 ms, nothing is asked for, as no part comes in time."""
+    for sign_s, shows, takes_s, came, took_s in [
+        (0.02, True, 0.0614, 64, 0.0614),
+        (0.02, False, 1e6, 0, 0.0256),
+        (0.02, True, 1e6, 0, 0.1024),
+        (0.03, True, 0.0614, 0, 0.0),
+    ]:
+        world = World()
+        source = world.source(64, share=0.0, fixed_s=0.0614)
+        source.sign_s, source.shows = sign_s, shows
+        source.takes = lambda offer, takes_s=takes_s: takes_s  # type: ignore[misc]
+        (got,), waited_s = world.run(prompt(64))
+        assert got.blocks.get(SourceKind.PEER, 0) == came
+        assert waited_s == pytest.approx(took_s)
 
 
 def test_a_source_can_tell_who_gave_it_up() -> None:

@@ -255,7 +255,7 @@ def test_a_prompt_goes_where_its_prefix_is_unless_the_queue_is_longer() -> None:
     """100 tokens of it are cached on the second node: 99 waiting there are still worth it, 101 are not. (Fetches have
     failed so far.)"""
     for waiting, chosen in ((0, "prefill-1"), (99, "prefill-1"), (101, "prefill-0")):
-        records = [node(0, moved=MovedLoad(fetches_failed=1)), node(1, waiting=waiting)]
+        records = [node(0, moved=MovedLoad(fetches_failed=4)), node(1, waiting=waiting)]
         placed = placement(*records)
         placed.has(records[1], range(100))
         assert placed.name(120) == chosen, waiting
@@ -294,10 +294,16 @@ def test_a_fetch_is_weighed_against_queue_and_computing() -> None:
 def test_a_node_that_never_fetched_is_believed_to_fetch_as_the_others() -> None:
     """100 tokens at a busy node, an idle one that has fetched nothing. It is expected to fetch them in a quarter of the
     time of computing, as is believed while nobody has fetched, or in a tenth, as a third node says. Where that one says
-    that it takes longer than computing, or all that the idle one asked for was refused or failed, it computes them."""
-    in_vain = (MovedLoad(fetches_refused=1), MovedLoad(fetches_failed=1))
+    that it takes longer than computing, or all that the idle one asked for was refused or failed, it computes them; but
+    not for one refusal."""
+    in_vain = (
+        MovedLoad(fetches_refused=4),
+        MovedLoad(fetches_failed=4),
+        MovedLoad(fetches_refused=2, fetches_failed=2),
+    )
     for third, moved, ttft_s in (
         (0.0, MovedLoad(), 100 / 40 + FETCH_FIXED_S + 2.0),
+        (0.0, MovedLoad(fetches_refused=3), 100 / 40 + FETCH_FIXED_S + 2.0),
         (100.0, MovedLoad(), 1.0 + FETCH_FIXED_S + 2.0),
         (5.0, MovedLoad(), 12.0),
         *((0.0, each, 12.0) for each in in_vain),
