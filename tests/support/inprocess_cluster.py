@@ -434,7 +434,7 @@ def _mixed_hooks(cluster: InProcessCluster) -> _Hooks:
         assert isinstance(sink, StepSink)
         mine = [p for p in batch.slices if cluster.is_marked(p.key.request) and p.key in self._first]
         if mine and mine[0].start > 0:
-            return HeldSink(tokens=sink.tokens, began_s=sink.began_s, writes=sink.writes)
+            return HeldSink(tokens=sink.tokens, attended=sink.attended, began_s=sink.began_s, writes=sink.writes)
         return sink
 
     return ((MixedNode, "step_begins", step_begins),)
