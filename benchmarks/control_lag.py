@@ -49,7 +49,7 @@ class FullHost:
         del batch
         return NullSink()
 
-    def step_ended(self, sink: KvSink, events: list[TokenEvent]) -> None:
+    def step_ended(self, sink: KvSink, events: list[TokenEvent], *, is_timed: bool) -> None:
         del sink
         for event in events:
             self.tokens += event.token is not None

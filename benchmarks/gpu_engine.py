@@ -29,7 +29,7 @@ class _Host:
         del batch
         return NullSink()
 
-    def step_ended(self, sink: KvSink, events: list[TokenEvent]) -> None:
+    def step_ended(self, sink: KvSink, events: list[TokenEvent], *, is_timed: bool) -> None:
         del sink
         self.ended_s = time.perf_counter()
         self._left -= sum(event.finish is not None for event in events)

@@ -356,8 +356,8 @@ class DecodeNode:
         del batch
         return NullSink()
 
-    def step_ended(self, sink: KvSink, events: list[TokenEvent]) -> None:
-        del sink
+    def step_ended(self, sink: KvSink, events: list[TokenEvent], *, is_timed: bool) -> None:
+        del sink, is_timed
         for event in events:
             job = self._by_key.get(event.seq.key)
             if job is None:

@@ -109,15 +109,15 @@ class MixedNode:
     def step_begins(self, batch: Batch) -> KvSink:
         return self.prefill.step_begins(batch)
 
-    def step_ended(self, sink: KvSink, events: list[TokenEvent]) -> None:
+    def step_ended(self, sink: KvSink, events: list[TokenEvent], *, is_timed: bool) -> None:
         to_hand_over = [event for event in events if event.seq.mode is SequenceMode.PREFILL_ONLY]
         to_stay = [event for event in events if event.seq.mode is SequenceMode.COMPLETE]
-        self.decode.step_ended(sink, to_stay)
+        self.decode.step_ended(sink, to_stay, is_timed=is_timed)
         for event in to_stay:
             first = self._first.pop(event.seq.key, None)
             if first is not None:
                 first.set_result(event)
-        self.prefill.step_ended(sink, to_hand_over)
+        self.prefill.step_ended(sink, to_hand_over, is_timed=is_timed)
 
     def load(self) -> NodeLoad:
         """Each request once: a kept one is the decode half's."""

@@ -12,10 +12,16 @@ from typing import Final
 
 STEPS_KEPT: Final = 32
 """How many steps are remembered, about."""
+STEP_TIMES_MAX: Final = 4
+"""A step counts as at most so many times what was expected of it, and no less than that part of it: one odd step says
+little of those to come. Only the first one may be dearer: nothing is known of the machine before."""
 BELIEF_WEIGHT: Final = 0.01
 """Of what is believed of each part before the first step, beside one step."""
+LEAST_TOKEN_SHARE: Final = 0.01
+"""Of the mean time of a token: a token that costs nothing would never be worth a fetch."""
 BELIEVED_TOKENS: Final = 4_096
-"""Attending to so many tokens is believed to take no longer than computing one without any."""
+"""An unexplained part of what a step takes goes to the tokens attended to as if so many of them took as long as computing
+one token. Attending itself is believed to take nothing before it is measured."""
 PARTS: Final = range(3)
 SUBSETS: Final = tuple(subset for count in (3, 2, 1) for subset in combinations(PARTS, count))
 
@@ -26,26 +32,35 @@ def attended(first: int, end: int) -> float:
 
 
 class ComputingCost:
-    """Least squares of relative errors over the last steps, in sums: it is asked at each prompt's beginning."""
+    """Least squares over the last steps, each weighed by what was expected of it, in sums: it is asked at each prompt's
+    beginning."""
 
     def __init__(self, *, fixed_s: float, token_s: float) -> None:
-        """What is believed before the first step."""
+        """What is believed before the first step. The first one says how fast the machine is: it scales all of it."""
+        assert token_s > 0, token_s
+        self._believed = (1.0 if fixed_s else 0.0, 1.0, 0.0)
+        self._parts_s = (fixed_s, token_s, 0.0)
         self._units_s = tuple(max(1e-9, part_s) for part_s in (fixed_s, token_s, token_s / BELIEVED_TOKENS))
         """Parts are counted in these, so that sums are of one size."""
-        self._believed = (fixed_s / self._units_s[0], token_s / self._units_s[1], 0.0)
-        self._parts_s = (fixed_s, token_s, 0.0)
         self._squares = [[0.0] * 3 for _ in PARTS]
         self._products = [0.0] * 3
+        self._is_new = True
         self._stale = False
 
-    def measured(self, tokens: int, attended: float, seconds: float) -> None:
-        """A step of so many tokens, which attended to so many pairs in all."""
-        if seconds <= 0:
-            return
+    def measured(self, tokens: int, pairs: float, seconds: float) -> None:
+        """A step of so many tokens, which attended to so many `attended` pairs in all."""
+        amounts = (1, tokens, pairs)
+        expected_s = sum(amount * part_s for amount, part_s in zip(amounts, self._parts(), strict=True))
+        seconds = max(seconds, expected_s / STEP_TIMES_MAX)
+        if self._is_new:
+            self._is_new = False
+            self._units_s = tuple(unit_s * seconds / expected_s for unit_s in self._units_s)
+            expected_s = seconds
+        seconds = min(seconds, expected_s * STEP_TIMES_MAX)
         keep = 1 - 1 / STEPS_KEPT
-        row = [amount * unit_s / seconds for amount, unit_s in zip((1, tokens, attended), self._units_s, strict=True)]
+        row = [amount * unit_s / expected_s for amount, unit_s in zip(amounts, self._units_s, strict=True)]
         for i in PARTS:
-            self._products[i] = keep * self._products[i] + row[i]
+            self._products[i] = keep * self._products[i] + row[i] * seconds / expected_s
             self._squares[i] = [keep * self._squares[i][j] + row[i] * row[j] for j in PARTS]
         self._stale = True
 
@@ -77,7 +92,9 @@ class ComputingCost:
             if explained > most:
                 parts = dict(zip(subset, found, strict=True))
                 most, best = explained, tuple(parts.get(i, 0.0) * self._units_s[i] for i in PARTS)  # type: ignore[assignment]
-        return best
+        fixed_s, token_s, pair_s = best
+        mean_s = self._products[0] / self._squares[0][1] * self._units_s[1]
+        return fixed_s, max(token_s, LEAST_TOKEN_SHARE * mean_s), pair_s
 
 
 def _solve(rows: list[list[float]], wanted: Sequence[float]) -> list[float] | None:

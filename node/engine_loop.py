@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from baton.clock import first_of
 from baton.errors import BatonError, Reason
@@ -20,6 +20,9 @@ from engine.types import Batch, FinishReason, KvSink, NullSink
 
 log = get_log("engine")
 
+COLLECT_SHARE_MIN: Final = 0.5
+"""Of what a step seems to take: a launched one that is waited for less may have been done long before."""
+
 
 class StepHost(Protocol):
     """The node around the engine. Called on the control thread."""
@@ -28,8 +31,11 @@ class StepHost(Protocol):
         """About to run: the sink is called after each layer, on the engine thread. The step before may still run."""
         ...
 
-    def step_ended(self, sink: KvSink, events: list[TokenEvent]) -> None:
-        """The step is over (or failed: then its sequences are ABORTED). Also called for events outside of a step."""
+    def step_ended(self, sink: KvSink, events: list[TokenEvent], *, is_timed: bool) -> None:
+        """The step is over (or failed: then its sequences are ABORTED). Also called for events outside of a step.
+
+        `is_timed`: the time since its beginning, or since the end of the step before if that came later, is what it
+        took: it did not fail, and was not done long before it was collected."""
         ...
 
 
@@ -37,6 +43,7 @@ class StepHost(Protocol):
 class _Step:
     batch: Batch
     sink: KvSink
+    began_s: float
     launched: asyncio.Future[Any] | None
     """Done: what `OverlapRunner.collect` takes, or why the launch failed. None: the step is to be run."""
 
@@ -94,6 +101,9 @@ class EngineLoop:
         self._work = asyncio.Event()
         self._stopping = False
         self._thread = _EngineThread(name)
+        self._loop = asyncio.get_running_loop()
+        self._ended_s = 0.0
+        """When the last step ended."""
         self.steps_failed = 0
 
     def _wake(self) -> None:
@@ -120,21 +130,21 @@ class EngineLoop:
         """What ended without a step. A function of its own, so that nothing of it is kept while there is no work."""
         events = self._engine.take_events()
         if events:
-            self._host.step_ended(NullSink(), events)
+            self._host.step_ended(NullSink(), events, is_timed=False)
 
     async def _begin(self, batch: Batch | None) -> _Step | None:
         if batch is None:
             return None
         sink = self._host.step_begins(batch)
-        launched, runner = None, self._engine.overlap
+        began_s, launched, runner = self._loop.time(), None, self._engine.overlap
         if runner is not None:
             launched = self._thread.run(runner.launch, batch, sink)
             # Until it has returned it reads tokens and block tables, which scheduling the next step changes.
             await asyncio.wait([launched])
-        return _Step(batch, sink, launched)
+        return _Step(batch, sink, began_s, launched)
 
     async def _end(self, step: _Step) -> None:
-        batch = step.batch
+        batch, waits_s, is_timed = step.batch, self._loop.time(), False
         try:
             runner = self._engine.overlap
             if runner is None or step.launched is None:
@@ -147,11 +157,15 @@ class EngineLoop:
             self.steps_failed += 1
             events = self._engine.fail_step(batch)
         else:
+            now_s = self._loop.time()
+            took_s = now_s - max(step.began_s, self._ended_s)
+            is_timed = step.launched is None or now_s - waits_s >= COLLECT_SHARE_MIN * took_s
             events = self._engine.postprocess(batch, result)
             for event in events:
                 if event.finish is FinishReason.NOT_FINITE:
                     log.error("no token can be drawn: the scores are not numbers", request=event.seq.key.request)
-        self._host.step_ended(step.sink, events)
+        self._ended_s = self._loop.time()
+        self._host.step_ended(step.sink, events, is_timed=is_timed)
 
     async def stop(self, task: asyncio.Task[None]) -> None:
         """End the loop after the steps in flight, and its thread."""

@@ -63,8 +63,9 @@ STEPS_AHEAD: Final = 2
 GRANT_WAIT_MS_MAX: Final = 50
 """Requests do not wait longer than this for the grant of one before them."""
 COMPUTING_FIXED_S: Final = 0.005
+"""What a step is believed to take before the first one, whatever its tokens."""
 COMPUTING_TOKEN_S: Final = 1e-4
-"""What a step is believed to cost before the first one, and each of its tokens."""
+"""What each of its tokens is believed to take besides."""
 
 
 class PrefillNode:
@@ -410,14 +411,14 @@ class PrefillNode:
                     sink.writes.append(writes)
         return sink
 
-    def step_ended(self, sink: KvSink, events: list[TokenEvent]) -> None:
+    def step_ended(self, sink: KvSink, events: list[TokenEvent], *, is_timed: bool) -> None:
         """Take in first tokens and ends (StepHost)."""
         if isinstance(sink, StepSink):
             for writes in sink.writes:
                 writes.finish()
             began_s, now_s = max(sink.began_s, self._rate.ended_s), self._loop.time()
             self._rate.step_ended(sink.tokens, began_s=sink.began_s, now_s=now_s)
-            if sink.tokens:
+            if sink.tokens and is_timed:
                 self._computing.measured(sink.tokens, sink.attended, now_s - began_s)
         for event in events:
             self._left_engine(event)

@@ -237,8 +237,8 @@ def _wrap_running(points: Failpoints, marks: Marks) -> None:
         real_committed(self, key, grant)
         reach(Failpoint.COMMITTED, key.request)
 
-    def step_ended(self: DecodeNode, sink: Any, events: list[Any]) -> None:
-        real_step_ended(self, sink, events)
+    def step_ended(self: DecodeNode, sink: Any, events: list[Any], *, is_timed: bool) -> None:
+        real_step_ended(self, sink, events, is_timed=is_timed)
         for event in events:
             if event.token is not None:
                 reach(Failpoint.DECODING if event.finish is None else Failpoint.FINISHED, event.seq.key.request)

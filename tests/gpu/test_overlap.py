@@ -274,7 +274,7 @@ def test_a_step_that_cannot_be_drawn_costs_its_own_requests_only(
         def step_begins(self, batch: Batch) -> NullSink:
             return NullSink()
 
-        def step_ended(self, sink: Any, events: list[Any]) -> None:
+        def step_ended(self, sink: Any, events: list[Any], *, is_timed: bool) -> None:
             ended.update({event.seq.key.request: event.finish for event in events if event.finish is not None})
             if "broken" in ended and "whole" not in server.answers:
                 server.submit("whole", [1, 2, 3], params)

@@ -28,7 +28,7 @@ class Host:
         del batch
         return NullSink()
 
-    def step_ended(self, sink: KvSink, events: list[TokenEvent]) -> None:
+    def step_ended(self, sink: KvSink, events: list[TokenEvent], *, is_timed: bool) -> None:
         del sink
         for event in events:
             assert event.token is not None

@@ -61,7 +61,7 @@ class Slow(ComputingCost):
     def __init__(self, token_s: float = 1.0) -> None:
         super().__init__(fixed_s=0.0, token_s=token_s)
 
-    def measured(self, tokens: int, attended: float, seconds: float) -> None:
+    def measured(self, tokens: int, pairs: float, seconds: float) -> None:
         pass
 
 

@@ -33,14 +33,16 @@ class Host:
         self.stepped = asyncio.Event()
         self.begun: list[Layers] = []
         self.ended: list[object] = []
+        self.timed: list[bool] = []
         self._left = expected
 
     def step_begins(self, batch: Batch) -> KvSink:
         self.begun.append(Layers())
         return self.begun[-1]
 
-    def step_ended(self, sink: KvSink, events: list[TokenEvent]) -> None:
+    def step_ended(self, sink: KvSink, events: list[TokenEvent], *, is_timed: bool) -> None:
         self.ended.append(sink)
+        self.timed.append(is_timed)
         self.node.events += events
         self.node.ledger.check()
         self._left -= sum(event.finish is not None for event in events)
@@ -128,5 +130,5 @@ def test_a_step_that_is_lost_costs_its_requests_when_the_one_behind_is_over() ->
     assert node.tokens("a") == reference([1, 2, 3], 1)
     assert node.finish("a") == [FinishReason.ABORTED]
     assert not node.engine.has(key_of("a"))
-    assert len(host.begun) == 3
+    assert len(host.begun) == 3 and not host.timed[1]
     node.assert_nothing_held()
