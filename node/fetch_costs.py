@@ -31,7 +31,7 @@ PAIRS_TOLD_MAX: Final = 8
 CONNECT_S: Final = 0.02
 """What connecting is believed to take, before it was measured."""
 SIGN_S: Final = 0.001
-"""What an owner is believed to take until it asks for room, before that was measured lately."""
+"""What an owner is believed to take until it asks for room, before that was measured lately of any."""
 TIMES_KEPT: Final = 8
 """How many measurements of either are remembered, about."""
 
@@ -47,10 +47,17 @@ class OwnerFigures:
         self.cost: LinearCost | None = None
         """Of so many bytes, once measured."""
         self.measured_s = 0.0
+        self.sign_s, self.sign_measured_s = SIGN_S, -math.inf
+        """What it takes until it asks for room."""
+        self.silent = 0
+        """How often in a row the time was over before it asked for room."""
 
     def ages(self, now_s: float) -> int:
         """How many times `COST_AGE_MS_MAX` ago it was measured last."""
         return int((now_s - self.measured_s) * 1000 / COST_AGE_MS_MAX)
+
+    def has_sign(self, now_s: float) -> bool:
+        return (now_s - self.sign_measured_s) * 1000 < COST_AGE_MS_MAX
 
 
 class FetchCosts:
@@ -62,7 +69,6 @@ class FetchCosts:
         """By incarnation."""
         self.connect_s = CONNECT_S
         """What it takes to connect an owner."""
-        self._sign_s, self._sign_measured_s = SIGN_S, -math.inf
 
     def of(self, owner: Owner) -> OwnerFigures:
         figures = self.owners.get(owner.incarnation)
@@ -138,12 +144,13 @@ class FetchCosts:
         """Connecting an owner took so long."""
         self.connect_s += (seconds - self.connect_s) / TIMES_KEPT
 
-    def sign_s(self, now_s: float) -> float:
+    def sign_s(self, owner: Owner, now_s: float) -> float:
         """What an owner takes until it asks for room, the first sign that it is at work."""
-        return self._sign_s if (now_s - self._sign_measured_s) * 1000 < COST_AGE_MS_MAX else SIGN_S
+        return next((each.sign_s for each in (self.of(owner), self.total) if each.has_sign(now_s)), SIGN_S)
 
-    def signed(self, seconds: float, now_s: float) -> None:
+    def signed(self, owner: Owner, seconds: float, now_s: float) -> None:
         """It took so long, or was given up then."""
-        lately_s = self.sign_s(now_s)
-        self._sign_s = lately_s + (seconds - lately_s) / TIMES_KEPT
-        self._sign_measured_s = now_s
+        before_s = self.sign_s(owner, now_s)
+        for each in (self.of(owner), self.total):
+            lately_s = each.sign_s if each.has_sign(now_s) else before_s
+            each.sign_s, each.sign_measured_s = lately_s + (seconds - lately_s) / TIMES_KEPT, now_s

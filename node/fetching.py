@@ -54,12 +54,16 @@ FETCH_MS_MAX: Final = 10_000
 CONNECT_MS_MAX: Final = 2_000
 FAILED_PAUSE_MS: Final = 5_000
 """An owner that has failed is not asked meanwhile."""
+SILENT_MAX: Final = 3
+"""So many times in a row that an owner does not ask for room in time, it has failed. It promotes what it has in lower tiers
+before, so a single time says nothing of other prompts."""
 UNFIT_PAUSE_MS: Final = 60_000
 """An owner whose KV is another's is not asked meanwhile."""
 ABSENT_PAUSE_MS: Final = 2_000
 """An owner is not asked again for a block that it had not. The router learns of it sooner or later."""
 BUSY_PAUSE_MS: Final = 500
-"""An owner that refused a block for want of room is not asked for it again meanwhile: the next owner is."""
+"""An owner that refused a block for want of room, or did not ask for room in time, is not asked for it again meanwhile:
+the next owner is."""
 PAUSES_MAX: Final = 1_024
 """Remembered, oldest dropped first."""
 DRAFT_AFTER_MS: Final = 1
@@ -179,7 +183,7 @@ class Fetches:
             fixed_s=cost.fixed_s + self._connects_in_s(owner, now_s),
             block_s=cost.unit_s * block_bytes,
             block_bytes=block_bytes,
-            sign_s=self.costs.sign_s(now_s) + self._connects_in_s(owner, now_s),
+            sign_s=self.costs.sign_s(owner, now_s) + self._connects_in_s(owner, now_s),
             origin=owner.name,
             detail=owner,
         )
@@ -317,9 +321,12 @@ class Fetches:
         late = waited_s > self.costs.cost(fetch.owner, now_s).of(offer.nbytes)
         if late:
             self.costs.measured(fetch.owner, offer.nbytes, waited_s, now_s)
-        if not fetch.blocks and waited_s > self.costs.sign_s(now_s):
-            self.costs.signed(waited_s, now_s)
-            late = True
+        if not fetch.blocks and (late or waited_s > self.costs.sign_s(fetch.owner, now_s)):
+            self.costs.signed(fetch.owner, waited_s, now_s)
+            self._pause(fetch.owner, offer.prompt.chain[offer.have_blocks], BUSY_PAUSE_MS)
+            figures = self.costs.of(fetch.owner)
+            figures.silent += 1
+            late = figures.silent >= SILENT_MAX
         if late:
             self._failed(fetch.owner, f"not here after {waited_s:.3f} s")
 
@@ -396,7 +403,8 @@ class Fetches:
     def _signed(self, fetch: Fetch) -> None:
         """The owner is at work: it is waited for longer."""
         now_s = self._loop.time()
-        self.costs.signed(now_s - fetch.began_s, now_s)
+        self.costs.signed(fetch.owner, now_s - fetch.began_s, now_s)
+        self.costs.of(fetch.owner).silent = 0
         end_s = fetch.began_s + fetch.wait_s_max
         until_s = fetch.timer.when()
         if until_s is not None and end_s > until_s and not fetch.timer.expired():

@@ -33,8 +33,7 @@ WHOLE_SHARE_MAX: Final = 0.8
 """The same of all that a source has: parts cost a fixed time each, and of a short prompt none would come in half of the
 time."""
 SIGN_SHARE_MAX: Final = 0.15
-"""In place of `WAIT_SHARE_MAX`, where a source is to show that it is at work; or `SIGN_TIMES_MAX` times what that
-takes, if that is longer."""
+"""In place of `WAIT_SHARE_MAX`, where `SIGN_TIMES_MAX` times what a source takes to show that it is at work is less."""
 SIGN_TIMES_MAX: Final = 8
 ROUNDS_MAX: Final = 16
 """Of one gather."""
@@ -253,7 +252,8 @@ class Gatherer:
             sign_s = offer.sign_s
             if sign_s is not None and sign_s <= left_s and offer.expected_s <= WHOLE_SHARE_MAX * worth_s:
                 offer = dataclasses.replace(offer, wait_s_max=worth_s)
-                unseen_s = min(left_s, max(SIGN_SHARE_MAX * computing_s, SIGN_TIMES_MAX * sign_s))
+                if SIGN_TIMES_MAX * sign_s <= SIGN_SHARE_MAX * computing_s:
+                    unseen_s = min(left_s, SIGN_SHARE_MAX * computing_s)
             elif offer.expected_s > WHOLE_SHARE_MAX * left_s:
                 offer = offer.within(EXPECTED_SHARE_MAX * left_s)
             if offer.blocks == 0:

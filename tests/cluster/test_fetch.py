@@ -23,7 +23,7 @@ from baton.lifecycle import Lifecycle
 from baton.wire import Owner
 from decode_node.node import DecodeNode
 from kvtransfer.writer import Handoff, WriterPeer
-from node.fetching import Fetches
+from node.fetching import FetchOwner, Fetches
 from node.sources import Prefix
 from prefill_node.node import PrefillNode
 from tests.support.cluster_harness import Answer, mock_spec, mock_tokens, random_prompt
@@ -308,6 +308,35 @@ def test_an_owner_that_stops_in_mid_fetch_is_given_up() -> None:
         assert owner["fetches_under_way"] == 1 and owner["grants_written"] == 1
         assert receiver["fetches_under_way"] == 1 and receiver["grants_received"] == 1
         assert refusals(cluster) == (0, 0, 1)
+
+    play(scene)
+
+
+def test_an_owner_that_asks_for_room_late_is_asked_for_other_prompts() -> None:
+    """It promotes a prompt's blocks for longer than the prompt may wait: that one is computed, and nobody is blamed. The
+    next prompt is fetched from it at once. One that is silent `SILENT_MAX` times in a row has failed."""
+    rng = random.Random(21)
+    prompts = [random_prompt(rng, PROMPT_TOKENS) for _ in range(2 + node.fetching.SILENT_MAX)]
+
+    async def serve(self: FetchOwner, request: Any, receiver: Any) -> Any:
+        await asyncio.Event().wait()
+
+    async def scene(cluster: InProcessCluster, steering: Steering) -> None:
+        for prompt in prompts:
+            await ask(cluster, prompt)
+        steering.prefill, steering.owners = "prefill-1", ["prefill-0"]
+        compute_slowly(cluster, "prefill-1", 0.004)
+        with patch.object(FetchOwner, "_serve", serve):
+            await is_computed(cluster, steering, prompts[0])
+        assert refusals(cluster) == (0, 0, 0)
+        compute_slowly(cluster, "prefill-1")
+        assert (await ask(cluster, prompts[1])).stats.sources.fetched == BLOCKS * SIZE
+        compute_slowly(cluster, "prefill-1", 0.004)
+        with patch.object(FetchOwner, "_serve", serve):
+            for prompt in prompts[2:]:
+                assert refusals(cluster)[2] == 0
+                await is_computed(cluster, steering, prompt)
+        assert refusals(cluster) == (1, 0, 1)
 
     play(scene)
 

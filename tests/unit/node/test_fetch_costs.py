@@ -98,13 +98,19 @@ def test_connecting_is_learned_apart() -> None:
 
 
 def test_the_first_sign_is_learned_and_forgotten() -> None:
-    """Of an owner at work; what was measured more than a minute ago says nothing."""
+    """Of each owner at work; another one is believed to be as they are together. What was measured more than a minute
+    ago says nothing."""
     costs = FetchCosts()
-    assert costs.sign_s(0.0) == SIGN_S
+    assert costs.sign_s(owner(1), 0.0) == SIGN_S
     for _ in range(50):
-        costs.signed(0.004, 1.0)
-    assert costs.sign_s(1.0 + AGE_S / 2) == pytest.approx(0.004, rel=0.05)
-    assert costs.sign_s(1.0 + AGE_S) == SIGN_S
+        costs.signed(owner(1), 0.004, 1.0)
+    assert costs.sign_s(owner(1), 1.0 + AGE_S / 2) == pytest.approx(0.004, rel=0.05)
+    assert costs.sign_s(owner(2), 1.0) == pytest.approx(0.004, rel=0.05)
+    for _ in range(50):
+        costs.signed(owner(2), 0.1, 1.0)
+    assert costs.sign_s(owner(1), 1.0) == pytest.approx(0.004, rel=0.05)
+    assert costs.sign_s(owner(2), 1.0) == pytest.approx(0.1, rel=0.05)
+    assert [costs.sign_s(owner(n), 1.0 + AGE_S) for n in (1, 2)] == [SIGN_S, SIGN_S]
 
 
 def test_figures_of_so_many_owners_are_kept() -> None:
