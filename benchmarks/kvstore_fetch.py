@@ -53,7 +53,7 @@ from engine.demo_model import DemoModelParams, write_demo_model
 from kvtransfer.transports.settings import ShmConfig, TcpConfig
 from node.computing_cost import ComputingCost
 from node.fetching import Fetches
-from node.sources import Prefix
+from node.sources import Prefix, Wait
 from prefill_node.main import PrefillHalf
 
 RATE_BAR = 0.85
@@ -173,7 +173,7 @@ async def fetched(two: Two, seed: int, count: int = RATE_TOKENS) -> dict[str, fl
         spent_s = await asyncio.to_thread(two.side.ask, "cpu") + cpu_s()
         began_s = time.perf_counter()
         async with asyncio.timeout(WAIT_S_MAX) as timer:
-            came = await two.fetches.bring(offer, timer)
+            came = await two.fetches.bring(offer, Wait(timer=timer))
         stamps["answered"] = time.perf_counter()
         spent_s = await asyncio.to_thread(two.side.ask, "cpu") + cpu_s() - spent_s
     assert came == offer.blocks, (came, offer)

@@ -39,7 +39,7 @@ from kvtransfer.writer import WriterPeer
 from node.fetch_costs import FetchCosts
 from node.peers import Peers
 from node.pool import DevicePool
-from node.sources import Offer, Prefix, SourceKind
+from node.sources import Offer, Prefix, SourceKind, Wait
 
 log = get_log("fetch")
 
@@ -83,9 +83,7 @@ class Fetch:
     prompt: Prefix
     end: int
     """Leading blocks wanted, in positions."""
-    timer: asyncio.Timeout
-    wait_s_max: float
-    """From its beginning, once the owner has asked for room."""
+    wait: Wait
     began_s: float = 0.0
     """Of the call."""
     prefix: tuple[BlockId, ...] = ()
@@ -235,7 +233,7 @@ class Fetches:
             if not connecting.over.done():
                 connecting.over.set_result(self.is_connected(owner))
 
-    async def bring(self, offer: Offer, timer: asyncio.Timeout) -> int:
+    async def bring(self, offer: Offer, wait: Wait) -> int:
         owner = _owner(offer)
         size = self._pool.layout.block_size
         fetch = Fetch(
@@ -243,8 +241,7 @@ class Fetches:
             owner=owner,
             prompt=offer.prompt,
             end=offer.have_blocks + offer.blocks,
-            timer=timer,
-            wait_s_max=offer.wait_s_max,
+            wait=wait,
             arrived=self._loop.create_future(),
         )
         self._under_way[fetch.key] = fetch
@@ -265,7 +262,7 @@ class Fetches:
         except asyncio.CancelledError:
             if call is not None:
                 call.cancel()
-                if timer.expired() and not fetch.came:  # else it is the request that has been given up
+                if wait.timer.expired() and not fetch.came:  # else it is the request that has been given up
                     self._late(fetch, offer)
             raise
         finally:
@@ -405,10 +402,7 @@ class Fetches:
         now_s = self._loop.time()
         self.costs.signed(fetch.owner, now_s - fetch.began_s, now_s)
         self.costs.of(fetch.owner).silent = 0
-        end_s = fetch.began_s + fetch.wait_s_max
-        until_s = fetch.timer.when()
-        if until_s is not None and end_s > until_s and not fetch.timer.expired():
-            fetch.timer.reschedule(end_s)
+        fetch.wait.at_work(len(fetch.blocks) // self._groups)
 
     def _draft(self, grant: GrantId) -> None:
         """Make the next entries of what is being written."""

@@ -3,13 +3,15 @@
 A `PrefixSource` is another node, or a tier below the region. Its blocks go into the prefix cache, evictable, before the
 prompt is queued. The choice is by measured costs. Whatever fails, the prompt is computed: at each moment of a gather,
 the time waited is at most that saved by what has come, and `WAIT_SHARE_MAX` of what computing the whole prompt takes.
-Only a source that has shown that it is at work may take longer: as long as computing what it brings would.
+Only a source that has shown that it is at work may take longer, where it is expected to: `EXPECTED_TIMES_MAX` times what
+is expected of it, and no longer than computing what it brings would take.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -35,6 +37,8 @@ time."""
 SIGN_SHARE_MAX: Final = 0.15
 """In place of `WAIT_SHARE_MAX`, where `SIGN_TIMES_MAX` times what a source takes to show that it is at work is less."""
 SIGN_TIMES_MAX: Final = 8
+EXPECTED_TIMES_MAX: Final = 3
+"""How many times longer than expected a source may take once it has shown that it is at work."""
 ROUNDS_MAX: Final = 16
 """Of one gather."""
 FAILURES_MAX: Final = 4
@@ -135,9 +139,7 @@ class Offer:
     """Expected for each block."""
     block_bytes: int
     sign_s: float | None = None
-    """When it is expected to show that it is at work: it extends the time by itself then. None: it shows nothing."""
-    wait_s_max: float = 0.0
-    """How long it may be waited for from then on, since the beginning."""
+    """When it is expected to show that it is at work. None: it shows nothing."""
     origin: str = ""
     """A peer's name."""
     detail: object = None
@@ -169,15 +171,40 @@ class PrefixSource(Protocol):
         place for another."""
         ...
 
-    async def bring(self, offer: Offer, timer: asyncio.Timeout) -> int:
+    async def bring(self, offer: Offer, wait: Wait) -> int:
         """Bring the offer's blocks, or its leading ones, into the prefix cache, evictable -> how many positions came.
 
-        A source that shows that it is at work has `timer` end at `wait_s_max` after the beginning then.
+        A source that shows that it is at work calls `wait.at_work`.
         Uses spare blocks of the region only, and waits for none. 0 where it fails: it raises nothing of its own. It is
-        cancelled when the request ends, or by `timer` when the time is over, and then returns at once: what is to be
+        cancelled when the request ends, or by `wait` when the time is over, and then returns at once: what is to be
         undone goes on elsewhere.
         """
         ...
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Wait:
+    """Of one prompt for one offer."""
+
+    timer: asyncio.Timeout
+    """Until the time is over."""
+    unseen_s: float = 0.0
+    """How long that is at first."""
+    seen_s: Callable[[int], float] = lambda _blocks: 0.0
+    """How long it may be since then, once a source is at work that brings so many positions."""
+    ends_s: float = 0.0
+    """When all is expected to be here, by the loop's clock."""
+    is_seen: bool = False
+    """Whether the source is known to be at work."""
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    """For other prompts of the same beginning."""
+
+    def at_work(self, blocks: int) -> None:
+        """It brings so many positions: it is waited for longer."""
+        self.is_seen = True
+        when_s, longer_s = self.timer.when(), self.seen_s(blocks) - self.unseen_s
+        if when_s is not None and longer_s > 0 and not self.timer.expired():
+            self.timer.reschedule(when_s + longer_s)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -213,7 +240,7 @@ class Gatherer:
         self._clock = clock
         self._sources: list[PrefixSource] = []
         self._needs_owners = True
-        self._under_way: dict[bytes, asyncio.Event] = {}
+        self._under_way: dict[bytes, tuple[Offer, Wait]] = {}
         """By the digest of the first block that is being brought: prompts of the same beginning wait for it."""
         self.requests = 0
         """Prompts that are being gathered for."""
@@ -247,19 +274,15 @@ class Gatherer:
             offer = self._best(prompt, have)
             if offer is None:
                 return
-            worth_s = self._worth_s(have, offer.blocks)
-            left_s = unseen_s = min(WAIT_SHARE_MAX * computing_s + saved_s - waited_s, worth_s)
-            sign_s = offer.sign_s
-            if sign_s is not None and sign_s <= left_s and offer.expected_s <= WHOLE_SHARE_MAX * worth_s:
-                offer = dataclasses.replace(offer, wait_s_max=worth_s)
-                if SIGN_TIMES_MAX * sign_s <= SIGN_SHARE_MAX * computing_s:
-                    unseen_s = min(left_s, SIGN_SHARE_MAX * computing_s)
-            elif offer.expected_s > WHOLE_SHARE_MAX * left_s:
-                offer = offer.within(EXPECTED_SHARE_MAX * left_s)
-            if offer.blocks == 0:
-                return
+            quarter_s = WAIT_SHARE_MAX * computing_s + saved_s - waited_s
             began_s = self._clock()
-            came = await self._bring(offer, left_s, unseen_s)
+            other = self._under_way.get(prompt.chain[have])
+            if other is None:
+                came = await self._bring_of(offer, quarter_s, waited_s, computing_s)
+            else:
+                came = 0 if await self._other_brings(prompt, *other, quarter_s) else None
+            if came is None:
+                return
             waited_s += self._clock() - began_s
             saved_s += self._worth_s(have, came)
             if came:
@@ -283,22 +306,61 @@ class Gatherer:
         """What computing them would add."""
         return self._computing.saved(have_blocks * self._block_size, (have_blocks + blocks) * self._block_size)
 
-    async def _bring(self, offer: Offer, left_s: float, unseen_s: float) -> int:
-        """Within `unseen_s`, or longer if it says so -> positions that came. 0 where another prompt's are waited for,
-        for `left_s`."""
+    async def _bring_of(self, offer: Offer, quarter_s: float, waited_s: float, computing_s: float) -> int | None:
+        """All of it or a part -> positions that came. None: no part is expected to come in time."""
+        have = offer.have_blocks
+        worth_s = self._worth_s(have, offer.blocks)
+        unseen_s = left_s = min(quarter_s, worth_s)
+        sign_s, longer_s = offer.sign_s, 0.0
+        if sign_s is not None and sign_s <= left_s and offer.expected_s <= WHOLE_SHARE_MAX * worth_s:
+            if offer.expected_s > WHOLE_SHARE_MAX * left_s:
+                longer_s = EXPECTED_TIMES_MAX * offer.expected_s
+            if SIGN_TIMES_MAX * sign_s <= SIGN_SHARE_MAX * computing_s:
+                unseen_s = min(left_s, SIGN_SHARE_MAX * computing_s)
+        elif offer.expected_s > WHOLE_SHARE_MAX * left_s:
+            offer = offer.within(EXPECTED_SHARE_MAX * left_s)
+        if offer.blocks == 0:
+            return None
+
+        def seen_s(blocks: int) -> float:
+            return max(left_s, min(self._worth_s(have, blocks), longer_s) - waited_s)
+
+        return await self._bring(offer, unseen_s, seen_s)
+
+    async def _bring(self, offer: Offer, unseen_s: float, seen_s: Callable[[int], float]) -> int:
+        """Within `unseen_s`, or longer if it says so -> positions that came."""
         digest = offer.prompt.chain[offer.have_blocks]
-        other = self._under_way.get(digest)
         try:
-            async with asyncio.timeout(unseen_s if other is None else left_s) as timer:
-                if other is not None:
-                    await other.wait()
-                    return 0
-                self._under_way[digest] = over = asyncio.Event()
+            async with asyncio.timeout(unseen_s) as timer:
+                ends_s = self._clock() + offer.expected_s
+                wait = Wait(timer=timer, unseen_s=unseen_s, seen_s=seen_s, ends_s=ends_s, is_seen=offer.sign_s is None)
+                self._under_way[digest] = offer, wait
                 try:
-                    return await offer.source.bring(offer, timer)
+                    return await offer.source.bring(offer, wait)
                 finally:
                     del self._under_way[digest]
-                    over.set()
+                    wait.over.set()
         except TimeoutError:
             log.info("blocks did not come in time", kind=offer.kind.value, origin=offer.origin, blocks=offer.blocks)
             return 0
+
+    async def _other_brings(self, prompt: Prefix, offer: Offer, wait: Wait, quarter_s: float) -> bool:
+        """Wait for what is being brought for another prompt, if it is expected within the time that may be lost, or is
+        known to come and saves time -> whether it was waited for."""
+        end = min(offer.have_blocks + offer.blocks, len(prompt.chain))
+        same = bisect_left(range(end), True, key=lambda index: prompt.chain[index] != offer.prompt.chain[index])
+        worth_s = self._worth_s(offer.have_blocks, same - offer.have_blocks)
+        expected_s = max(0.0, wait.ends_s - self._clock())
+        left_s = min(quarter_s, worth_s)
+        if expected_s > left_s:
+            if not wait.is_seen or expected_s > WHOLE_SHARE_MAX * worth_s:
+                return False
+            left_s = min(worth_s, EXPECTED_TIMES_MAX * expected_s)
+        if left_s <= 0:
+            return False
+        try:
+            async with asyncio.timeout(left_s):
+                await wait.over.wait()
+        except TimeoutError:
+            log.info("what another prompt waits for did not come in time", blocks=offer.blocks)
+        return True

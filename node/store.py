@@ -43,7 +43,7 @@ from node.copiers import BlockCopier, MemoryBelow, PositionCopy, PositionPlaces,
 from node.disk_file import DiskFile, Outcome
 from node.disk_format import FileIdentity
 from node.regions import PoolRegion, on_thread
-from node.sources import ROUNDS_MAX, LinearCost, Offer, Prefix, SourceKind
+from node.sources import ROUNDS_MAX, LinearCost, Offer, Prefix, SourceKind, Wait
 
 log = get_log("store")
 
@@ -471,9 +471,9 @@ class Store:
     def _answers(self, disk: DiskTier) -> bool:
         return disk.file.readable and self._loop.time() <= min(disk.due_s, default=math.inf)
 
-    async def bring(self, offer: Offer, timer: asyncio.Timeout | None = None) -> int:
+    async def bring(self, offer: Offer, wait: Wait | None = None) -> int:
         """See `PrefixSource.bring`. A cancelled one goes on by itself: its copies own their blocks until they end."""
-        del timer
+        del wait
         digest = offer.prompt.chain[offer.have_blocks]
         brought = self._coming.get(digest)
         if brought is None:

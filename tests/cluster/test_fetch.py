@@ -24,7 +24,7 @@ from baton.wire import Owner
 from decode_node.node import DecodeNode
 from kvtransfer.writer import Handoff, WriterPeer
 from node.fetching import FetchOwner, Fetches
-from node.sources import Prefix
+from node.sources import Prefix, Wait
 from prefill_node.node import PrefillNode
 from tests.support.cluster_harness import Answer, mock_spec, mock_tokens, random_prompt
 from tests.support.inprocess_cluster import InProcessCluster, inprocess, until
@@ -130,6 +130,7 @@ def test_an_owner_that_takes_long_to_connect_is_waited_for_once() -> None:
             may_go_on.set()
             assert await connecting.over
         assert refusals(cluster) == (0, 0, 0) and fetches.costs.total.cost is None
+        compute_slowly(cluster, "prefill-1")
         assert (await ask(cluster, prompts[2])).stats.sources.fetched_from == "prefill-2"
 
     play(scene, prefill=3)
@@ -291,7 +292,7 @@ def test_an_owner_that_has_ended_costs_nothing() -> None:
 
 def test_an_owner_that_stops_in_mid_fetch_is_given_up() -> None:
     """Granted, and nothing more is heard of it: the prompt is computed after a quarter of the time that this is
-    believed to take, the owner gives the grant back, and its blocks are free again. Meanwhile both count in a drain."""
+    believed to take, as the fetch was expected to take less; the owner gives the grant back, and its blocks are free again. Meanwhile both count in a drain."""
     prompt = random_prompt(random.Random(7), PROMPT_TOKENS)
 
     async def scene(cluster: InProcessCluster, steering: Steering) -> None:
@@ -407,7 +408,7 @@ def test_the_time_is_over_as_the_blocks_come() -> None:
                 timer.reschedule(self._loop.time())
 
             with patch.object(Fetches, "committed", committed), pytest.raises(asyncio.CancelledError):
-                await fetches.bring(offer, timer)
+                await fetches.bring(offer, Wait(timer=timer))
         assert (refusals(cluster), fetches.costs.total.cost, dict(fetches._pauses)) == ((0, 0, 0), None, {})
         assert prefill.pool.blocks.prefix_cache.indexed(chain[-1])
 

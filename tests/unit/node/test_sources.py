@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from node.sources import (
     Offer,
     Prefix,
     SourceKind,
+    Wait,
 )
 
 SIZE = 16
@@ -40,6 +42,8 @@ class Played:
         """When it shows that it is at work."""
         self.takes: Callable[[Offer], float] = lambda offer: offer.expected_s
         self.brings: Callable[[Offer], int] = lambda offer: offer.blocks
+        self.grants: Callable[[Offer], int] = lambda offer: offer.blocks
+        """Of how many it shows that then."""
         self.shows = True
         """It does, if `sign_s` is set."""
         self.asked: list[int] = []
@@ -60,17 +64,17 @@ class Played:
             origin="other" if self.kind is SourceKind.PEER else "",
         )
 
-    async def bring(self, offer: Offer, timer: asyncio.Timeout) -> int:
+    async def bring(self, offer: Offer, wait: Wait) -> int:
         self.asked.append(offer.blocks)
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         try:
             if self.shows and self.sign_s is not None:
                 await asyncio.sleep(self.sign_s)
-                timer.reschedule(began_s + offer.wait_s_max)
+                wait.at_work(self.grants(offer))
             await asyncio.sleep(began_s + self.takes(offer) - loop.time())
         except asyncio.CancelledError:
-            self.given_up.append(timer.expired())
+            self.given_up.append(wait.timer.expired())
             raise
         came = self.brings(offer)
         self.world.have[bytes(offer.prompt.chain[0])] = offer.have_blocks + came
@@ -85,6 +89,7 @@ class World:
         self.computing = ComputingCost(fixed_s=0.0, token_s=COMPUTE_S)
         self.gatherer: Gatherer | None = None
         self.sources: list[Played] = []
+        self.ended_s: list[float] = []
 
     def source(self, blocks: int, *, share: float, fixed_s: float = 0.0, kind: SourceKind = SourceKind.PEER) -> Played:
         """`share`: of the time that computing a block takes."""
@@ -92,8 +97,9 @@ class World:
         self.sources.append(source)
         return source
 
-    def run(self, *prompts: Prefix) -> tuple[list[Gathered], float]:
-        """What each gather brought, and how long all of them together took."""
+    def run(self, *prompts: Prefix, at_s: Sequence[float] = ()) -> tuple[list[Gathered], float]:
+        """What each gather brought, and how long all of them together took. `at_s`: when each begins; `ended_s` has when
+        each ended."""
 
         async def all_of_them() -> tuple[list[Gathered], float]:
             loop = asyncio.get_running_loop()
@@ -106,7 +112,15 @@ class World:
             for source in self.sources:
                 gatherer.add(source)
             began_s = loop.time()
-            got = await asyncio.gather(*(gatherer.gather(each) for each in prompts))
+
+            async def one(each: Prefix, begins_s: float) -> Gathered:
+                await asyncio.sleep(begins_s)
+                got = await gatherer.gather(each)
+                self.ended_s.append(loop.time() - began_s)
+                return got
+
+            begins = [*at_s, *[0.0] * (len(prompts) - len(at_s))]
+            got = await asyncio.gather(*map(one, prompts, begins))
             assert gatherer.requests == 0
             return got, loop.time() - began_s
 
@@ -201,20 +215,69 @@ def test_a_dead_source_costs_a_quarter_of_computing() -> None:
 def test_a_source_at_work_is_waited_for_as_long_as_it_saves_time() -> None:
     """Computing takes 102 ms; a quarter may be waited. All 64 blocks are expected after 61 ms, and a sign after 20:
     they are fetched. One that never shows anything costs the quarter, one that shows it and stops then no more than
-    computing. Where the sign is expected after 30 ms, nothing is asked for, as no part comes in time."""
-    for sign_s, shows, takes_s, came, took_s in [
-        (0.02, True, 0.0614, 64, 0.0614),
-        (0.02, False, 1e6, 0, 0.0256),
-        (0.02, True, 1e6, 0, 0.1024),
-        (0.03, True, 0.0614, 0, 0.0),
+    computing; if it had room for 24 of them, no more than computing these. Where the sign is expected after 30 ms,
+    nothing is asked for, as no part comes in time."""
+    for sign_s, shows, granted, takes_s, came, took_s in [
+        (0.02, True, 64, 0.0614, 64, 0.0614),
+        (0.02, False, 64, 1e6, 0, 0.0256),
+        (0.02, True, 64, 1e6, 0, 0.1024),
+        (0.02, True, 24, 1e6, 0, 0.0384),
+        (0.03, True, 64, 0.0614, 0, 0.0),
     ]:
         world = World()
         source = world.source(64, share=0.0, fixed_s=0.0614)
         source.sign_s, source.shows = sign_s, shows
+        source.grants = lambda offer, granted=granted: granted  # type: ignore[misc]
         source.takes = lambda offer, takes_s=takes_s: takes_s  # type: ignore[misc]
         (got,), waited_s = world.run(prompt(64))
         assert got.blocks.get(SourceKind.PEER, 0) == came
         assert waited_s == pytest.approx(took_s)
+
+
+@pytest.mark.parametrize(
+    ("expected_s", "sign_s", "waited_s"), [(0.008, 0.001, 0.0256), (0.02, 0.001, 0.0256), (0.022, 0.001, 0.066)]
+)
+def test_a_source_at_work_is_waited_for_no_longer_than_three_times_as_expected(
+    expected_s: float, sign_s: float, waited_s: float
+) -> None:
+    """Computing takes 102 ms. One that shows that it is at work, and stops then, costs a quarter, as if it had shown
+    nothing, where all was expected within that; else three times what was expected of it."""
+    world = World()
+    source = world.source(64, share=0.0, fixed_s=expected_s)
+    source.sign_s, source.takes = sign_s, lambda offer: 1e6
+    (got,), took_s = world.run(prompt(64))
+    assert got.blocks == {} and took_s == pytest.approx(waited_s)
+
+
+@pytest.mark.parametrize(("sign_s", "waited_s"), [(0.001, 0.15 * 0.1024), (0.01, 0.0256)])
+def test_a_source_that_shows_nothing_early_is_given_up_early(sign_s: float, waited_s: float) -> None:
+    """Where the sign is expected within an eighth of the shorter time; else the quarter is waited."""
+    world = World()
+    source = world.source(64, share=0.0, fixed_s=0.0614)
+    source.sign_s, source.shows = sign_s, False
+
+    def never(offer: Offer) -> float:
+        source.blocks = 0  # it has nothing more to offer then
+        return 1e6
+
+    source.takes = never
+    (got,), took_s = world.run(prompt(64))
+    assert got.blocks == {} and took_s == pytest.approx(waited_s)
+
+
+def test_prompts_that_wait_for_what_another_fetches_wait_until_it_comes_or_not_at_all() -> None:
+    """A fetch takes 61 ms, where computing takes 102; its sign comes after 20. A second prompt of the same beginning
+    comes at once, when nothing is known yet: it is computed. A third one comes after the sign: it waits to the end,
+    longer than a quarter. A fourth one has 24 blocks in common, which are computed sooner: it does not wait."""
+    world = World()
+    source = world.source(64, share=0.0, fixed_s=0.0614)
+    source.sign_s = 0.02
+    other = dataclasses.replace(prompt(64), chain=[*prompt(64).chain[:24], *[b"other"] * 40])
+    (first, *others), took_s = world.run(prompt(64), prompt(64), prompt(64), other, at_s=[0, 0, 0.021, 0.021])
+    assert first.blocks == {SourceKind.PEER: 64} and all(each.blocks == {} for each in others)
+    assert source.asked == [64]
+    assert world.ended_s == pytest.approx([0, 0.021, 0.0614, 0.0614])
+    assert took_s == pytest.approx(0.0614)
 
 
 def test_a_source_can_tell_who_gave_it_up() -> None:
