@@ -266,9 +266,10 @@ class PrefixCache:
                 self._pin_if_wanted(entry)
             cursor.positions, cursor.entry = index + 1, entry
 
-    def begin_draft(self, after: bytes | None) -> Draft:
-        """For positions behind the one of this digest, or from the beginning."""
-        return Draft(parent=None if after is None else self._entries.get(after))
+    def begin_draft(self, after: bytes | None) -> Draft | None:
+        """For positions behind the one of this digest, or from the beginning. None: that one is not here."""
+        parent = None if after is None else self._entries.get(after)
+        return None if parent is None and after is not None else Draft(parent=parent)
 
     def draft(
         self,
@@ -282,6 +283,7 @@ class PrefixCache:
         """Make the entries of these positions, the next ones of the draft. Nothing refers to them before `enter`."""
         groups, by_block = self.groups, draft.by_block
         parent = next(reversed(draft.entries.values())) if draft.entries else draft.parent
+        assert (parent is None) == (positions.start == 0), positions
         packed_blocks = pack_blocks(tokens, self.block_size, positions.start, positions.stop, count=len(positions))
         for index, packed in zip(positions, packed_blocks, strict=True):
             entry = self._new(

@@ -20,8 +20,8 @@ BELIEF_WEIGHT: Final = 0.01
 LEAST_TOKEN_SHARE: Final = 0.01
 """Of the mean time of a token: a token that costs nothing would never be worth a fetch."""
 BELIEVED_TOKENS: Final = 4_096
-"""An unexplained part of what a step takes goes to the tokens attended to as if so many of them took as long as computing
-one token. Attending itself is believed to take nothing before it is measured."""
+"""While steps do not tell the parts apart, attending to so many tokens counts as one token. It is believed to take
+nothing before the first step."""
 PARTS: Final = range(3)
 SUBSETS: Final = tuple(subset for count in (3, 2, 1) for subset in combinations(PARTS, count))
 

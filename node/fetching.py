@@ -30,7 +30,7 @@ from baton.rpc import Channels, rpc_errors
 from baton.runtime import NodeRuntime
 from baton.tasks import Tasks
 from baton.wire import FetchLoad, Owner, check_header, key_from_proto, key_to_proto
-from cachestore.prefix_cache import TOKEN_BYTES, Draft, IndexCursor, pack_tokens, unpack_tokens
+from cachestore.prefix_cache import DIGEST_BYTES, TOKEN_BYTES, Draft, IndexCursor, pack_tokens, unpack_tokens
 from kvtransfer.checksums import checksums_from_proto
 from kvtransfer.protocol.receiver import AnswerRefused, CommitAsked, Refusal, ReserveAsked
 from kvtransfer.protocol.writer import HandoffEnd
@@ -55,7 +55,7 @@ CONNECT_MS_MAX: Final = 2_000
 FAILED_PAUSE_MS: Final = 5_000
 """An owner that has failed is not asked meanwhile."""
 SILENT_MAX: Final = 3
-"""So many times in a row that an owner does not ask for room in time, it has failed. It promotes what it has in lower tiers
+"""An owner that so many times in a row did not ask for room in time has failed. It promotes what it has in lower tiers
 before, so a single time says nothing of other prompts."""
 UNFIT_PAUSE_MS: Final = 60_000
 """An owner whose KV is another's is not asked meanwhile."""
@@ -88,6 +88,8 @@ class Fetch:
     """Of the call."""
     prefix: tuple[BlockId, ...] = ()
     blocks: tuple[BlockId, ...] = ()
+    table: tuple[BlockId, ...] = ()
+    """Both."""
     draft: Draft | None = None
     """Entries of `blocks`, made while they are being filled."""
     filled: int = 0
@@ -95,7 +97,7 @@ class Fetch:
     came: int = 0
     """Positions that the prefix cache has by it."""
     arrived: asyncio.Future[None]
-    """Done once they have come: earlier than the owner can say so."""
+    """Done once they have come, or will not: earlier than the owner can say so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,6 +273,8 @@ class Fetches:
                 self._receiver.cancel(fetch.key)
         if fetch.came:
             self._count(fetch, self._loop.time() - fetch.began_s)
+        elif fetch.arrived.done():  # so that the next owner is asked
+            self._pause(owner, offer.prompt.chain[offer.have_blocks], BUSY_PAUSE_MS)
         return fetch.came
 
     async def _call(self, fetch: Fetch, request: transfer_pb2.FetchRequest, offer: Offer) -> None:
@@ -384,6 +388,7 @@ class Fetches:
             return transfer_pb2.ReserveReply(reject=transfer_pb2.Reject(reason=answer.refusal.value))
         if answer.grant == grant and fetch is not None:
             fetch.prefix, fetch.blocks = answer.prefix, answer.blocks
+            fetch.table = (*answer.prefix, *answer.blocks)
             self._granted[grant] = fetch
             self._signed(fetch)
             self._loop.call_later(DRAFT_AFTER_MS / 1000, self._draft, grant)
@@ -407,16 +412,17 @@ class Fetches:
     def _draft(self, grant: GrantId) -> None:
         """Make the next entries of what is being written."""
         fetch = self._granted.get(grant)
-        if fetch is None:
+        if fetch is None or fetch.key not in self._under_way:
             return
         have, chain = len(fetch.prefix) // self._groups, fetch.prompt.chain
         if fetch.draft is None:
             fetch.draft = self._cache.begin_draft(chain[have - 1] if have else None)
+            if fetch.draft is None:  # its prefix is not in the cache any more
+                return
         first = have + len(fetch.draft.entries)
-        end = min(first + DRAFTED_MAX, have + len(fetch.blocks) // self._groups)
-        prompt, table = fetch.prompt, [*fetch.prefix, *fetch.blocks]
-        self._cache.draft(fetch.draft, prompt.tokens, table, range(first, end), prompt.salt, chain)
-        if end * self._groups < len(table):
+        end = min(first + DRAFTED_MAX, len(fetch.table) // self._groups)
+        self._cache.draft(fetch.draft, fetch.prompt.tokens, fetch.table, range(first, end), fetch.prompt.salt, chain)
+        if end * self._groups < len(fetch.table):
             self._loop.call_soon(self._draft, grant)
 
     async def commit(self, request: transfer_pb2.CommitRequest, pair: Pair) -> bool:
@@ -447,7 +453,6 @@ class Fetches:
         fetch = self._granted.pop(grant)
         taken = self._receiver.grants.take_over(grant)
         assert taken, grant.hex()
-        table = [*fetch.prefix, *fetch.blocks]
         positions = (len(fetch.prefix) + fetch.filled) // self._groups
         have, draft, prompt = len(fetch.prefix) // self._groups, fetch.draft, fetch.prompt
         if draft is not None and len(draft.entries) == positions - have and self._cache.enter(draft):
@@ -455,9 +460,9 @@ class Fetches:
         else:
             cursor = IndexCursor()  # it stops at a block whose content may be broken
             computed = positions * self._pool.layout.block_size
-            self._cache.index(prompt.tokens, table, computed, prompt.salt, cursor, chain=prompt.chain)
+            self._cache.index(prompt.tokens, fetch.table, computed, prompt.salt, cursor, chain=prompt.chain)
             fetch.came = max(0, cursor.positions - have)
-        self._blocks.release(table, used=False)
+        self._blocks.release(fetch.table, used=False)
         if fetch.came and not fetch.arrived.done():
             fetch.arrived.set_result(None)
         self._receiver.ended(key)
@@ -466,7 +471,9 @@ class Fetches:
     def let_go(self, grant: GrantId) -> None:
         """It does not come: given up, refused renewal, or its owner fenced."""
         fetch = self._granted.pop(grant)
-        self._cache.released((*fetch.prefix, *fetch.blocks), used=False)
+        self._cache.released(fetch.table, used=False)
+        if not fetch.arrived.done():
+            fetch.arrived.set_result(None)
         self._changed()
 
     # Upkeep.
@@ -528,6 +535,9 @@ class FetchOwner:
         nbytes, nbytes_max = len(request.tokens), self._pool.model.context_len_max * TOKEN_BYTES
         if nbytes % TOKEN_BYTES or nbytes > nbytes_max:  # ids that no token has match nothing
             raise bad_field("tokens", f"{nbytes} bytes; must be tokens of {TOKEN_BYTES}, in {nbytes_max} at most.")
+        digests_nbytes = nbytes // (TOKEN_BYTES * self._pool.layout.block_size) * DIGEST_BYTES
+        if len(request.digests) not in (0, digests_nbytes):
+            raise bad_field("digests", f"{len(request.digests)} bytes; must be {digests_nbytes}, or none.")
         self.serving += 1
         try:
             return await self._serve(request, receiver)
@@ -594,7 +604,12 @@ class FetchOwner:
     def _found(self, request: transfer_pb2.FetchRequest) -> list[BlockId]:
         """The leading blocks that are here, fewer where holding them would take what requests are promised or wait
         for."""
-        found = self._blocks.prefix_cache.match_known(request.tokens, request.digests, request.cache_salt)
+        cache = self._blocks.prefix_cache
+        if request.digests:
+            found = cache.match_known(request.tokens, request.digests, request.cache_salt)
+        else:  # a caller of a version that sends none
+            tokens = unpack_tokens(request.tokens)
+            found = cache.match(tokens, request.cache_salt, len(tokens) // cache.block_size * self._groups)
         room = max(0, min(self.spare(), self._ledger.available))
         if self._ledger.idle_cached(found) > room:
             found = found[: room // self._groups * self._groups]

@@ -3,8 +3,8 @@
 A `PrefixSource` is another node, or a tier below the region. Its blocks go into the prefix cache, evictable, before the
 prompt is queued. The choice is by measured costs. Whatever fails, the prompt is computed: at each moment of a gather,
 the time waited is at most that saved by what has come, and `WAIT_SHARE_MAX` of what computing the whole prompt takes.
-Only a source that has shown that it is at work may take longer, where it is expected to: `EXPECTED_TIMES_MAX` times what
-is expected of it, and no longer than computing what it brings would take.
+Only a source that has shown that it is at work may take longer, where it is expected to: `EXPECTED_TIMES_MAX` times
+what is expected of it, and no longer than computing what it brings would take.
 """
 
 from __future__ import annotations

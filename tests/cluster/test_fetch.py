@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
-from contextlib import nullcontext
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -18,12 +18,14 @@ import kvtransfer.receiver
 import node.fetch_costs
 import node.fetching
 import node.peers
+from baton.errors import BatonError, Reason
 from baton.ids import GrantId, RequestKey
 from baton.lifecycle import Lifecycle
 from baton.wire import Owner
+from cachestore.prefix_cache import DIGEST_BYTES
 from decode_node.node import DecodeNode
 from kvtransfer.writer import Handoff, WriterPeer
-from node.fetching import FetchOwner, Fetches
+from node.fetching import Fetches, FetchOwner
 from node.sources import Prefix, Wait
 from prefill_node.node import PrefillNode
 from tests.support.cluster_harness import Answer, mock_spec, mock_tokens, random_prompt
@@ -240,6 +242,79 @@ def test_an_owner_that_refuses_costs_nothing(why: str) -> None:
     play(scene)
 
 
+def test_a_caller_of_a_version_that_sends_no_digests() -> None:
+    """The owner computes them."""
+    prompt = random_prompt(random.Random(22), PROMPT_TOKENS)
+
+    async def scene(cluster: InProcessCluster, steering: Steering) -> None:
+        await ask(cluster, prompt)
+        steering.prefill, steering.owners = "prefill-1", ["prefill-0"]
+        with asked_with(digests=b""):
+            assert (await ask(cluster, prompt)).stats.sources.fetched == BLOCKS * SIZE
+        assert refusals(cluster) == (1, 0, 0)
+
+    play(scene)
+
+
+def test_digests_of_another_length_are_refused() -> None:
+    prompt = random_prompt(random.Random(23), PROMPT_TOKENS)
+    said: list[BatonError] = []
+    real_serve = FetchOwner.serve
+
+    async def serve(self: FetchOwner, request: Any) -> Any:
+        try:
+            return await real_serve(self, request)
+        except BatonError as error:
+            said.append(error)
+            raise
+
+    async def scene(cluster: InProcessCluster, steering: Steering) -> None:
+        await ask(cluster, prompt)
+        with asked_with(digests=bytes(DIGEST_BYTES)), patch.object(FetchOwner, "serve", serve):
+            await is_computed(cluster, steering, prompt)
+        assert [(error.reason, error.field) for error in said] == [(Reason.BAD_FIELD, "digests")]
+
+    play(scene)
+
+
+@contextmanager
+def asked_with(**fields: Any) -> Iterator[None]:
+    """Fetches that ask for something do so with these fields."""
+    real_ask = Fetches._ask
+
+    async def ask(self: Fetches, owner: Owner, request: Any, **others: Any) -> Any:
+        if request.tokens:
+            for name, value in fields.items():
+                setattr(request, name, value)
+        return await real_ask(self, owner, request, **others)
+
+    with patch.object(Fetches, "_ask", ask):
+        yield
+
+
+def test_a_grant_that_is_let_go_ends_the_wait() -> None:
+    """It is revoked in mid-fetch: the prompt is computed at once, though it might wait for long."""
+    prompt = random_prompt(random.Random(24), PROMPT_TOKENS)
+
+    async def scene(cluster: InProcessCluster, steering: Steering) -> None:
+        await ask(cluster, prompt)
+        fetches = cluster.fetches["prefill-1"]
+        steering.prefill, steering.owners = "prefill-1", ["prefill-0"]
+        granted = asyncio.Event()
+        with patch.object(Handoff, "all_filled", lambda _handoff, _blocks: granted.set()):
+            asking = asyncio.create_task(ask(cluster, prompt))
+            await granted.wait()
+            (grant,) = fetches._granted
+            fetch = fetches._granted[grant]
+            steering.owners = []
+            fetches._receiver.cancel(fetch.key)
+            assert fetch.arrived.done() and grant not in fetches._granted
+            sources = (await asking).stats.sources
+        assert (sources.fetched, sources.computed) == (0, PROMPT_TOKENS)
+
+    play(scene)
+
+
 def test_the_next_owner_is_asked_where_the_first_refuses() -> None:
     """Two nodes have the prompt. The first one named is cordoned: the second brings it."""
     prompt = random_prompt(random.Random(12), PROMPT_TOKENS)
@@ -292,7 +367,8 @@ def test_an_owner_that_has_ended_costs_nothing() -> None:
 
 def test_an_owner_that_stops_in_mid_fetch_is_given_up() -> None:
     """Granted, and nothing more is heard of it: the prompt is computed after a quarter of the time that this is
-    believed to take, as the fetch was expected to take less; the owner gives the grant back, and its blocks are free again. Meanwhile both count in a drain."""
+    believed to take, as the fetch was expected to take less; the owner gives the grant back, and its blocks are free
+    again. Meanwhile both count in a drain."""
     prompt = random_prompt(random.Random(7), PROMPT_TOKENS)
 
     async def scene(cluster: InProcessCluster, steering: Steering) -> None:
@@ -314,8 +390,8 @@ def test_an_owner_that_stops_in_mid_fetch_is_given_up() -> None:
 
 
 def test_an_owner_that_asks_for_room_late_is_asked_for_other_prompts() -> None:
-    """It promotes a prompt's blocks for longer than the prompt may wait: that one is computed, and nobody is blamed. The
-    next prompt is fetched from it at once. One that is silent `SILENT_MAX` times in a row has failed."""
+    """It promotes a prompt's blocks for longer than the prompt may wait: that one is computed, and nobody is blamed.
+    The next prompt is fetched from it at once. One that is silent `SILENT_MAX` times in a row has failed."""
     rng = random.Random(21)
     prompts = [random_prompt(rng, PROMPT_TOKENS) for _ in range(2 + node.fetching.SILENT_MAX)]
 

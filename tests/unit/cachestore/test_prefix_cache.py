@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -453,6 +454,7 @@ def drafted(
     ledger.hold(prefix)
     table = [*prefix, *ledger.take(size - have)]
     draft = cache.begin_draft(chain[have - 1] if have else None)
+    assert draft is not None
     for first, end in pairwise([have, *sorted(cuts), size]):
         cache.draft(draft, tokens, table, range(first, end), b"", chain)
     return draft, table
@@ -507,6 +509,21 @@ def test_a_draft_is_refused_where_things_have_changed() -> None:
     assert entered(gone) == [0, 1, 2]
     assert entered(lambda ledger, cache, table: ledger.spoil(table[2])) == [0, 1]
     assert entered(lambda ledger, cache, table: cache.pin(cache.chain(tokens, b""))) == [0, 1, 2]
+
+
+def test_no_draft_goes_on_from_what_is_not_there() -> None:
+    """The first position's content may be broken, so it is forgotten while a sequence still has its block: entries
+    behind it would be found by nobody, and keep others from entering theirs."""
+    tokens = [1, 2, 3, 4]
+    ledger, cache = make(8)
+    table = enter(ledger, cache, tokens[:SIZE])
+    chain = cache.chain(tokens, b"")
+    cache.forget(table)
+    assert cache.begin_draft(chain[0]) is None
+    draft = cache.begin_draft(None)
+    assert draft is not None
+    with pytest.raises(AssertionError):
+        cache.draft(draft, tokens, [*table, *ledger.take(1)], range(1, 2), b"", chain)
 
 
 def test_digests_that_are_wrong_find_nothing_wrong() -> None:

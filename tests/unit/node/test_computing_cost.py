@@ -59,8 +59,8 @@ def warm(*lengths: int) -> ComputingCost:
 def test_one_odd_step_moves_the_estimate_by_no_more_than_a_factor(
     lengths: list[int], tokens: int, seconds: float
 ) -> None:
-    """After many usual steps one takes next to nothing, or hours. Steps like it, and the usual ones, are believed to take
-    at most `STEP_TIMES_MAX` times as long as before, or that part of it."""
+    """After many usual steps one takes next to nothing, or hours. Steps like it, and the usual ones, are believed
+    to take at most about `STEP_TIMES_MAX` times as long as before, or that part of it."""
     cost = warm(*lengths)
     before = {end: cost.of(0, end) for end in (tokens, *lengths)}
     cost.measured(tokens, attended(0, tokens), seconds)

@@ -98,8 +98,8 @@ class World:
         return source
 
     def run(self, *prompts: Prefix, at_s: Sequence[float] = ()) -> tuple[list[Gathered], float]:
-        """What each gather brought, and how long all of them together took. `at_s`: when each begins; `ended_s` has when
-        each ended."""
+        """What each gather brought, and how long all of them together took. `at_s`: when each begins; `ended_s` has
+        when they ended, in that order."""
 
         async def all_of_them() -> tuple[list[Gathered], float]:
             loop = asyncio.get_running_loop()
