@@ -310,12 +310,15 @@ class SimClock(Clock):
 
 
 class _NoThread:
-    """For `ThreadPoolExecutor`: the loop runs computations itself."""
+    """For `_EngineThread`: the loop runs computations itself."""
 
-    def __init__(self, **_: Any) -> None:
-        pass
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.get_running_loop()
 
-    def shutdown(self, *, wait: bool) -> None:
+    def run(self, call: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
+        return self._loop.run_in_executor(None, call, *arguments)
+
+    def stop(self) -> None:
         pass
 
 
@@ -416,7 +419,7 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         (node.receiver, "_open_port", open_port),
         (decode_node.main, "DecodeService", capture("decode_service", DecodeService, watch_decode_service)),
         (node.service, "host_parts", lambda: [current().host] * 4),
-        (node.engine_loop, "ThreadPoolExecutor", _NoThread),
+        (node.engine_loop, "_EngineThread", _NoThread),
         (asyncio.tasks._all_tasks, "add", id),  # type: ignore[attr-defined]  # a list that nobody asks for
     ]
 
