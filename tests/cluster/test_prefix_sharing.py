@@ -63,8 +63,9 @@ def blocks_of(prompt: Sequence[int]) -> int:
 
 
 async def bytes_moved(cluster: RunningCluster) -> int:
+    """For requests: not what the prefill nodes fetch from each other."""
     statuses = await cluster.statuses()
-    return sum(pair.bytes_moved for name in ("prefill-0", "prefill-1") for pair in statuses[name].pairs)
+    return sum(pair.bytes_moved - pair.bytes_fetched for name in ("prefill-0", "prefill-1") for pair in statuses[name].pairs)
 
 
 async def hit_tokens(cluster: RunningCluster, role: str) -> int:
@@ -83,7 +84,7 @@ def check_sum(answers: Sequence[Answer], moved: int) -> None:
 @pytest.mark.slow
 def test_200_requests_over_5_system_prompts_one_after_the_other(cluster: RunningCluster) -> None:
     """The blocks sent, exactly: each decode node gets each system prompt with its first request there, and never again;
-    likewise each prefill node computes it once."""
+    likewise each prefill node computes it once, or fetches it where it takes long to compute."""
 
     async def scenario() -> None:
         rng = random.Random(7)
@@ -91,24 +92,28 @@ def test_200_requests_over_5_system_prompts_one_after_the_other(cluster: Running
         moved_before = await bytes_moved(cluster)
         answers: list[Answer] = []
         sent: set[tuple[str, int]] = set()
-        computed: set[tuple[str, int]] = set()
+        there: set[tuple[str, int]] = set()
+        computed = 0
         for which, prompt in requests:
             answer = await cluster.client.generate(prompt, max_tokens=MAX_TOKENS)
             assert answer.ids == mock_tokens(prompt, MAX_TOKENS)
             stats = answer.stats
             skipped = SHARED_BLOCKS if (stats.decode_node, which) in sent else 0
-            cached = SHARED_BLOCKS if (stats.prefill_node, which) in computed else 0
+            is_there = (stats.prefill_node, which) in there
+            assert stats.sources.fetched in ((0,) if is_there else (0, SHARED_BLOCKS * SIZE))
+            cached = SHARED_BLOCKS if is_there or stats.sources.fetched else 0
+            computed += not cached
             assert (stats.blocks_skipped, stats.blocks_written) == (skipped, blocks_of(prompt) - skipped)
             assert (stats.prompt_tokens_skipped, stats.prompt_tokens_cached) == (skipped * SIZE, cached * SIZE)
             sent.add((stats.decode_node, which))
-            computed.add((stats.prefill_node, which))
+            there.add((stats.prefill_node, which))
             answers.append(answer)
         written = sum(answer.stats.blocks_written for answer in answers)
         assert written == sum(blocks_of(p) for _, p in requests) - SHARED_BLOCKS * (REQUESTS - len(sent))
         # Decode nodes with about equal room: one that has the prefix goes first, so that a second one hardly gets it.
         assert SYSTEMS <= len(sent) <= 2 * SYSTEMS
         assert await hit_tokens(cluster, "decode") == SHARED_BLOCKS * SIZE * (REQUESTS - len(sent))
-        assert await hit_tokens(cluster, "prefill") == SHARED_BLOCKS * SIZE * (REQUESTS - len(computed))
+        assert await hit_tokens(cluster, "prefill") == SHARED_BLOCKS * SIZE * (REQUESTS - computed)
         await assert_conserved(cluster)
         check_sum(answers, await bytes_moved(cluster) - moved_before)
 

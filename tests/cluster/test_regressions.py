@@ -145,7 +145,7 @@ def test_a_node_whose_engine_loop_breaks_ends(name: str) -> None:
             host, port = cluster.endpoints[name].split(":")
             assert region_is_mapped(name)
 
-            def breaks(*_args: Any) -> None:
+            def breaks(*_args: Any, **_others: Any) -> None:
                 raise AssertionError("a bug")
 
             with patch.object(nodes[name], "step_ended", breaks):
