@@ -49,7 +49,7 @@ from node.copiers import PositionCopy
 from node.disk_file import BLOCKS_IN_FLIGHT_MAX, Done, Outcome
 from node.fetch_costs import FetchCosts
 from node.fetching import FETCHES_MAX, FETCHES_OWNED_MAX
-from node.sources import Gatherer, LinearCost, Offer, Prefix, SourceKind
+from node.sources import Gatherer, LinearCost, Offer, Prefix, SourceKind, Wait
 from node.store import DISK_BYTES_PER_S as BELIEVED_DISK_BYTES_PER_S
 from node.store import DISK_FIXED_S, HOST_FIXED_S, PIECE_BLOCKS_MAX, DiskTier, HostTier, Store
 from node.store import HOST_BYTES_PER_S as BELIEVED_HOST_BYTES_PER_S
@@ -334,7 +334,7 @@ class MockPeers:
             self._connected.popitem(last=False)
         self._connecting.pop(name).set_result(None)
 
-    async def bring(self, offer: Offer, timer: asyncio.Timeout) -> int:
+    async def bring(self, offer: Offer, wait: Wait) -> int:
         await asyncio.shield(self._connect(offer.origin))
         owner, began_s = self._by_name[offer.origin], self._loop.time()
         prompt, end = offer.prompt, offer.have_blocks + offer.blocks

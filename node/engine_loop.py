@@ -106,6 +106,9 @@ class EngineLoop:
         """When the last step ended."""
         self.steps_failed = 0
 
+    def _now_s(self) -> float:
+        return self._loop.time()
+
     def _wake(self) -> None:
         self._work.set()
 
@@ -136,7 +139,7 @@ class EngineLoop:
         if batch is None:
             return None
         sink = self._host.step_begins(batch)
-        began_s, launched, runner = self._loop.time(), None, self._engine.overlap
+        began_s, launched, runner = self._now_s(), None, self._engine.overlap
         if runner is not None:
             launched = self._thread.run(runner.launch, batch, sink)
             # Until it has returned it reads tokens and block tables, which scheduling the next step changes.
@@ -144,7 +147,7 @@ class EngineLoop:
         return _Step(batch, sink, began_s, launched)
 
     async def _end(self, step: _Step) -> None:
-        batch, waits_s, is_timed = step.batch, self._loop.time(), False
+        batch, waits_s, is_timed = step.batch, self._now_s(), False
         try:
             runner = self._engine.overlap
             if runner is None or step.launched is None:
@@ -157,14 +160,14 @@ class EngineLoop:
             self.steps_failed += 1
             events = self._engine.fail_step(batch)
         else:
-            now_s = self._loop.time()
+            now_s = self._now_s()
             took_s = now_s - max(step.began_s, self._ended_s)
-            is_timed = step.launched is None or now_s - waits_s >= COLLECT_SHARE_MIN * took_s
+            is_timed = step.launched is None or now_s - waits_s > COLLECT_SHARE_MIN * took_s
             events = self._engine.postprocess(batch, result)
             for event in events:
                 if event.finish is FinishReason.NOT_FINITE:
                     log.error("no token can be drawn: the scores are not numbers", request=event.seq.key.request)
-        self._ended_s = self._loop.time()
+        self._ended_s = self._now_s()
         self._host.step_ended(step.sink, events, is_timed=is_timed)
 
     async def stop(self, task: asyncio.Task[None]) -> None:

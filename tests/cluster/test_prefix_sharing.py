@@ -65,7 +65,9 @@ def blocks_of(prompt: Sequence[int]) -> int:
 async def bytes_moved(cluster: RunningCluster) -> int:
     """For requests: not what the prefill nodes fetch from each other."""
     statuses = await cluster.statuses()
-    return sum(pair.bytes_moved - pair.bytes_fetched for name in ("prefill-0", "prefill-1") for pair in statuses[name].pairs)
+    return sum(
+        pair.bytes_moved - pair.bytes_fetched for name in ("prefill-0", "prefill-1") for pair in statuses[name].pairs
+    )
 
 
 async def hit_tokens(cluster: RunningCluster, role: str) -> int:

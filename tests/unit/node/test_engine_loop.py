@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
 
 from engine.core import TokenEvent
 from engine.types import Batch, FinishReason, KvSink
@@ -13,6 +17,11 @@ from tests.support.late_runner import OverlapNode
 from tests.support.mock_reference import mock_reference
 
 WAIT_S = 20
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
 
 
 class Layers:
@@ -88,6 +97,33 @@ def test_the_next_step_is_launched_before_the_last_one_is_collected() -> None:
     ]  # fmt: skip
     assert [sink.done for sink in host.begun] == [SMALL.num_layers] * 5
     node.assert_nothing_held()
+
+
+@pytest.mark.parametrize(("host_s", "device_s", "is_timed"), [(1.0, 0.0, False), (1.0, 3.0, True)])
+def test_a_step_that_was_done_before_it_was_waited_for_is_not_timed(
+    host_s: float, device_s: float, is_timed: bool
+) -> None:
+    """Time passes as the host makes a step, and as the device is waited for. Where that is no wait, nobody knows what
+    the step took."""
+    node, clock = OverlapNode(), Clock()
+    begins, collects = Host.step_begins, node.late.collect
+
+    def step_begins(self: Host, batch: Batch) -> KvSink:
+        clock.now_s += host_s
+        return begins(self, batch)
+
+    def collect(in_flight: Any) -> Any:
+        clock.now_s += device_s
+        return collects(in_flight)
+
+    node.submit("a", [1, 2, 3], params_of(5))
+    with (
+        patch.object(EngineLoop, "_now_s", lambda _loop: clock.now_s),
+        patch.object(Host, "step_begins", step_begins),
+        patch.object(node.late, "collect", collect),
+    ):
+        host = play(node, 1, lambda host: host.over)
+    assert host.timed == [is_timed] * 5
 
 
 def test_a_stop_waits_for_both_steps() -> None:
