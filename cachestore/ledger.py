@@ -225,6 +225,10 @@ class Ledger:
 
     def counts(self) -> BlockLoad:
         """Recount every block from its own state. O(num_blocks)."""
+        return self._recount()[0]
+
+    def _recount(self) -> tuple[BlockLoad, npt.NDArray[np.bool_]]:
+        """With it which blocks are free -> [num_blocks]."""
         quarantined, cached, pinned = map(_flags, (self._quarantined, self._cached, self._pinned))
         held = np.frombuffer(self._holds, dtype=np.uint32) > 0
         if self._writer.count(None) == self.num_blocks:  # most of the time, and twenty times as fast
@@ -233,15 +237,17 @@ class Ledger:
             written = np.fromiter(map(is_not, self._writer, repeat(None)), np.bool_, self.num_blocks) & ~quarantined
         owned = quarantined | written
         unowned = ~(owned | held)
-        return BlockLoad(
+        free = unowned & ~cached
+        counts = BlockLoad(
             quarantined=int(quarantined.sum()),
             writer_owned=int(written.sum()),
             held=int((held & ~owned).sum()),
             cached=int((unowned & cached).sum()),
-            free=int((unowned & ~cached).sum()),
+            free=int(free.sum()),
             promised=self._promised,
             pinned=int((pinned & cached & ~held).sum()),
         )
+        return counts, free
 
     def books(self) -> BlockLoad:
         """The same figures from the running books: a hundred times cheaper than `counts`, for load reports."""
@@ -260,13 +266,16 @@ class Ledger:
 
     def check(self) -> BlockLoad:
         """Compare the recount with the running books. Raises ConservationError naming the first contradiction."""
-        counts, books = self.counts(), self.books()
-        named = np.zeros(self.num_blocks, np.bool_)
-        named[np.frombuffer(self._free, dtype=np.uint32)] = True
-        if np.count_nonzero(named) != len(self._free):
+        (counts, free), books = self._recount(), self.books()
+        listed = np.bincount(np.frombuffer(self._free, dtype=np.uint32), minlength=self.num_blocks)
+        if len(listed) > self.num_blocks:
+            raise ConservationError(f"the free list names block {len(listed) - 1} of {self.num_blocks}")
+        if listed.max() > 1:
             raise ConservationError(f"the free list of {len(self._free)} entries names a block twice")
         if counts != books:
             raise ConservationError(f"the books say {books}, the recount {counts}")
+        if (listed != free).any():
+            raise ConservationError(f"block {np.flatnonzero(listed != free)[0]} is free or in the free list, not both")
         if self._promised != sum(self._promises.values()) or self._promised < 0:
             raise ConservationError(f"promised {self._promised}, promises sum to {sum(self._promises.values())}")
         self._check_promises(counts.free + counts.cached - counts.pinned)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
@@ -50,33 +51,42 @@ class _Step:
 
 class _EngineThread:
     """Runs calls one after another. As an executor of one thread, whose futures, locks and callbacks cost a step of few
-    sequences as much as the step's own books."""
+    sequences as much as the step's own books. Who has it waits for each call before the next: one is there at most.
+
+    A daemon, as a process that ends without `stop` is not to wait for a call for ever."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.get_running_loop()
         self._calls: SimpleQueue[tuple[asyncio.Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
         self._thread = Thread(target=self._run, name=f"engine-{name}", daemon=True)
+        self._stopped = False
         self._thread.start()
 
     def run(self, call: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
+        assert not self._stopped
         future: asyncio.Future[Any] = self._loop.create_future()
         self._calls.put((future, call, arguments))
         return future
 
     def stop(self) -> None:
         """After the calls that are there, for which it waits."""
+        self._stopped = True
         self._calls.put(None)
         self._thread.join()
 
     def _run(self) -> None:
         while (item := self._calls.get()) is not None:
             future, call, arguments = item
-            result, error = None, None
+            result: object = None
+            error: BaseException | None = None
             try:
                 result = call(*arguments)
+            except StopIteration as raised:  # no future takes that one
+                error = RuntimeError("a call for the engine's thread raised StopIteration")
+                error.__cause__ = raised
             except BaseException as raised:  # noqa: BLE001 - who waits for the call gets it
                 error = raised
-            if not self._loop.is_closed():
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
                 self._loop.call_soon_threadsafe(_settle, future, result, error)
             del item, future, call, arguments, result, error  # nothing of a step is kept while there is none
 

@@ -166,11 +166,13 @@ async def serve_node(
             )
             await done_or_broken(until_drained, stepping)
         finally:
-            await runtime.leave()
-            await half.end_requests()
-            holdings.close()
-            await runtime.stop_serving()
-            await engine_loop.stop(stepping)
+            try:
+                await runtime.leave()
+                await half.end_requests()
+                holdings.close()
+                await runtime.stop_serving()
+            finally:  # a step in flight reads and writes the region
+                await engine_loop.stop(stepping)
 
 
 def _report(runtime: NodeRuntime, half: Half, pool: DevicePool, transports: RegionTransports) -> None:

@@ -447,6 +447,7 @@ class HttpCall:
 
     def put_text(self, before: bytes, text: bytes, behind: bytes) -> bool:
         """`put` of these three together, which are not empty: a stream does it for each token."""
+        assert not self._done
         connection = self._connection
         if not self._chunked or self.gone:
             return self.put(before + text + behind)

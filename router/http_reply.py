@@ -240,7 +240,8 @@ class _Choice:
             self._follow(part.place)
         if chunk is not None:
             reply.put(chunk)
-        self._plain = reply.plain(self._index)
+        if self._plain is None:
+            self._plain = reply.plain(self._index)
 
     def token(self, index: int, token: int, text: str) -> None:
         if self._plain is None or not self.is_open:

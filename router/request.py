@@ -7,7 +7,6 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, Final, TypeVar
 
 from batonpb import common_pb2, inference_pb2, resume_pb2
@@ -153,12 +152,8 @@ class ClientCall:
     @property
     def source_number(self) -> int:
         """Stands for whose it is: the key's, or without one the address's."""
-        return _number_of(("address", self.source) if self.key_name is None else ("key", self.key_name))
-
-
-@lru_cache(maxsize=1024)
-def _number_of(name: tuple[str, str | None]) -> int:
-    return int.from_bytes(hashlib.sha256(repr(name).encode()).digest()[:8])
+        name = ("address", self.source) if self.key_name is None else ("key", self.key_name)
+        return int.from_bytes(hashlib.sha256(repr(name).encode()).digest()[:8])
 
 
 def with_priority(call: ClientCall, asked: Priority | None) -> ClientCall:

@@ -69,8 +69,8 @@ def _environment_is_kept() -> Iterator[None]:
 
 
 def _lasting(environment: Mapping[str, str]) -> dict[str, str]:
-    """But what pytest sets, and PyTorch's compiler when it is imported."""
-    others = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+    """But what pytest sets, and compilers when they are imported."""
+    others = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_INTERPRET")
     return {name: value for name, value in environment.items() if name not in others}
 
 

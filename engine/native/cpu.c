@@ -5,11 +5,18 @@ enum { AVX2 = 1, AVX512 = 2, AVX512BF16 = 4, AMX = 8, NEON = 16, NEONBF16 = 32, 
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <cpuid.h>
+
+#ifdef __linux__
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #define REQUEST_PERMISSION 0x1023 /* of arch_prctl: tiles are state that the system keeps for those who have asked */
 #define TILE_DATA 18
+
+static int tiles_are_granted(void) { return !syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA); }
+#else
+static int tiles_are_granted(void) { return 0; }
+#endif
 
 /* VDPBF16PS takes two cycles and more of one multiplier on Intel's CPUs since Sapphire Rapids, less than the float32
  * products that it stands for; on Cooper Lake (model 85), which has no tiles, and on AMD's it does not. */
@@ -30,7 +37,7 @@ int baton_cpu_sets(void) {
     if (sets & AVX512 && __builtin_cpu_supports("avx512bf16")) sets |= AVX512BF16 | (slow_pairs() ? SLOW_PAIRS : 0);
     unsigned a, b, c, d;
     if (sets & AVX512BF16 && __get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 24 & 1 && d >> 22 & 1 &&
-        !syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA))
+        tiles_are_granted())
         sets |= AMX;
     return sets;
 }

@@ -341,14 +341,19 @@ def choose_kernels(wanted: KernelSet, *, rounded: bool = False) -> Choice:
 
 
 def _best(here: frozenset[KernelSet], why: str) -> Choice:
-    own = next((each for each in _best_first() if each in here), None)
-    if own is None:
+    missing: list[str] = []
+    for own in _best_first():
+        if own not in here:
+            continue
+        kernels = own_kernels(own)
+        if kernels is not None:
+            return Choice(kernel_set=own, kernels=kernels, why="; ".join([why, *missing]))
+        missing.append(f"{own.value} has no library: {_library(own).status}")
+    if missing:
+        why = f"no compute kernels: {'; '.join(missing)}"
+    else:
         why = f"the compute kernels need {' or '.join(each.value for each in reversed(OWN))}, which this CPU lacks"
-        return Choice(kernel_set=KernelSet.TORCH, kernels=None, why=why)
-    kernels = own_kernels(own)
-    if kernels is None:
-        return Choice(kernel_set=KernelSet.TORCH, kernels=None, why=f"no compute kernels: {_library(own).status}")
-    return Choice(kernel_set=own, kernels=kernels, why=why)
+    return Choice(kernel_set=KernelSet.TORCH, kernels=None, why=why)
 
 
 def _best_first() -> tuple[KernelSet, ...]:
@@ -391,7 +396,7 @@ def own_kernels(own: KernelSet) -> Kernels | None:
     """The library of a set whose instructions this CPU has, if it can be built. The first call may take seconds."""
     library = _library(own)
     if library.handle is None:
-        log.warning("compute kernels are missing: PyTorch's are used, which are slower", why=library.status)
+        log.warning("compute kernels are missing: others are used, which are slower", set=own.value, why=library.status)
         return None
     return Kernels(library.handle, cores=own_cores().usable)
 

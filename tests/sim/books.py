@@ -157,7 +157,8 @@ class _FreeList(array):  # type: ignore[type-arg]
         watch.changed.append(block)
         return block
 
-    extend = insert = remove = reverse = __setitem__ = __delitem__ = __iadd__ = _never
+    extend = fromlist = frombytes = insert = remove = clear = reverse = _never
+    __setitem__ = __delitem__ = __iadd__ = _never
 
 
 class _Promises(dict[Hashable, int]):

@@ -44,11 +44,10 @@ _COMMAND: Final = [sys.executable, "-P", "-m"]
 _MODULES: Final = {"cli.main": "run", "tests.faults.node": "main"}
 """What may follow, and its function that takes the arguments."""
 _THREADS: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-_OWN: Final = frozenset(
-    {*_THREADS, "PYTEST_CURRENT_TEST", "COLUMNS", "TMPDIR", "COMP_WORDS", "COMP_CWORD", "TORCHINDUCTOR_CACHE_DIR"}
-)
-"""Variables that may differ from the server's: read after the start, or of no matter. PyTorch's compiler sets the last
-one when it is imported."""
+_TERMINAL: Final = ("COLUMNS", "COMP_WORDS", "COMP_CWORD")
+_SET_BY_IMPORTS: Final = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_INTERPRET")
+_OWN: Final = frozenset({*_THREADS, *_TERMINAL, *_SET_BY_IMPORTS, "PYTEST_CURRENT_TEST", "TMPDIR"})
+"""Variables that may differ from the server's: read after the start, or of no matter."""
 _LIBRARIES: Final = ("httptools", "starlette.applications", "prometheus_client", "jinja2.sandbox", "tokenizers")
 """What a router imports when it serves HTTP or text."""
 _servers: dict[bool, ForkServer] = {}

@@ -100,6 +100,7 @@ class KubeApi:
 
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            timeout = WAIT_S_MAX  # of a caller that has connected and says nothing
 
             def handle(self) -> None:
                 # A caller that does not trust us, or that goes away, is no error of the double's.

@@ -369,6 +369,8 @@ def _promise_too_much(ledger: Ledger) -> None:
     [
         (lambda ledger: ledger._free.append(BlockId(0)), "the books say"),
         (lambda ledger: ledger._free.__setitem__(0, ledger._free[1]), "names a block twice"),
+        (lambda ledger: ledger._free.__setitem__(0, 1), "block 1 is free or in the free list, not both"),
+        (lambda ledger: ledger._free.__setitem__(0, 7), "names block 7 of 4"),
         (lambda ledger: setattr(ledger, "_cached_count", 1), "the books say"),
         (lambda ledger: setattr(ledger, "_promised", 1), "promised 1, promises sum to 0"),
         (_promise_too_much, "promised 5 of 2"),
@@ -379,6 +381,8 @@ def _promise_too_much(ledger: Ledger) -> None:
     ids=[
         "freed twice",
         "listed twice",
+        "listed and held",
+        "listed from beyond the region",
         "cached",
         "promised",
         "promised too much",

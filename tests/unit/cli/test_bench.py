@@ -142,7 +142,7 @@ def test_ctrl_c_prints_what_there_is(tmp_path: Path) -> None:
         (["--url", "http://127.0.0.1:0"], 2, "error: --url: 'http://127.0.0.1:0' is no address of a server"),
         (["--url", "http://[::1"], 2, "error: --url: 'http://[::1' is no address of a server; write it as http"),
         (["--mock", "--prefill", "0"], 2, "error: prefill must be positive, not 0.\n"),
-        (["--model", "/nonexistent"], 1, "there is no folder"),
+        (["--model", "/nonexistent"], 2, "there is no folder"),
     ],
 )  # fmt: skip
 def test_wrong_input(arguments: list[str], status: int, problem: str) -> None:

@@ -417,6 +417,27 @@ def test_auto_takes_what_is_fastest(
     assert choice.kernel_set is found
 
 
+def test_auto_takes_the_next_set_where_the_best_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that is too old for tiles: the set behind them is taken, and the choice says why."""
+    monkeypatch.setattr(kernels_module, "cpu_sets", lambda: SETS_OF_INTEL | {KernelSet.AMX})
+    monkeypatch.setattr(kernels_module, "pairs_are_slow", lambda: True)
+    monkeypatch.setattr(kernels_module, "own_kernels", lambda own: None if own is KernelSet.AMX else own)
+    monkeypatch.setattr(kernels_module, "_library", lambda own: NativeLibrary(handle=None, status="no tiles"))
+    choice = choose_kernels(KernelSet.AUTO)
+    assert choice.kernel_set is KernelSet.AVX512
+    assert choice.why.endswith("; amx has no library: no tiles")
+
+
+def test_without_a_compiler_auto_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No set can be built: PyTorch computes, and the choice names each set."""
+    monkeypatch.setattr(kernels_module, "cpu_sets", lambda: frozenset({KernelSet.AVX2, KernelSet.AVX512}))
+    monkeypatch.setattr(kernels_module, "own_kernels", lambda own: None)
+    monkeypatch.setattr(kernels_module, "_library", lambda own: NativeLibrary(handle=None, status="no compiler"))
+    choice = choose_kernels(KernelSet.AUTO)
+    assert (choice.kernel_set, choice.kernels) == (KernelSet.TORCH, None)
+    assert choice.why == ("no compute kernels: avx512 has no library: no compiler; avx2 has no library: no compiler")
+
+
 def test_rounded_weights_where_tiles_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The best set that multiplies by them, and the choice says why it is not the one that was named."""
     monkeypatch.setattr(kernels_module, "cpu_sets", lambda: SETS_OF_INTEL | {KernelSet.AMX})

@@ -10,10 +10,10 @@ from unittest.mock import patch
 import pytest
 
 from engine.core import TokenEvent
-from engine.types import Batch, FinishReason, KvSink
+from engine.types import Batch, FinishReason, KvSink, StepResult
 from node.engine_loop import EngineLoop
 from tests.support.engine_bench import SMALL, key_of, params_of
-from tests.support.late_runner import OverlapNode
+from tests.support.late_runner import LateStep, OverlapNode
 from tests.support.mock_reference import mock_reference
 
 WAIT_S = 20
@@ -153,6 +153,23 @@ def test_a_step_that_cannot_be_launched_costs_its_requests() -> None:
     node.submit("b", [4], params_of(3))
     node.run()
     assert node.tokens("b") == reference([4], 3)
+    node.assert_nothing_held()
+
+
+def test_a_step_that_raises_stop_iteration_fails_as_any_other() -> None:
+    """No future takes that exception: the loop would wait for ever."""
+    node = OverlapNode()
+    real_collect = node.late.collect
+
+    def collect(in_flight: LateStep) -> StepResult:
+        node.late.collect = real_collect  # type: ignore[method-assign]
+        real_collect(in_flight)
+        raise StopIteration
+
+    node.late.collect = collect  # type: ignore[method-assign]
+    node.submit("a", [1, 2, 3], params_of(5))
+    play(node, 1, lambda host: host.over)
+    assert node.finish("a") == [FinishReason.ABORTED]
     node.assert_nothing_held()
 
 
