@@ -196,31 +196,32 @@ class PrefixCache:
         Counts as a use of them. Holds nothing: until the caller does, the next eviction may take them.
         """
         end = min(blocks_max // self.groups, len(tokens) // self.block_size)
-        return self._match(pack_blocks(tokens, self.block_size, 0, end), salt)
+        return self._match(self._chained(pack_blocks(tokens, self.block_size, 0, end), salt), salt)
 
     def match_known(self, packed: bytes, digests: bytes, salt: bytes) -> list[BlockId]:
         """As `match`, of all full positions of tokens as `pack_tokens` has them, where somebody says their digests, one
         behind the other."""
-        self._now += 1
-        found: list[BlockId] = []
-        entry, get, nbytes = None, self._entries.get, TOKEN_BYTES * self.block_size
-        for index in range(min(len(packed) // nbytes, len(digests) // DIGEST_BYTES)):
-            child = get(digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES])
-            if child is None or not _is_same(child, entry, salt, packed[index * nbytes : (index + 1) * nbytes]):
-                break
-            entry = child
-            entry.found = True
-            found += entry.blocks
-        self._touch(entry)
-        return found
+        nbytes = TOKEN_BYTES * self.block_size
+        count = min(len(packed) // nbytes, len(digests) // DIGEST_BYTES)
+        chain = (
+            (digests[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES], packed[i * nbytes : (i + 1) * nbytes])
+            for i in range(count)
+        )
+        return self._match(chain, salt)
 
-    def _match(self, packed_blocks: Iterable[bytes], salt: bytes) -> list[BlockId]:
-        self._now += 1
-        found: list[BlockId] = []
-        entry: Entry | None = None
+    def _chained(self, packed_blocks: Iterable[bytes], salt: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """With the digest of each, which is made when it is asked for."""
         digest = root_digest(self.kv_root, salt)
         for packed in packed_blocks:
             digest = self._digest(digest, packed)
+            yield digest, packed
+
+    def _match(self, chain: Iterable[tuple[bytes, bytes]], salt: bytes) -> list[BlockId]:
+        """`chain` has digests and packed tokens."""
+        self._now += 1
+        found: list[BlockId] = []
+        entry: Entry | None = None
+        for digest, packed in chain:
             child = self._entries.get(digest)
             if child is None or not _is_same(child, entry, salt, packed):
                 break
