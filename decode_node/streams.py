@@ -90,11 +90,7 @@ class RequestOutput:
             self.logprobs.append(logprobs)
             assert len(self.logprobs) == len(self.tokens) - self.first_index, self.key
         if not self.fresh:
-            if self.reader is not None:  # as `has_news` does, without a call: it is so for each token
-                self.fresh = True
-                self.reader.fresh.append(self)
-                if not self.whole:
-                    self.reader.news.set()
+            self.has_news(wakes=not self.whole)
         elif self.whole and len(self.tokens) - self.cursor >= WHOLE_TOKENS_MAX and self.reader is not None:
             self.reader.news.set()
 

@@ -293,12 +293,7 @@ class Turns:
 
     def begin(self) -> bool:
         """Whether there is time for one piece of work now, and none waits."""
-        if self._waiting:
-            return False
-        if self._end_s is None:
-            return self._time_left()
-        now_s = self.looked_s = self._now_s()  # as there, without a call: it runs for each token
-        return now_s < self._end_s
+        return not self._waiting and self._time_left()
 
     def do(self, work: Callable[[], None]) -> bool:
         """Whether it is done. Each caller has one piece of work at most that waits."""

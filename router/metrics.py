@@ -272,11 +272,6 @@ class _Observed(ObservedRequest):
 
     def tokens(self, now_s: float, count: int) -> None:
         gap_s, self._last_s = now_s - self._last_s, now_s
-        if self._has_token and count == 1:  # most; as `observe` does, without a call
-            row = self._metrics.itl
-            row[bisect_left(ITL_BUCKETS_S, gap_s)] += 1
-            row[-1] += gap_s
-            return
         if not self._has_token:
             self._has_token = True
             self._metrics.queued[0] -= 1

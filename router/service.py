@@ -263,12 +263,7 @@ class _Stream:
         self._put(event, part.place)
 
     def token(self, index: int, token: int, text: str) -> None:
-        event = inference_pb2.GenerateEvent()
-        tokens = event.tokens
-        tokens.first_index = index
-        tokens.ids.append(token)
-        tokens.text = text
-        self._put(event, None)
+        self.tokens(AnswerPart(index, (token,), text, (), None))
 
     def finished(self, finished: inference_pb2.Finished, place: Place | None) -> None:
         self._put(inference_pb2.GenerateEvent(finished=finished), place)
