@@ -131,22 +131,12 @@ static void linear_tasks(Linear *l, int64_t task) {
     _tile_release();
 }
 
-INLINE int64_t rows_of_pack(const Linear *l) { return l->m > 32 ? 8 : 1; }
-
-INLINE int64_t pack_tasks(const Linear *l) { return (l->m + rows_of_pack(l) - 1) / rows_of_pack(l); }
-
-static void pack_task(const Linear *l, int64_t task) {
-    int64_t first = task * rows_of_pack(l), end = first + rows_of_pack(l);
-    for (int64_t row = first; row < end && row < l->m; row++) {
-        const bf16 *x = l->x + row * l->x_stride;
-        if (l->norm) {
-            norm_row(x, l->norm, l->normed + row * l->k, l->k, l->eps);
-            x = l->normed + row * l->k;
-        }
-        bf16 *to = (bf16 *)tile_at(l, row / 16, 0) + row % 16 * 32;
-        for (int64_t k = 0; k < l->k; k += 32, to += TILE) i_store(to, load32(x + k, l->k - k)); /* zeros past the end */
-    }
+INLINE void pack_row(const Linear *l, int64_t row, const bf16 *x) {
+    bf16 *to = (bf16 *)tile_at(l, row / 16, 0) + row % 16 * 32;
+    for (int64_t k = 0; k < l->k; k += 32, to += TILE) i_store(to, load32(x + k, l->k - k)); /* zeros past the end */
 }
+
+#include "row_packs.h"
 
 INLINE int64_t scratch_words(int64_t m, int64_t pairs) {
     return (m + 15) / 16 * ((pairs + STEP_PAIRS - 1) / STEP_PAIRS) * TILE / 2;

@@ -132,23 +132,13 @@ static void linear_tasks(Linear *l, int64_t task) {
     }
 }
 
-INLINE int64_t rows_of_pack(const Linear *l) { return l->m > 32 ? 8 : 1; }
-
-INLINE int64_t pack_tasks(const Linear *l) { return (l->m + rows_of_pack(l) - 1) / rows_of_pack(l); }
-
-static void pack_task(const Linear *l, int64_t task) {
-    int64_t first = task * rows_of_pack(l), end = first + rows_of_pack(l);
-    for (int64_t row = first; row < end && row < l->m; row++) {
-        const bf16 *x = l->x + row * l->x_stride;
-        if (l->norm) {
-            norm_row(x, l->norm, l->normed + row * l->k, l->k, l->eps);
-            x = l->normed + row * l->k;
-        }
-        for (int64_t k = 0; k < l->k; k += 16) /* past k up to 15 zeros, as a block's end is a multiple of 16 */
-            f_store((float *)rows_at(l, row, k), widen(load16(x + k, l->k - k)));
-        for (int64_t k = (l->k + 15) / 16 * 16; k < 2 * l->pairs; k += 16) f_store((float *)rows_at(l, row, k), f_zero());
-    }
+INLINE void pack_row(const Linear *l, int64_t row, const bf16 *x) {
+    for (int64_t k = 0; k < l->k; k += 16) /* past k up to 15 zeros, as a block's end is a multiple of 16 */
+        f_store((float *)rows_at(l, row, k), widen(load16(x + k, l->k - k)));
+    for (int64_t k = (l->k + 15) / 16 * 16; k < 2 * l->pairs; k += 16) f_store((float *)rows_at(l, row, k), f_zero());
 }
+
+#include "row_packs.h"
 
 INLINE int64_t scratch_words(int64_t m, int64_t pairs) {
     return (2 * pairs + K_BLOCK - 1) / K_BLOCK * K_BLOCK * m;
