@@ -184,8 +184,8 @@ async def fetched(two: Two, seed: int, count: int = RATE_TOKENS) -> dict[str, fl
     return {what: at_s - began_s for what, at_s in stamps.items()} | {"cpu_s": spent_s}
 
 
-def rate_model(mib: int) -> DemoModelParams:
-    layers, record_kib = RATE_SIZES[mib]
+def model_of(layers: int, record_bytes: int, context_len_max: int) -> DemoModelParams:
+    """One whose blocks of 16 tokens have so many bytes in each layer, K and V."""
     heads, float_bytes = 4, 4
     return DemoModelParams(
         num_layers=layers,
@@ -193,19 +193,20 @@ def rate_model(mib: int) -> DemoModelParams:
         intermediate_size=64,
         num_heads=heads,
         num_kv_heads=heads,
-        head_dim=(record_kib << 10) // (2 * heads * BLOCK * float_bytes),
+        head_dim=record_bytes // (2 * heads * BLOCK * float_bytes),
         vocab_size=VOCAB,
-        context_len_max=CONTEXT,
+        context_len_max=context_len_max,
     )
 
 
 async def measure_rate(transport: str, mib: int, rounds: int, folder: Path) -> list[dict[str, Any]]:
     threads = ShmConfig().copy_threads if transport == "shm" else TcpConfig().streams
     samples = []
-    size = RATE_SIZES[mib][1] << 10
+    layers, record_kib = RATE_SIZES[mib]
+    size = record_kib << 10
     wanted = RATE_TOKENS // BLOCK
     blocks = max(wanted + BLOCK, wanted * RATE_REGION_MIB // mib)
-    async with two_nodes(folder, rate_model(mib), blocks, transport) as two:
+    async with two_nodes(folder, model_of(layers, size, CONTEXT), blocks, transport) as two:
         layout = two.half.node.pool.layout
         assert (layout.record_bytes, layout.position_bytes * RATE_TOKENS) == (size, (mib << 20) * BLOCK), layout
         with (

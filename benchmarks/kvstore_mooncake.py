@@ -20,14 +20,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kvstore_fetch import BLOCK, fetched, two_nodes
-from benchmarks.kvstore_fetch_side import VOCAB, run_as_process
+from benchmarks.kvstore_fetch import BLOCK, fetched, model_of, two_nodes
+from benchmarks.kvstore_fetch_side import run_as_process
 from benchmarks.transfer_side import MOVED_BYTES
-from engine.demo_model import DemoModelParams
 
 LAYERS = {64 << 10: 4, 1 << 20: 16}
 """Of the models whose blocks have so many bytes: records of 16 and 64 KiB."""
-FLOAT_BYTES = 4
 BAR = 2.0
 PUT_SEED = 1
 LIMITS = {"MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "32768", "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "32768"}
@@ -90,26 +88,13 @@ class Mooncake:
         return {"seconds": found["seconds"], "cpu_s": found["cpu_s"] + self._owner.ask("cpu") - cpu}
 
 
-def model_of(size: int, tokens: int) -> DemoModelParams:
-    """One whose blocks of 16 tokens have so many bytes."""
-    heads, layers = 4, LAYERS[size]
-    return DemoModelParams(
-        num_layers=layers,
-        hidden_size=64,
-        intermediate_size=64,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=size // layers // (2 * heads * BLOCK * FLOAT_BYTES),
-        vocab_size=VOCAB,
-        context_len_max=tokens + BLOCK,
-    )
-
-
 async def measure(size: int, mooncake: Mooncake, rounds: int, folder: Path) -> list[dict[str, Any]]:
     samples: list[dict[str, Any]] = []
     blocks = MOVED_BYTES // size
     tokens = blocks * BLOCK
-    async with two_nodes(folder, model_of(size, tokens), blocks + blocks // 4, "tcp") as two:
+    async with two_nodes(
+        folder, model_of(LAYERS[size], size // LAYERS[size], tokens + BLOCK), blocks + blocks // 4, "tcp"
+    ) as two:
         assert two.half.node.pool.layout.position_bytes == size, two.half.node.pool.layout
         await asyncio.to_thread(mooncake.put, size)
 
