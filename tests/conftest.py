@@ -15,6 +15,8 @@ from typing import Final
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.environment import SET_BY_IMPORTS
+
 # Before torch is imported: its threads wait for each other in a loop, and there is a test process for each core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -69,8 +71,8 @@ def _environment_is_kept() -> Iterator[None]:
 
 
 def _lasting(environment: Mapping[str, str]) -> dict[str, str]:
-    """But what pytest sets, and compilers when they are imported."""
-    others = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_INTERPRET")
+    """But what pytest sets, and libraries when they are imported."""
+    others = {"PYTEST_CURRENT_TEST", *SET_BY_IMPORTS}
     return {name: value for name, value in environment.items() if name not in others}
 
 

@@ -34,6 +34,7 @@ import engine.models
 import engine.native
 from cli.child import Child
 from cli.services import Service, serve_function
+from tests.support.environment import SET_BY_IMPORTS
 from tests.support.loop_holds import HOLDS_ENV, watched
 
 EXEC_ENV: Final = "BATON_TESTS_EXEC"
@@ -45,8 +46,7 @@ _MODULES: Final = {"cli.main": "run", "tests.faults.node": "main"}
 """What may follow, and its function that takes the arguments."""
 _THREADS: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _TERMINAL: Final = ("COLUMNS", "COMP_WORDS", "COMP_CWORD")
-_SET_BY_IMPORTS: Final = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_INTERPRET")
-_OWN: Final = frozenset({*_THREADS, *_TERMINAL, *_SET_BY_IMPORTS, "PYTEST_CURRENT_TEST", "TMPDIR"})
+_OWN: Final = frozenset({*_THREADS, *_TERMINAL, *SET_BY_IMPORTS, "PYTEST_CURRENT_TEST", "TMPDIR"})
 """Variables that may differ from the server's: read after the start, or of no matter."""
 _LIBRARIES: Final = ("httptools", "starlette.applications", "prometheus_client", "jinja2.sandbox", "tokenizers")
 """What a router imports when it serves HTTP or text."""
