@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Iterable
 from itertools import islice
 from typing import Final
 
@@ -149,8 +150,15 @@ class FetchCosts:
         return next((each.sign_s for each in (self.of(owner), self.total) if each.has_sign(now_s)), SIGN_S)
 
     def signed(self, owner: Owner, seconds: float, now_s: float) -> None:
-        """It took so long, or was given up then."""
+        """It took so long."""
+        self._learn_sign((self.of(owner), self.total), owner, seconds, now_s)
+
+    def silent(self, owner: Owner, seconds: float, now_s: float) -> None:
+        """It was given up then: that says nothing of others."""
+        self._learn_sign((self.of(owner),), owner, seconds, now_s)
+
+    def _learn_sign(self, figures: Iterable[OwnerFigures], owner: Owner, seconds: float, now_s: float) -> None:
         before_s = self.sign_s(owner, now_s)
-        for each in (self.of(owner), self.total):
+        for each in figures:
             lately_s = each.sign_s if each.has_sign(now_s) else before_s
             each.sign_s, each.sign_measured_s = lately_s + (seconds - lately_s) / TIMES_KEPT, now_s

@@ -323,7 +323,7 @@ class Fetches:
         if late:
             self.costs.measured(fetch.owner, offer.nbytes, waited_s, now_s)
         if not fetch.blocks and (late or waited_s > self.costs.sign_s(fetch.owner, now_s)):
-            self.costs.signed(fetch.owner, waited_s, now_s)
+            self.costs.silent(fetch.owner, waited_s, now_s)
             self._pause(fetch.owner, offer.prompt.chain[offer.have_blocks], BUSY_PAUSE_MS)
             figures = self.costs.of(fetch.owner)
             figures.silent += 1
@@ -407,7 +407,7 @@ class Fetches:
         now_s = self._loop.time()
         self.costs.signed(fetch.owner, now_s - fetch.began_s, now_s)
         self.costs.of(fetch.owner).silent = 0
-        fetch.wait.at_work(len(fetch.blocks) // self._groups)
+        fetch.wait.at_work()
 
     def _draft(self, grant: GrantId) -> None:
         """Make the next entries of what is being written."""

@@ -1,16 +1,15 @@
 """Where a prompt's leading blocks may come from other than computing, and the choice between these ways.
 
 A `PrefixSource` is another node, or a tier below the region. Its blocks go into the prefix cache, evictable, before the
-prompt is queued. The choice is by measured costs. Whatever fails, the prompt is computed: at each moment of a gather,
-the time waited is at most that saved by what has come, and `WAIT_SHARE_MAX` of what computing the whole prompt takes.
-Only a source that has shown that it is at work may take longer, where it is expected to: `EXPECTED_TIMES_MAX` times
-what is expected of it, and no longer than computing what it brings would take.
+prompt is queued. The choice is by measured costs: the source is asked that is expected to save most time. Whatever
+fails, the prompt is computed. One rule bounds what that costs: a gather may lose a share of what computing takes,
+`LOST_SHARE_MAX`, or `LOST_S_MIN` if that is more, and what has come adds the time that it has saved. So long a source
+may take to show that it is at work; one that has shown it may come so much later than expected.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,19 +25,10 @@ from node.computing_cost import ComputingCost
 
 log = get_log("sources")
 
-WAIT_SHARE_MAX: Final = 0.25
-"""Of the time that computing would take: what a source that brings nothing may cost."""
-EXPECTED_SHARE_MAX: Final = 0.5
-"""Of the time that may be waited: more is not asked for at once, so that a source somewhat slower than expected has
-brought something when the time is over."""
-WHOLE_SHARE_MAX: Final = 0.8
-"""The same of all that a source has: parts cost a fixed time each, and of a short prompt none would come in half of the
-time."""
-SIGN_SHARE_MAX: Final = 0.15
-"""In place of `WAIT_SHARE_MAX`, where `SIGN_TIMES_MAX` times what a source takes to show that it is at work is less."""
-SIGN_TIMES_MAX: Final = 8
-EXPECTED_TIMES_MAX: Final = 3
-"""How many times longer than expected a source may take once it has shown that it is at work."""
+LOST_SHARE_MAX: Final = 0.15
+"""Of the time that computing would take: what waiting for sources may cost a prompt."""
+LOST_S_MIN: Final = 0.003
+"""It may cost as much anyway: about what a short prompt takes besides its computing."""
 ROUNDS_MAX: Final = 16
 """Of one gather."""
 FAILURES_MAX: Final = 4
@@ -138,8 +128,8 @@ class Offer:
     block_s: float
     """Expected for each block."""
     block_bytes: int
-    sign_s: float | None = None
-    """When it is expected to show that it is at work. None: it shows nothing."""
+    sign_s: float = 0.0
+    """When it is expected to show that it is at work. None of this node's own has to."""
     origin: str = ""
     """A peer's name."""
     detail: object = None
@@ -153,15 +143,6 @@ class Offer:
     def nbytes(self) -> int:
         return self.block_bytes * self.blocks
 
-    def cut(self, blocks: int) -> Offer:
-        """The same of no more than so many blocks."""
-        return dataclasses.replace(self, blocks=min(self.blocks, blocks))
-
-    def within(self, seconds: float) -> Offer:
-        """Of as many blocks as are expected in this time; none if not even one is."""
-        most = (seconds - self.fixed_s) / self.block_s if self.block_s > 0 else float(self.blocks)
-        return self.cut(max(0, int(most)) if seconds > self.fixed_s else 0)
-
 
 class PrefixSource(Protocol):
     """Control thread only."""
@@ -174,7 +155,7 @@ class PrefixSource(Protocol):
     async def bring(self, offer: Offer, wait: Wait) -> int:
         """Bring the offer's blocks, or its leading ones, into the prefix cache, evictable -> how many positions came.
 
-        A source that shows that it is at work calls `wait.at_work`.
+        One whose offer has a `sign_s` calls `wait.at_work` then.
         Uses spare blocks of the region only, and waits for none. 0 where it fails: it raises nothing of its own. It is
         cancelled when the request ends, or by `wait` when the time is over, and then returns at once: what is to be
         undone goes on elsewhere.
@@ -188,10 +169,8 @@ class Wait:
 
     timer: asyncio.Timeout
     """Until the time is over."""
-    unseen_s: float = 0.0
-    """How long that is at first."""
-    seen_s: Callable[[int], float] = lambda _blocks: 0.0
-    """How long it may be since then, once a source is at work that brings so many positions."""
+    expected_s: float = 0.0
+    """How much longer that is once the source is at work."""
     ends_s: float = 0.0
     """When all is expected to be here, by the loop's clock."""
     is_seen: bool = False
@@ -199,12 +178,12 @@ class Wait:
     over: asyncio.Event = field(default_factory=asyncio.Event)
     """For other prompts of the same beginning."""
 
-    def at_work(self, blocks: int) -> None:
-        """It brings so many positions: it is waited for longer."""
+    def at_work(self) -> None:
+        """It is waited for longer."""
+        when_s = self.timer.when()
+        if when_s is not None and not self.is_seen and not self.timer.expired():
+            self.timer.reschedule(when_s + self.expected_s)
         self.is_seen = True
-        when_s, longer_s = self.timer.when(), self.seen_s(blocks) - self.unseen_s
-        if when_s is not None and longer_s > 0 and not self.timer.expired():
-            self.timer.reschedule(when_s + longer_s)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -265,26 +244,24 @@ class Gatherer:
         return got
 
     async def _gather(self, prompt: Prefix, got: Gathered) -> None:
-        waited_s = saved_s = 0.0
         failures = 0
         # With the fixed part: a short prompt's first token costs more than its blocks, and may wait as much longer.
         computing_s = self._computing.of(self._have(prompt) * self._block_size, len(prompt.tokens))
+        left_s = max(LOST_S_MIN, LOST_SHARE_MAX * computing_s)
         for _ in range(ROUNDS_MAX):
             have = self._have(prompt)
-            offer = self._best(prompt, have)
+            offer = self._best(prompt, have, left_s)
             if offer is None:
                 return
-            quarter_s = WAIT_SHARE_MAX * computing_s + saved_s - waited_s
             began_s = self._clock()
             other = self._under_way.get(prompt.chain[have])
             if other is None:
-                came = await self._bring_of(offer, quarter_s, waited_s, computing_s)
+                came = await self._bring(offer, left_s)
+            elif await self._other_brings(prompt, *other, left_s):
+                came = 0
             else:
-                came = 0 if await self._other_brings(prompt, *other, quarter_s) else None
-            if came is None:
                 return
-            waited_s += self._clock() - began_s
-            saved_s += self._worth_s(have, came)
+            left_s += self._worth_s(have, came) - (self._clock() - began_s)
             if came:
                 got.add(offer, came)
             elif self._have(prompt) <= have:
@@ -292,10 +269,10 @@ class Gatherer:
                 if failures >= FAILURES_MAX:
                     return
 
-    def _best(self, prompt: Prefix, have: int) -> Offer | None:
-        """The offer that saves most time, if any does."""
+    def _best(self, prompt: Prefix, have: int, left_s: float) -> Offer | None:
+        """The offer that saves most time, of those that do and are expected to show in time that they are at work."""
         found = [source.offer(prompt, have) for source in self._sources] if have < len(prompt.chain) else []
-        offers = [offer for offer in found if offer is not None and offer.blocks > 0]
+        offers = [offer for offer in found if offer is not None and offer.blocks > 0 and offer.sign_s < left_s]
         best = max(offers, key=self._gain_s, default=None)
         return best if best is not None and self._gain_s(best) > 0 else None
 
@@ -306,34 +283,15 @@ class Gatherer:
         """What computing them would add."""
         return self._computing.saved(have_blocks * self._block_size, (have_blocks + blocks) * self._block_size)
 
-    async def _bring_of(self, offer: Offer, quarter_s: float, waited_s: float, computing_s: float) -> int | None:
-        """All of it or a part -> positions that came. None: no part is expected to come in time."""
-        have = offer.have_blocks
-        worth_s = self._worth_s(have, offer.blocks)
-        unseen_s = left_s = min(quarter_s, worth_s)
-        sign_s, longer_s = offer.sign_s, 0.0
-        if sign_s is not None and sign_s <= left_s and offer.expected_s <= WHOLE_SHARE_MAX * worth_s:
-            if offer.expected_s > WHOLE_SHARE_MAX * left_s:
-                longer_s = EXPECTED_TIMES_MAX * offer.expected_s
-            if SIGN_TIMES_MAX * sign_s <= SIGN_SHARE_MAX * computing_s:
-                unseen_s = min(left_s, SIGN_SHARE_MAX * computing_s)
-        elif offer.expected_s > WHOLE_SHARE_MAX * left_s:
-            offer = offer.within(EXPECTED_SHARE_MAX * left_s)
-        if offer.blocks == 0:
-            return None
-
-        def seen_s(blocks: int) -> float:
-            return max(left_s, min(self._worth_s(have, blocks), longer_s) - waited_s)
-
-        return await self._bring(offer, unseen_s, seen_s)
-
-    async def _bring(self, offer: Offer, unseen_s: float, seen_s: Callable[[int], float]) -> int:
-        """Within `unseen_s`, or longer if it says so -> positions that came."""
+    async def _bring(self, offer: Offer, left_s: float) -> int:
+        """-> positions that came."""
         digest = offer.prompt.chain[offer.have_blocks]
+        expected_s = offer.expected_s
         try:
-            async with asyncio.timeout(unseen_s) as timer:
-                ends_s = self._clock() + offer.expected_s
-                wait = Wait(timer=timer, unseen_s=unseen_s, seen_s=seen_s, ends_s=ends_s, is_seen=offer.sign_s is None)
+            async with asyncio.timeout(left_s) as timer:
+                wait = Wait(timer=timer, expected_s=expected_s, ends_s=self._clock() + expected_s)
+                if offer.sign_s == 0:
+                    wait.at_work()
                 self._under_way[digest] = offer, wait
                 try:
                     return await offer.source.bring(offer, wait)
@@ -344,19 +302,17 @@ class Gatherer:
             log.info("blocks did not come in time", kind=offer.kind.value, origin=offer.origin, blocks=offer.blocks)
             return 0
 
-    async def _other_brings(self, prompt: Prefix, offer: Offer, wait: Wait, quarter_s: float) -> bool:
-        """Wait for what is being brought for another prompt, if it is expected within the time that may be lost, or is
-        known to come and saves time -> whether it was waited for."""
+    async def _other_brings(self, prompt: Prefix, offer: Offer, wait: Wait, left_s: float) -> bool:
+        """Wait for what is being brought for another prompt, if it saves time and is at work, or comes within what may
+        be lost -> whether it was waited for."""
         end = min(offer.have_blocks + offer.blocks, len(prompt.chain))
         same = bisect_left(range(end), True, key=lambda index: prompt.chain[index] != offer.prompt.chain[index])
-        worth_s = self._worth_s(offer.have_blocks, same - offer.have_blocks)
         expected_s = max(0.0, wait.ends_s - self._clock())
-        left_s = min(quarter_s, worth_s)
-        if expected_s > left_s:
-            if not wait.is_seen or expected_s > WHOLE_SHARE_MAX * worth_s:
-                return False
-            left_s = min(worth_s, EXPECTED_TIMES_MAX * expected_s)
-        if left_s <= 0:
+        if expected_s >= self._worth_s(offer.have_blocks, same - offer.have_blocks):
+            return False
+        if wait.is_seen:
+            left_s += expected_s
+        elif expected_s > left_s:
             return False
         try:
             async with asyncio.timeout(left_s):

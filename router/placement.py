@@ -171,7 +171,7 @@ FETCHES_IN_VAIN_MIN: Final = 4
 FETCH_FIXED_S: Final = 0.01
 FETCH_SHARE: Final = 0.25
 """What a fetch is believed to take while no node has measured one: a fixed time, and a share of the time of computing.
-A node waits no longer than that for one that does not come (`node.sources.WAIT_SHARE_MAX`)."""
+What it has lost by one that does not come is bounded (`node.sources.LOST_SHARE_MAX`)."""
 PAIRS_LOOKED_AT_MAX: Final = 4
 """Nodes for one prompt of which it is looked at what they say of single owners."""
 OWNERS_MAX: Final = 3

@@ -106,7 +106,7 @@ def test_the_first_fetch_of_a_pair() -> None:
 
 
 def test_an_owner_that_takes_long_to_connect_is_waited_for_once() -> None:
-    """It is given up after a quarter of the time that computing is believed to take, and nobody is charged. While it
+    """It is given up after what a prompt may lose (`LOST_SHARE_MAX`), and nobody is charged. While it
     still connects, other prompts are not held up; once it has, it is asked."""
     rng = random.Random(2)
     prompts = [random_prompt(rng, PROMPT_TOKENS) for _ in range(3)]
@@ -366,9 +366,8 @@ def test_an_owner_that_has_ended_costs_nothing() -> None:
 
 
 def test_an_owner_that_stops_in_mid_fetch_is_given_up() -> None:
-    """Granted, and nothing more is heard of it: the prompt is computed after a quarter of the time that this is
-    believed to take, as the fetch was expected to take less; the owner gives the grant back, and its blocks are free
-    again. Meanwhile both count in a drain."""
+    """Granted, and nothing more is heard of it: the prompt is computed once the fetch is later than expected by what a
+    prompt may lose; the owner gives the grant back, and its blocks are free again. Meanwhile both count in a drain."""
     prompt = random_prompt(random.Random(7), PROMPT_TOKENS)
 
     async def scene(cluster: InProcessCluster, steering: Steering) -> None:

@@ -18,7 +18,7 @@ from tests.faults.questions import FETCH_MARK, MockQuestions, Question, Question
 from tests.faults.signals import Blow, SignalCase
 
 FETCHED_TOKENS: Final = 1_000
-"""Of the prompt: 0.6 s of computing. So a fetch that brings nothing may cost a quarter of that."""
+"""Of the prompt: 0.6 s of computing. So a fetch that brings nothing may cost a share of that (`LOST_SHARE_MAX`)."""
 WARMING_TOKENS: Final = 20
 """Of the first answer. Meanwhile routers hear who has the prompt."""
 ASKED_MAX: Final = 40

@@ -113,6 +113,13 @@ def test_the_first_sign_is_learned_and_forgotten() -> None:
     assert [costs.sign_s(owner(n), 1.0 + AGE_S) for n in (1, 2)] == [SIGN_S, SIGN_S]
 
 
+def test_an_owner_that_is_silent_says_nothing_of_others() -> None:
+    costs = FetchCosts()
+    costs.signed(owner(1), SIGN_S, 1.0)
+    costs.silent(owner(2), SIGN_S + 0.8, 1.0)
+    assert [costs.sign_s(owner(n), 1.0) for n in (1, 2, 3)] == pytest.approx([SIGN_S, SIGN_S + 0.1, SIGN_S])
+
+
 def test_figures_of_so_many_owners_are_kept() -> None:
     costs = measured(*range(OWNERS_MAX + 5))
     assert len(costs.owners) == OWNERS_MAX and 4 not in costs.owners
