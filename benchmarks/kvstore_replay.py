@@ -350,18 +350,23 @@ class MockPeers:
         table = [*before, *self._node.blocks.allocate(count)]
         self._under_way += 1
         owner.peers.served += 1
+        assert isinstance(offer.detail, Owner), offer
         try:
             ends_s = self.link.take(count * BLOCK_BYTES, owner.peers.link) + PEER_FIXED_S
             await asyncio.sleep(ends_s - self._loop.time())
             units = len(table) * BLOCK_UNITS
             self._node.cache.index(prompt.tokens, table, units, prompt.salt, IndexCursor())
+        except asyncio.CancelledError:  # as `Fetches` learns from what comes late
+            waited_s, now_s = self._loop.time() - began_s, self._loop.time()
+            if wait.timer.expired() and waited_s > self.costs.cost(offer.detail, now_s).of(offer.nbytes):
+                self.costs.measured(offer.detail, offer.nbytes, waited_s, now_s)
+            raise
         finally:
             self._under_way -= 1
             owner.peers.served -= 1
             self._node.blocks.release(table, used=False)
             owner.blocks.release(source)
         if count:
-            assert isinstance(offer.detail, Owner), offer
             self.costs.measured(offer.detail, count * BLOCK_BYTES, self._loop.time() - began_s, self._loop.time())
         return max(0, len(table) - offer.have_blocks)
 

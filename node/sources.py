@@ -3,8 +3,8 @@
 A `PrefixSource` is another node, or a tier below the region. Its blocks go into the prefix cache, evictable, before the
 prompt is queued. The choice is by measured costs: the source is asked that is expected to save most time. Whatever
 fails, the prompt is computed. One rule bounds what that costs: a gather may lose a share of what computing takes,
-`LOST_SHARE_MAX`, or `LOST_S_MIN` if that is more, and what has come adds the time that it has saved. So long a source
-may take to show that it is at work; one that has shown it may come so much later than expected.
+`LOST_SHARE_MAX`, or `LOST_S_MIN` if that is more, and what has come adds the time that it has saved. A source that has
+not shown by then that it is at work is given up; one that has shown it may take twice as long as expected besides.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ LOST_SHARE_MAX: Final = 0.15
 """Of the time that computing would take: what waiting for sources may cost a prompt."""
 LOST_S_MIN: Final = 0.003
 """It may cost as much anyway: about what a short prompt takes besides its computing."""
+EXPECTED_TIMES_MAX: Final = 2
+"""How many times what is expected of a source it may take besides, once it has shown that it is at work."""
 ROUNDS_MAX: Final = 16
 """Of one gather."""
 FAILURES_MAX: Final = 4
@@ -169,7 +171,7 @@ class Wait:
 
     timer: asyncio.Timeout
     """Until the time is over."""
-    expected_s: float = 0.0
+    longer_s: float = 0.0
     """How much longer that is once the source is at work."""
     ends_s: float = 0.0
     """When all is expected to be here, by the loop's clock."""
@@ -182,7 +184,7 @@ class Wait:
         """It is waited for longer."""
         when_s = self.timer.when()
         if when_s is not None and not self.is_seen and not self.timer.expired():
-            self.timer.reschedule(when_s + self.expected_s)
+            self.timer.reschedule(when_s + self.longer_s)
         self.is_seen = True
 
 
@@ -289,7 +291,8 @@ class Gatherer:
         expected_s = offer.expected_s
         try:
             async with asyncio.timeout(left_s) as timer:
-                wait = Wait(timer=timer, expected_s=expected_s, ends_s=self._clock() + expected_s)
+                longer_s, ends_s = EXPECTED_TIMES_MAX * expected_s, self._clock() + expected_s
+                wait = Wait(timer=timer, longer_s=longer_s, ends_s=ends_s)
                 if offer.sign_s == 0:
                     wait.at_work()
                 self._under_way[digest] = offer, wait
@@ -311,7 +314,7 @@ class Gatherer:
         if expected_s >= self._worth_s(offer.have_blocks, same - offer.have_blocks):
             return False
         if wait.is_seen:
-            left_s += expected_s
+            left_s += EXPECTED_TIMES_MAX * expected_s
         elif expected_s > left_s:
             return False
         try:

@@ -366,8 +366,8 @@ def test_an_owner_that_has_ended_costs_nothing() -> None:
 
 
 def test_an_owner_that_stops_in_mid_fetch_is_given_up() -> None:
-    """Granted, and nothing more is heard of it: the prompt is computed once the fetch is later than expected by what a
-    prompt may lose; the owner gives the grant back, and its blocks are free again. Meanwhile both count in a drain."""
+    """Granted, and nothing more is heard of it: the prompt is computed, once twice what was expected and what it may
+    lose are over; the owner gives the grant back, and its blocks are free again. Meanwhile both count in a drain."""
     prompt = random_prompt(random.Random(7), PROMPT_TOKENS)
 
     async def scene(cluster: InProcessCluster, steering: Steering) -> None:

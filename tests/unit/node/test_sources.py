@@ -195,10 +195,10 @@ def test_a_fixed_cost_keeps_short_prompts_from_it() -> None:
     ("sign_s", "shows", "takes_s", "came", "waited_s"),
     [
         (0.01, True, 0.0614, 64, 0.0614),
-        (0.01, True, 0.0767, 64, 0.0767),
-        (0.01, True, 1e6, 0, 0.0614 + 0.01536),
+        (0.01, True, 0.138, 64, 0.138),
+        (0.01, True, 1e6, 0, 0.1228 + 0.01536),
         (0.01, False, 1e6, 0, 0.01536),
-        (0.0, True, 1e6, 0, 0.0614 + 0.01536),
+        (0.0, True, 1e6, 0, 0.1228 + 0.01536),
         (0.016, True, 0.0614, 0, 0.0),
     ],
 )
@@ -206,8 +206,8 @@ def test_a_source_may_cost_a_share_of_computing(
     sign_s: float, shows: bool, takes_s: float, came: int, waited_s: float
 ) -> None:
     """Computing takes 102 ms, of which 15 may be lost; all 64 blocks are expected after 61. One that shows in time that
-    it is at work, as the node's own always is, may come so much later than expected; one that never shows it is given
-    up after 15 ms, and one that is expected to show it later is not asked."""
+    it is at work, as the node's own always is, may take twice as long besides; one that never shows it is given up after 15 ms,
+    and one that is expected to show it later is not asked."""
     world = World()
     source = world.source(64, share=0.0, fixed_s=0.0614)
     source.sign_s, source.shows = sign_s, shows
@@ -308,7 +308,7 @@ def test_whatever_a_source_does_the_loss_is_bounded(
     blocks: int, share: float, slower: list[float], comes: list[float]
 ) -> None:
     """It may take another time than expected and bring less. The time waited, less what computing that which has come
-    would have taken, is at most the share of computing all of it that may be lost, and what was expected once."""
+    would have taken, is at most the share of computing all of it that may be lost, and twice what was expected once."""
     world = World()
     source = world.source(blocks, share=share)
     source.takes = lambda offer: offer.expected_s * slower[len(source.asked) % len(slower)]
@@ -317,7 +317,7 @@ def test_whatever_a_source_does_the_loss_is_bounded(
     computing_s = blocks * SIZE * COMPUTE_S
     saved_s = got.blocks.get(SourceKind.PEER, 0) * SIZE * COMPUTE_S
     lost_s = max(LOST_S_MIN, LOST_SHARE_MAX * computing_s)
-    assert took_s <= saved_s + lost_s + share * computing_s + 1e-6
+    assert took_s <= saved_s + lost_s + 2 * share * computing_s + 1e-6
 
 
 @given(fixed_s=st.floats(0, 0.1), unit_s=st.floats(1e-6, 1e-2), sizes=st.lists(st.integers(1, 9000), min_size=40))
