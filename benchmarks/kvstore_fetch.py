@@ -126,11 +126,11 @@ async def two_nodes(folder: Path, params: DemoModelParams, blocks: int, transpor
     async with AsyncExitStack() as opened:
         directory = await opened.enter_async_context(serving(Service.DIRECTORY, name="directory"))
         arguments = (directory, str(folder), str(blocks), transport)
-        owner_side = Method(module="benchmarks.kvstore_fetch_side", arguments=arguments)
-        side = opened.enter_context(Process(owner_side, ""))
-        who = await asyncio.to_thread(side.ask, "who")
         node = prefill_node(directory=directory, name="caller", model=str(folder), blocks=blocks, transport=transport)
         endpoint, half = await opened.enter_async_context(node)
+        owner_side = Method(module="benchmarks.kvstore_fetch_side", arguments=arguments)
+        side = opened.enter_context(Process(owner_side, ""))  # the first to end: it would say that its receiver is lost
+        who = await asyncio.to_thread(side.ask, "who")
         owner = Owner(
             name="owner", endpoint=who["endpoint"], incarnation=Incarnation(who["incarnation"]), blocks=CONTEXT
         )

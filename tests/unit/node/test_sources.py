@@ -206,8 +206,8 @@ def test_a_source_may_cost_a_share_of_computing(
     sign_s: float, shows: bool, takes_s: float, came: int, waited_s: float
 ) -> None:
     """Computing takes 102 ms, of which 15 may be lost; all 64 blocks are expected after 61. One that shows in time that
-    it is at work, as the node's own always is, may take twice as long besides; one that never shows it is given up after
-    15 ms, and one that is expected to show it later is not asked."""
+    it is at work, as the node's own always is, may take twice as long besides; one that never shows it is given up
+    after 15 ms, and one that is expected to show it later is not asked."""
     world = World()
     source = world.source(64, share=0.0, fixed_s=0.0614)
     source.sign_s, source.shows = sign_s, shows
