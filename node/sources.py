@@ -246,13 +246,18 @@ class Gatherer:
         return got
 
     async def _gather(self, prompt: Prefix, got: Gathered) -> None:
+        left_s: float | None = None
         failures = 0
-        # With the fixed part: a short prompt's first token costs more than its blocks, and may wait as much longer.
-        computing_s = self._computing.of(self._have(prompt) * self._block_size, len(prompt.tokens))
-        left_s = max(LOST_S_MIN, LOST_SHARE_MAX * computing_s)
         for _ in range(ROUNDS_MAX):
             have = self._have(prompt)
-            offer = self._best(prompt, have, left_s)
+            offers = self._offers(prompt, have)
+            if not offers:
+                return
+            if left_s is None:  # not before: it takes a part of a millisecond, and most prompts are offered nothing
+                # With the fixed part: a short prompt's first token costs more than its blocks, and may wait as long.
+                computing_s = self._computing.of(have * self._block_size, len(prompt.tokens))
+                left_s = max(LOST_S_MIN, LOST_SHARE_MAX * computing_s)
+            offer = self._best(offers, left_s)
             if offer is None:
                 return
             began_s = self._clock()
@@ -271,11 +276,13 @@ class Gatherer:
                 if failures >= FAILURES_MAX:
                     return
 
-    def _best(self, prompt: Prefix, have: int, left_s: float) -> Offer | None:
-        """The offer that saves most time, of those that do and are expected to show in time that they are at work."""
+    def _offers(self, prompt: Prefix, have: int) -> list[Offer]:
         found = [source.offer(prompt, have) for source in self._sources] if have < len(prompt.chain) else []
-        offers = [offer for offer in found if offer is not None and offer.blocks > 0 and offer.sign_s < left_s]
-        best = max(offers, key=self._gain_s, default=None)
+        return [offer for offer in found if offer is not None and offer.blocks > 0]
+
+    def _best(self, offers: Sequence[Offer], left_s: float) -> Offer | None:
+        """The one that saves most time, of those that do and are expected to show in time that they are at work."""
+        best = max((offer for offer in offers if offer.sign_s < left_s), key=self._gain_s, default=None)
         return best if best is not None and self._gain_s(best) > 0 else None
 
     def _gain_s(self, offer: Offer) -> float:
