@@ -66,11 +66,11 @@ LACKS = {
 }
 """What the peer is told that the CPU lacks, by PyTorch's functions."""
 HELD = {
-    KernelSet.AVX2: ("avx2", "AVX2"),
-    KernelSet.AVX512: ("avx512", "AVX512_CORE"),
-    KernelSet.AVX512BF16: ("avx512", "AVX512_CORE_BF16"),
+    KernelSet.AVX2: ("avx2", "AVX2", "AVX2"),
+    KernelSet.AVX512: ("avx512", "AVX512_CORE", "AVX512"),
+    KernelSet.AVX512BF16: ("avx512", "AVX512_CORE_BF16", "AVX512"),
 }
-"""What PyTorch's and oneDNN's own kernels may use, on both sides."""
+"""What PyTorch's, oneDNN's and MKL's own kernels may use, on both sides."""
 
 
 def held(kernels: KernelSet) -> dict[str, str]:
@@ -78,14 +78,14 @@ def held(kernels: KernelSet) -> dict[str, str]:
     kernels = KernelSet.AVX2 if kernels is KernelSet.TORCH else kernels
     if kernels not in HELD:
         return {}
-    names = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+    names = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
     return dict(zip(names, HELD[kernels], strict=True)) | {"BENCHMARK_LACKS": LACKS[kernels]}
 
 
 LOAD_NAMES = {
     KernelSet.AVX2: "lightest",
     KernelSet.TORCH: "lightest",
-    KernelSet.AVX512: "light",
+    KernelSet.AVX512: "lightest",
     KernelSet.AVX512BF16: "light",
 }
 
