@@ -120,6 +120,7 @@ def test_sigterm_ends_a_chat(cluster: RunningCluster) -> None:
     cluster.run(assert_conserved(cluster))
 
 
+@pytest.mark.slow
 def test_the_router_dies_in_the_middle_of_an_answer(folder: Path) -> None:
     """And none is there again in time: the message is told and left out. When a router is there again the conversation
     goes on, with the same next prompt as if nothing had been asked."""

@@ -59,6 +59,7 @@ async def others_go_on(cluster: RunningCluster, rng: random.Random, enough: asyn
     return count
 
 
+@pytest.mark.slow
 def test_a_grpc_client_that_does_not_read_is_cut_off(cluster: RunningCluster) -> None:
     """Its request is cancelled on every node while others' answers go on, each exact. When it reads at last, it gets
     what was on its way, in order, and then the reason."""

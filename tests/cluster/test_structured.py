@@ -109,6 +109,7 @@ HOSTILE = (
 """Made to take long, or to break llguidance."""
 
 
+@pytest.mark.slow
 def test_hostile_grammars_harm_nobody_else(cluster: RunningCluster) -> None:
     """Each ends with an answer, or an error of its sender's; the answers beside them are what they always are."""
     digits = Grammar(regex="[0-9]{20}")
@@ -162,6 +163,7 @@ def test_clients_ask_over_http(cluster: RunningCluster) -> None:
     cluster.run(assert_conserved(cluster))
 
 
+@pytest.mark.slow
 def test_an_answer_goes_on_when_its_decode_node_is_killed(cluster: RunningCluster) -> None:
     """The next decode node is given the tokens so far: the answer is that of an undisturbed cluster, and valid."""
     wanted = r"\[(?:[0-9]{1,4},){399}[0-9]{1,4}\]"

@@ -95,6 +95,7 @@ async def counters(cluster: RunningCluster) -> dict[str, float]:
     return {counter.name: counter.value for counter in (await cluster.status(ROUTER_NAME)).counters}
 
 
+@pytest.mark.slow
 def test_streams_outlive_each_worker_that_is_killed(cluster: RunningCluster) -> None:
     """Clients read resumable streams over HTTP and gRPC. One worker is killed, then the other one: each stream loses
     its own. The clients come back, over Last-Event-ID or Attach, and have each token once."""

@@ -67,6 +67,7 @@ def test_a_decode_node_with_rounded_weights(model: Path) -> None:
     assert firsts[0] == firsts[1] == firsts[2]
 
 
+@pytest.mark.slow
 def test_a_node_that_insists_refuses(model: Path) -> None:
     """quantisation_must_agree on the prefill node: nothing is handed over, and the error names the rounding."""
     strict = {"engine.quantisation_must_agree": True}

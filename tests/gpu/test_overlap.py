@@ -202,6 +202,7 @@ def test_answers_are_those_of_the_plain_engine_over_the_torch_runner(graph_rows_
     assert counters.tokens_surplus > 0
 
 
+@pytest.mark.slow
 def test_a_request_with_an_open_top_p_or_a_penalty_does_not_overlap() -> None:
     """They are held back, with the same answers; switched off, nothing overlaps."""
     on, off = gpu_runner(graph_rows_max=0), gpu_runner(graph_rows_max=0, overlap_steps=False)
@@ -215,6 +216,7 @@ def test_a_request_with_an_open_top_p_or_a_penalty_does_not_overlap() -> None:
     assert on.can_overlap(replace(DRAWN, top_k=TOP_K_BLIND_MAX, top_p=0.9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graph_rows_max", [0, 4], ids=["kernel by kernel", "graphs"])
 def test_answers_with_grammars_overlap(graph_rows_max: int, tmp_path: Path) -> None:
     """Each step is launched before the host knows the token that its masks need: it is drawn once the one before is
@@ -247,6 +249,7 @@ def test_answers_with_grammars_overlap(graph_rows_max: int, tmp_path: Path) -> N
     assert counters.tokens_surplus == 2
 
 
+@pytest.mark.slow
 def test_a_step_that_cannot_be_drawn_costs_its_own_requests_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,6 +298,7 @@ def test_a_step_that_cannot_be_drawn_costs_its_own_requests_only(
     assert ended == {"broken": FinishReason.ABORTED, "whole": FinishReason.STOP}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graph_rows_max", [0, 4], ids=["kernel by kernel", "graphs"])
 def test_a_launch_looks_at_nothing(graph_rows_max: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt, a mixed step and a decode step with a token from the one before: no value is taken to the host."""

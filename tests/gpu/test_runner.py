@@ -137,6 +137,7 @@ def play(runner: Runner, params: SamplingParams) -> tuple[list[list[int]], list[
     return [seq.tokens for seq in seqs], results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_tokens_are_those_of_the_torch_runner(params: SamplingParams) -> None:
     """The same schedule on both: the same tokens, alternatives within rounding; some steps ran as graphs, some not."""
@@ -222,6 +223,7 @@ def test_the_last_layer_is_for_rows_that_draw(monkeypatch: pytest.MonkeyPatch) -
         assert seq.tokens == other.tokens
 
 
+@pytest.mark.slow
 def test_long_contexts_and_large_batches_run_without_a_graph() -> None:
     """Beyond either limit the step runs kernel by kernel, with the same tokens."""
     limits = GraphConfig(graph_rows_max=2, graph_context_max=8)

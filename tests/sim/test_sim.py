@@ -24,8 +24,8 @@ from tests.sim.run import (
     suite_config,
 )
 
-BATCH = 20
-QUICK_SEEDS = 20
+BATCH = 10
+QUICK_SEEDS = 10
 """How many of the seeds `make test` plays."""
 ROOT = Path(__file__).parents[2]
 

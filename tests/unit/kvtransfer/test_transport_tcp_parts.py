@@ -102,7 +102,7 @@ NEAR_RECORDS = st.builds(
 """Within the region but for its end; as likely in one record as over two or three."""
 
 
-@settings(max_examples=1_000)
+@settings(max_examples=300)
 @given(
     st.sets(st.integers(0, 5), min_size=3) | st.sets(st.integers(0, 5)),
     st.lists(NEAR_RECORDS | st.tuples(st.integers(-5, 160), st.integers(-3, 160)), min_size=1, max_size=3),
