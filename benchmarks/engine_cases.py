@@ -85,8 +85,8 @@ WEIGHTS = {
     "light": LOADS | {"473m": LIGHT},
     "lightest": LOADS | {"473m": replace(LIGHT, steps=8, peer_tokens_per_step=128)},
 }
-"""How much is measured. Lightest where the peer emulates bfloat16: it reads some twenty tokens a second there, as many in
-steps of 64 as of 256, and computes a whole step when it starts."""
+"""How much is measured. Lightest where the peer emulates bfloat16: it reads some twenty tokens a second there, as many
+in steps of 64 as of 256, and computes a whole step when it starts."""
 
 
 def load_of(model: str, weight: str) -> Load:
@@ -134,9 +134,7 @@ def attention_flops(model: str, tokens: int) -> int:
     return int(4 * tokens * m["num_hidden_layers"] * m["num_attention_heads"] * m["head_dim"])
 
 
-def measure(
-    model: str, load: Load, rng: random.Random, generate: Generate, rates: Rates = list
-) -> dict[str, float]:
+def measure(model: str, load: Load, rng: random.Random, generate: Generate, rates: Rates = list) -> dict[str, float]:
     """Tokens a second of prefill; seconds of a step in which all answers are decoded, the median, and the mean of the
     rates at which memory was read beside it. `rng` goes on from round to round: no prompt comes twice."""
     size = MODELS[model]["vocab_size"]
