@@ -9,10 +9,11 @@ runs; the second prints what is in the file. Each side is started once for a mod
 other is measured; the order changes from round to round.
 
 With --kernels each set in turn, and both sides are held to its instructions (`HELD`). The table also has the rate at
-which PyTorch multiplies float32, in the same process and round, and what share of it a prefill's products are. Where
-the peer emulates bfloat16 for lack of instructions it reads some twenty tokens a second. Then (`LIGHT`) both sides read
-one prompt instead of four and write a quarter as many tokens, and the peer's prompts before a decode step share all
-but their last tokens, which it reads once: its steps read less memory than ours.
+which PyTorch multiplies float32, in the same process and round, and what share of it a prefill's products are. Both
+sides read one prompt instead of four then, and write fewer tokens (engine_cases.py, `WEIGHTS`): held to AVX2 the peer
+emulates bfloat16 and reads some twenty tokens a second. Contexts before a decode step are not read again. The peer has
+kept those of the prefill, the same for all answers: its steps read less memory than ours, whose contexts lie in blocks
+of their own, filled with made-up KV.
 
 What a decode step of ours is held against is the time of reading its weights and its KV once, or that of its products
 at the rate of the set's multipliers on numbers in registers (engine_multipliers.c), whichever is longer. The rate of
@@ -65,11 +66,11 @@ LACKS = {
 }
 """What the peer is told that the CPU lacks, by PyTorch's functions."""
 HELD = {
-    KernelSet.AVX2: ("avx2", "AVX2"),
-    KernelSet.AVX512: ("avx512", "AVX512_CORE"),
-    KernelSet.AVX512BF16: ("avx512", "AVX512_CORE_BF16"),
+    KernelSet.AVX2: ("avx2", "AVX2", "AVX2"),
+    KernelSet.AVX512: ("avx512", "AVX512_CORE", "AVX512"),
+    KernelSet.AVX512BF16: ("avx512", "AVX512_CORE_BF16", "AVX512"),
 }
-"""What PyTorch's and oneDNN's own kernels may use, on both sides."""
+"""What PyTorch's, oneDNN's and MKL's own kernels may use, on both sides."""
 
 
 def held(kernels: KernelSet) -> dict[str, str]:
@@ -77,16 +78,20 @@ def held(kernels: KernelSet) -> dict[str, str]:
     kernels = KernelSet.AVX2 if kernels is KernelSet.TORCH else kernels
     if kernels not in HELD:
         return {}
-    names = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+    names = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
     return dict(zip(names, HELD[kernels], strict=True)) | {"BENCHMARK_LACKS": LACKS[kernels]}
 
 
-LIGHT = (KernelSet.AVX2, KernelSet.AVX512, KernelSet.TORCH)
-"""Held to these, the peer emulates bfloat16: a round is made of less."""
+LOAD_NAMES = {
+    KernelSet.AVX2: "lightest",
+    KernelSet.TORCH: "lightest",
+    KernelSet.AVX512: "lightest",
+    KernelSet.AVX512BF16: "light",
+}
 
 
 def load_name(kernels: KernelSet) -> str:
-    return "light" if kernels in LIGHT else "full"
+    return LOAD_NAMES.get(kernels, "full")
 
 
 def own(model: str, folder: Path, threads: int, kernels: KernelSet) -> Side:
@@ -196,7 +201,7 @@ def _line(model: str, name: str, pairs: Sequence[tuple[float, float]], ratios: S
 
 def measure_model(model: str, kernels: KernelSet, args: argparse.Namespace, rounds: list[dict[str, Any]]) -> None:
     """Add `args.rounds` rounds of one model and set to `rounds`, and to the file after each."""
-    load = load_of(model, light=kernels in LIGHT)
+    load = load_of(model, load_name(kernels))
     about = {"model": model, "kernels": kernels.value, "steps": load.steps, "threads": args.threads}
     about["prefill"] = "{} x {}".format(*load.prefill)
     about["vllm_tokens_per_step"] = load.peer_tokens_per_step

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
@@ -68,7 +68,8 @@ class Load:
     repeats: int
     """In a round: the larger model's takes half a minute."""
     shared: bool = False
-    """Prompts that the peer only decodes after begin alike, and it keeps what it has read once."""
+    """Contexts are not read again: prompts that are only decoded after begin as the prefill's does, which the peer has
+    kept, and of ours all but the last token are taken to be computed (see engine_own.py)."""
     peer_tokens_per_step: int = 2_048
     """The peer computes a step of so many when it starts."""
 
@@ -78,14 +79,18 @@ LOADS = {
     "small": Load(prefill=(4, 512), steps=256, repeats=3),
     "small8": Load(prefill=(4, 512), steps=256, repeats=3),
 }
-LIGHT = LOADS | {"473m": Load(prefill=(1, 512), steps=8, repeats=1, shared=True, peer_tokens_per_step=512)}
-"""Where the peer emulates bfloat16: it reads twenty tokens a second there, and a round would take twenty minutes."""
-OWN_TOKENS = 16
-"""The last tokens of a prompt, which no other prompt shares."""
+LIGHT = Load(prefill=(1, 512), steps=16, repeats=1, shared=True)
+WEIGHTS = {
+    "full": LOADS,
+    "light": LOADS | {"473m": LIGHT},
+    "lightest": LOADS | {"473m": replace(LIGHT, steps=8, peer_tokens_per_step=128)},
+}
+"""How much is measured. Lightest where the peer emulates bfloat16: it reads some twenty tokens a second there, as many
+in steps of 64 as of 256, and computes a whole step when it starts."""
 
 
-def load_of(model: str, light: bool) -> Load:
-    return (LIGHT if light else LOADS)[model]
+def load_of(model: str, weight: str) -> Load:
+    return WEIGHTS[weight][model]
 
 
 Steps = list[tuple[float, int]]
@@ -129,26 +134,26 @@ def attention_flops(model: str, tokens: int) -> int:
     return int(4 * tokens * m["num_hidden_layers"] * m["num_attention_heads"] * m["head_dim"])
 
 
-def measure(model: str, load: Load, generate: Generate, rates: Rates = list) -> dict[str, float]:
+def measure(model: str, load: Load, rng: random.Random, generate: Generate, rates: Rates = list) -> dict[str, float]:
     """Tokens a second of prefill; seconds of a step in which all answers are decoded, the median, and the mean of the
-    rates at which memory was read beside it."""
-    rng, size = random.Random(0), MODELS[model]["vocab_size"]
+    rates at which memory was read beside it. `rng` goes on from round to round: no prompt comes twice."""
+    size = MODELS[model]["vocab_size"]
 
-    def prompts(batch: int, context: int, shared: int = 0) -> list[list[int]]:
-        begin = [rng.randrange(2, size) for _ in range(shared)]
-        return [begin + [rng.randrange(2, size) for _ in range(context - shared)] for _ in range(batch)]
+    def prompts(batch: int, context: int, begin: Sequence[int] = ()) -> list[list[int]]:
+        return [[*begin, *(rng.randrange(2, size) for _ in range(context - len(begin)))] for _ in range(batch)]
 
     batch, context = load.prefill
-    found = {
-        "prefill_tokens_s": max(
-            batch * context / generate(prompts(batch, context), 1)[-1][0] for _ in range(load.repeats)
-        )
-    }
+    read, rate = [], 0.0
+    for _ in range(load.repeats):
+        read = prompts(batch, context)
+        rate = max(rate, batch * context / generate(read, 1)[-1][0])
+    found = {"prefill_tokens_s": rate}
     for batch, context in DECODES[model]:
         steps: list[float] = []
         read_bytes_s: list[float] = []
         for _ in range(load.repeats):
-            asked = prompts(batch, context, context - OWN_TOKENS if load.shared else 0)
+            # One token more, as the peer keeps whole blocks.
+            asked = prompts(batch, context + 1, read[0][:context]) if load.shared else prompts(batch, context)
             steps += full_steps(generate(asked, 1 + load.steps), batch)
             read_bytes_s += rates()
         found[f"decode_s_{batch}_{context}"] = median(steps)
@@ -172,8 +177,8 @@ def serve(
     """Warm up and say so, then answer every line on the input with the figures of a round and what `more` returns."""
     rng = random.Random(1)
     size = MODELS[model]["vocab_size"]
-    for prompts, tokens in ((1, 64), (16, 4)) if load.shared else ((4, 256), (16, 64)):
-        generate([[rng.randrange(2, size) for _ in range(tokens)] for _ in range(prompts)], 8)
+    for prompts, tokens in ((1, 16), (16, 1)) if load.shared else ((4, 256), (16, 64)):
+        generate([[rng.randrange(2, size) for _ in range(tokens)] for _ in range(prompts)], 3 if load.shared else 8)
     print("{}", flush=True)
     for _ in sys.stdin:
-        print(json.dumps(measure(model, load, generate, rates) | more()), flush=True)
+        print(json.dumps(measure(model, load, rng, generate, rates) | more()), flush=True)

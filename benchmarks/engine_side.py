@@ -23,9 +23,15 @@ class SideFailed(SystemExit):
     """The process ended, or said nothing for too long; with the end of what it wrote to stderr."""
 
 
+GUARD = 'read _; kill -s KILL -- "-$0"'
+"""Kills a process group when its input ends: also where the benchmark itself was killed. A stopped group would never
+notice that."""
+
+
 class Side:
     """A process group that answers each line on its input with a line of JSON. It is stopped between rounds, so that
-    nothing in it takes time from the other side; it is gone when the `with` block is left."""
+    nothing in it takes time from the other side; it is gone when the `with` block is left, or the benchmark ends in
+    any other way."""
 
     def __init__(self, command: Sequence[str], settings: Mapping[str, str], folder: Path) -> None:
         """Starts the process and waits until it is ready. Raises SideFailed."""
@@ -39,6 +45,8 @@ class Side:
             stderr=self._errors,
             start_new_session=True,
         )
+        guard = ["sh", "-c", GUARD, str(self._process.pid)]
+        self._guard = subprocess.Popen(guard, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
         self._said = b""
         try:
             self._answer(START_S_MAX)
@@ -66,6 +74,7 @@ class Side:
     def close(self) -> None:
         """End every process of the group."""
         self._signal(signal.SIGKILL)
+        self._guard.communicate()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._errors):
             if pipe is not None:

@@ -17,7 +17,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
     model, folder = sys.argv[1], Path(sys.argv[2])
-    load = load_of(model, light=sys.argv[3] == "light")
+    load = load_of(model, sys.argv[3])
     llm = LLM(
         model=str(write_config(folder, model)),
         skip_tokenizer_init=True,
@@ -27,7 +27,7 @@ def main() -> None:
         max_num_seqs=16,
         max_num_batched_tokens=load.peer_tokens_per_step,
         enable_prefix_caching=load.shared,
-        block_size=32 if load.shared else None,  # of 128, prompts would share less of what is alike
+        block_size=32 if load.shared else None,  # it keeps whole blocks, and its own of 128 are longer than a context
         disable_log_stats=True,
     )
 

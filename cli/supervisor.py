@@ -204,6 +204,8 @@ class ClusterSpec:
         for name in ("threads", "blocks"):
             if getattr(self, name) is not None:
                 check_positive(self, name)
+        if self.blocks is not None and self.memory_share is not None:
+            raise InvalidField("memory_share", "says nothing beside blocks, which fixes how many there are; give one")
         if self.directory is not None:
             check_directory_setting(self.directory)
         unknown = set(self.node_flags) - {name for name, _ in self.processes()}

@@ -155,7 +155,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         # A name with a slash could lead out of the folder.
         valid = all(isinstance(name, str) and name and "/" not in name for name in weight_map.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigFileError(f"{path} is no safetensors index: {error!r}; download it again") from error
     if not valid or not weight_map:
         raise ConfigFileError(f"{path}: weight_map must map tensor names to files of the same folder")

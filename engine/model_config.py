@@ -98,7 +98,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigFileError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigFileError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigFileError(f"{path} must hold a JSON object, found {type(value).__name__}")

@@ -7,7 +7,8 @@
 
 #define K_BLOCK 256      /* of k: 16 columns of so many weights are 16 KiB */
 #define BLOCK_ROWS 240   /* rows of one task: their sums are a thread's own, 30 KiB */
-#define PART_PAIRS 64    /* of a panel, for a few rows, which ask for what comes three parts later */
+#define PART_PAIRS 64    /* of a panel, for a few rows, which ask for what comes three parts later; for two groups of
+                          * rows, whose widened weights then leave room in the first cache for those on their way */
 #define PANEL_OF(BITS) ((int64_t)PANEL * (BITS) / 4) /* bytes for each pair */
 
 INLINE const float *rows_at(const Linear *l, int64_t row, int64_t k) {
@@ -88,8 +89,9 @@ static void many_through(const Linear *l, int64_t first, int64_t rows, int64_t p
     Sums sums[BLOCK_ROWS] __attribute__((aligned(64)));
     const uint8_t *panel = l->panels + p * l->panel_bytes;
     int64_t groups = (rows + ROWS_MAX - 1) / ROWS_MAX, per_group = (rows + groups - 1) / groups, line = PANEL_OF(l->bits);
-    for (int64_t at = 0; at < l->pairs; at += K_BLOCK / 2) {
-        int64_t pairs = l->pairs - at < K_BLOCK / 2 ? l->pairs - at : K_BLOCK / 2, then = at + K_BLOCK / 2;
+    int64_t part = groups > 2 ? K_BLOCK / 2 : PART_PAIRS;
+    for (int64_t at = 0; at < l->pairs; at += part) {
+        int64_t pairs = l->pairs - at < part ? l->pairs - at : part, then = at + part;
         const char *ahead = then < l->pairs ? (const char *)panel + line * then : next;
         int64_t asks = groups * (2 / HALVES) * (pairs / 4), step = asks ? (line * pairs + asks - 1) / asks : 0;
         for (int h = 0; h < 2; h += HALVES) {

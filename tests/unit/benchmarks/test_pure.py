@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -168,11 +169,11 @@ def test_the_rates_around_a_case_are_averaged() -> None:
         return [(float(step), len(prompts)) for step in range(1, tokens + 1)]
 
     load = LOADS["473m"]
-    found = measure("473m", load, generate, lambda: [10.0 * len(calls), 10.0 * len(calls) + 2])
+    found = measure("473m", load, random.Random(0), generate, lambda: [10.0 * len(calls), 10.0 * len(calls) + 2])
     # The first call is the prefill's.
     assert [found[f"read_bytes_s_{batch}_{context}"] for batch, context in DECODES["473m"]] == [21, 31, 41, 51]
     assert calls == [4, 1, 1, 16, 16]
-    assert not any(name.startswith("read") for name in measure("473m", load, generate))
+    assert not any(name.startswith("read") for name in measure("473m", load, random.Random(0), generate))
 
 
 def test_a_slow_multiplier_bounds_a_step() -> None:
@@ -184,15 +185,19 @@ def test_a_slow_multiplier_bounds_a_step() -> None:
     assert line.endswith("(multipliers) |")
 
 
-def test_a_light_round_shares_the_prompts_of_its_decode_steps() -> None:
-    """Sixteen prompts that differ in their last tokens only; those of the prefill share nothing."""
+def test_a_light_round_goes_on_what_its_prefill_has_read() -> None:
+    """Prompts of decode steps are the beginning of the prefill's and one token more; the next round's is another."""
     asked: list[list[list[int]]] = []
 
     def generate(prompts: list[list[int]], tokens: int) -> Steps:
         asked.append(prompts)
         return [(float(step), len(prompts)) for step in range(1, tokens + 1)]
 
-    measure("473m", LIGHT["473m"], generate)
-    assert [(len(prompts), len(prompts[0])) for prompts in asked] == [(1, 512), (1, 64), (1, 512), (16, 64), (16, 512)]
-    assert [len({tuple(prompt[:-16]) for prompt in prompts}) for prompts in asked] == [1, 1, 1, 1, 1]
-    assert len({tuple(prompt[-16:]) for prompt in asked[-1]}) == 16
+    rng = random.Random(0)
+    measure("473m", LIGHT, rng, generate)
+    assert [(len(prompts), len(prompts[0])) for prompts in asked] == [(1, 512), (1, 65), (1, 513), (16, 65), (16, 513)]
+    read = asked[0][0]
+    assert all(prompt[:-1] == read[: len(prompt) - 1] for prompts in asked[1:] for prompt in prompts)
+    assert len({prompt[-1] for prompt in asked[-1]}) == 16
+    measure("473m", LIGHT, rng, generate)
+    assert asked[5][0] != read

@@ -203,6 +203,8 @@ def test_a_spec_is_checked() -> None:
     """Numbers, names of processes, and the settings of all of them, before anything is started."""
     with pytest.raises(InvalidField, match="prefill must be positive"):
         ClusterSpec(prefill=0)
+    with pytest.raises(InvalidField, match="memory_share says nothing beside blocks"):
+        ClusterSpec(blocks=64, memory_share=0.5)
     with pytest.raises(InvalidField, match="names no process of this cluster: decode-7"):
         ClusterSpec(node_flags={"decode-7": {}})
     with pytest.raises(ConfigError, match=r"--engine-block-size: .*got 'x'"):

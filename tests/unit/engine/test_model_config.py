@@ -257,7 +257,8 @@ def test_a_window_that_is_switched_off_is_no_obstacle() -> None:
 
 
 def test_folder_errors_name_the_file(tmp_path: Path) -> None:
-    """No folder, no config.json, broken JSON, JSON that is no object, a broken generation_config.json."""
+    """No folder, no config.json, broken JSON, JSON nested too deep, JSON that is no object, a broken
+    generation_config.json."""
     with pytest.raises(ModelFolderError, match="nowhere does not exist"):
         load_model_config(tmp_path / "nowhere")
     with pytest.raises(ConfigFileError, match=r"config\.json is missing"):
@@ -267,6 +268,9 @@ def test_folder_errors_name_the_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigFileError, match=r"config\.json is not valid JSON"):
         load_model_config(tmp_path)
     config.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigFileError, match=r"config\.json is not valid JSON"):
+        load_model_config(tmp_path)
+    config.write_text("[" * 100_000)
     with pytest.raises(ConfigFileError, match=r"config\.json is not valid JSON"):
         load_model_config(tmp_path)
     config.write_text("[1]")
