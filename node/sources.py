@@ -4,7 +4,8 @@ A `PrefixSource` is another node, or a tier below the region. Its blocks go into
 prompt is queued. The choice is by measured costs: the source is asked that is expected to save most time. Whatever
 fails, the prompt is computed. One rule bounds what that costs: a gather may lose a share of what computing takes,
 `LOST_SHARE_MAX`, or `LOST_S_MIN` if that is more, and what has come adds the time that it has saved. A source that has
-not shown by then that it is at work is given up; one that has shown it may take twice as long as expected besides.
+not shown by then that it is at work is given up; one that has shown it may take twice as long as expected besides, but
+no longer than computing what it brings.
 """
 
 from __future__ import annotations
@@ -295,11 +296,10 @@ class Gatherer:
     async def _bring(self, offer: Offer, left_s: float) -> int:
         """-> positions that came."""
         digest = offer.prompt.chain[offer.have_blocks]
-        expected_s = offer.expected_s
+        longer_s = min(EXPECTED_TIMES_MAX * offer.expected_s, self._worth_s(offer.have_blocks, offer.blocks))
         try:
             async with asyncio.timeout(left_s) as timer:
-                longer_s, ends_s = EXPECTED_TIMES_MAX * expected_s, self._clock() + expected_s
-                wait = Wait(timer=timer, longer_s=longer_s, ends_s=ends_s)
+                wait = Wait(timer=timer, longer_s=longer_s, ends_s=self._clock() + offer.expected_s)
                 if offer.sign_s == 0:
                     wait.at_work()
                 self._under_way[digest] = offer, wait
@@ -318,10 +318,11 @@ class Gatherer:
         end = min(offer.have_blocks + offer.blocks, len(prompt.chain))
         same = bisect_left(range(end), True, key=lambda index: prompt.chain[index] != offer.prompt.chain[index])
         expected_s = max(0.0, wait.ends_s - self._clock())
-        if expected_s >= self._worth_s(offer.have_blocks, same - offer.have_blocks):
+        worth_s = self._worth_s(offer.have_blocks, same - offer.have_blocks)
+        if expected_s >= worth_s:
             return False
         if wait.is_seen:
-            left_s += EXPECTED_TIMES_MAX * expected_s
+            left_s += min(EXPECTED_TIMES_MAX * expected_s, worth_s)
         elif expected_s > left_s:
             return False
         try:

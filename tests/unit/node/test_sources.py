@@ -192,24 +192,25 @@ def test_a_fixed_cost_keeps_short_prompts_from_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sign_s", "shows", "takes_s", "came", "waited_s"),
+    ("expected_s", "sign_s", "shows", "takes_s", "came", "waited_s"),
     [
-        (0.01, True, 0.0614, 64, 0.0614),
-        (0.01, True, 0.138, 64, 0.138),
-        (0.01, True, 1e6, 0, 0.1228 + 0.01536),
-        (0.01, False, 1e6, 0, 0.01536),
-        (0.0, True, 1e6, 0, 0.1228 + 0.01536),
-        (0.016, True, 0.0614, 0, 0.0),
+        (0.04, 0.01, True, 0.04, 64, 0.04),
+        (0.04, 0.01, True, 0.095, 64, 0.095),
+        (0.04, 0.01, True, 1e6, 0, 0.08 + 0.01536),
+        (0.09, 0.01, True, 1e6, 0, 0.1024 + 0.01536),
+        (0.04, 0.01, False, 1e6, 0, 0.01536),
+        (0.04, 0.0, True, 1e6, 0, 0.08 + 0.01536),
+        (0.04, 0.016, True, 0.04, 0, 0.0),
     ],
 )
 def test_a_source_may_cost_a_share_of_computing(
-    sign_s: float, shows: bool, takes_s: float, came: int, waited_s: float
+    expected_s: float, sign_s: float, shows: bool, takes_s: float, came: int, waited_s: float
 ) -> None:
-    """Computing takes 102 ms, of which 15 may be lost; all 64 blocks are expected after 61. One that shows in time that
-    it is at work, as the node's own always is, may take twice as long besides; one that never shows it is given up
-    after 15 ms, and one that is expected to show it later is not asked."""
+    """Computing takes 102 ms, of which 15 may be lost; all 64 blocks are expected after `expected_s`. One that shows in
+    time that it is at work, as the node's own always is, may take twice as long besides, but no longer than computing;
+    one that never shows it is given up after 15 ms, and one that is expected to show it later is not asked."""
     world = World()
-    source = world.source(64, share=0.0, fixed_s=0.0614)
+    source = world.source(64, share=0.0, fixed_s=expected_s)
     source.sign_s, source.shows = sign_s, shows
     source.takes = lambda offer: takes_s
     (got,), took_s = world.run(prompt(64))
