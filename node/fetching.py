@@ -407,7 +407,7 @@ class Fetches:
         now_s = self._loop.time()
         self.costs.signed(fetch.owner, now_s - fetch.began_s, now_s)
         self.costs.of(fetch.owner).silent = 0
-        fetch.wait.at_work()
+        fetch.wait.at_work(len(fetch.blocks) // self._groups)
 
     def _draft(self, grant: GrantId) -> None:
         """Make the next entries of what is being written."""

@@ -2,15 +2,17 @@
 
 A `PrefixSource` is another node, or a tier below the region. Its blocks go into the prefix cache, evictable, before the
 prompt is queued. The choice is by measured costs: the source is asked that is expected to save most time. Whatever
-fails, the prompt is computed. One rule bounds what that costs: a gather may lose a share of what computing takes,
-`LOST_SHARE_MAX`, or `LOST_S_MIN` if that is more, and what has come adds the time that it has saved. A source that has
-not shown by then that it is at work is given up; one that has shown it may take twice as long as expected besides, but
-no longer than computing what it brings.
+fails, the prompt is computed. One rule bounds what that costs: a source is given up that has not shown that it is at
+work after a share of what computing takes, `LOST_SHARE_MAX`, or after `LOST_S_MIN` if that is more; and so is one that
+has shown it after twice the time that was expected. No source is waited for longer than computing what it brings, and
+what a gather waits beyond that comes out of one share.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +33,7 @@ LOST_SHARE_MAX: Final = 0.15
 LOST_S_MIN: Final = 0.003
 """It may cost as much anyway: about what a short prompt takes besides its computing."""
 EXPECTED_TIMES_MAX: Final = 2
-"""How many times what is expected of a source it may take besides, once it has shown that it is at work."""
+"""How many times longer than expected a source may take once it has shown that it is at work."""
 ROUNDS_MAX: Final = 16
 """Of one gather."""
 FAILURES_MAX: Final = 4
@@ -146,6 +148,10 @@ class Offer:
     def nbytes(self) -> int:
         return self.block_bytes * self.blocks
 
+    def of(self, blocks: int) -> Offer:
+        """The same of so many blocks."""
+        return dataclasses.replace(self, blocks=blocks)
+
 
 class PrefixSource(Protocol):
     """Control thread only."""
@@ -172,8 +178,10 @@ class Wait:
 
     timer: asyncio.Timeout
     """Until the time is over."""
-    longer_s: float = 0.0
-    """How much longer that is once the source is at work."""
+    until_s: Callable[[int], float] = lambda _blocks: 0.0
+    """When that is, by the loop's clock, once a source is at work that brings so many positions."""
+    blocks: int = 0
+    """How many it brings, as far as is known."""
     ends_s: float = 0.0
     """When all is expected to be here, by the loop's clock."""
     is_seen: bool = False
@@ -181,12 +189,12 @@ class Wait:
     over: asyncio.Event = field(default_factory=asyncio.Event)
     """For other prompts of the same beginning."""
 
-    def at_work(self) -> None:
-        """It is waited for longer."""
+    def at_work(self, blocks: int) -> None:
+        """The source brings so many positions: it may be waited for longer."""
         when_s = self.timer.when()
         if when_s is not None and not self.is_seen and not self.timer.expired():
-            self.timer.reschedule(when_s + self.longer_s)
-        self.is_seen = True
+            self.timer.reschedule(max(when_s, self.until_s(blocks)))
+        self.is_seen, self.blocks = True, blocks
 
 
 @dataclass(slots=True, kw_only=True)
@@ -247,35 +255,33 @@ class Gatherer:
         return got
 
     async def _gather(self, prompt: Prefix, got: Gathered) -> None:
-        left_s: float | None = None
+        share_s = left_s = 0.0
         failures = 0
         for _ in range(ROUNDS_MAX):
             have = self._have(prompt)
             offers = self._offers(prompt, have)
             if not offers:
                 return
-            if left_s is None:  # not before: it takes a part of a millisecond, and most prompts are offered nothing
+            if not share_s:  # not before: it takes a part of a millisecond, and most prompts are offered nothing
                 # With the fixed part: a short prompt's first token costs more than its blocks, and may wait as long.
                 computing_s = self._computing.of(have * self._block_size, len(prompt.tokens))
-                left_s = max(LOST_S_MIN, LOST_SHARE_MAX * computing_s)
-            offer = self._best(offers, left_s)
+                share_s = left_s = max(LOST_S_MIN, LOST_SHARE_MAX * computing_s)
+            began_s, came = self._clock(), 0
+            other = self._under_way.get(prompt.chain[have])
+            offer = self._best(offers, math.inf if other else left_s)
             if offer is None:
                 return
-            began_s = self._clock()
-            other = self._under_way.get(prompt.chain[have])
             if other is None:
                 came = await self._bring(offer, left_s)
-            elif await self._other_brings(prompt, *other, left_s):
-                came = 0
-            else:
+            elif not await self._other_brings(prompt, *other, left_s):
                 return
-            left_s += self._worth_s(have, came) - (self._clock() - began_s)
+            more = max(came, self._have(prompt) - have)
+            left_s = min(share_s, left_s + self._worth_s(have, more) - (self._clock() - began_s))
             if came:
                 got.add(offer, came)
-            elif self._have(prompt) <= have:
-                failures += 1
-                if failures >= FAILURES_MAX:
-                    return
+            failures += more <= 0
+            if failures >= FAILURES_MAX or left_s <= 0:
+                return
 
     def _offers(self, prompt: Prefix, have: int) -> list[Offer]:
         found = [source.offer(prompt, have) for source in self._sources] if have < len(prompt.chain) else []
@@ -293,15 +299,22 @@ class Gatherer:
         """What computing them would add."""
         return self._computing.saved(have_blocks * self._block_size, (have_blocks + blocks) * self._block_size)
 
-    async def _bring(self, offer: Offer, left_s: float) -> int:
-        """-> positions that came."""
+    async def _bring(self, offer: Offer, unseen_s: float) -> int:
+        """Waits so long for a source that does not show that it is at work -> positions that came."""
         digest = offer.prompt.chain[offer.have_blocks]
-        longer_s = min(EXPECTED_TIMES_MAX * offer.expected_s, self._worth_s(offer.have_blocks, offer.blocks))
+        unseen_s = min(unseen_s, self._worth_s(offer.have_blocks, offer.blocks))
+        began_s = asyncio.get_running_loop().time()
+
+        def until_s(blocks: int) -> float:
+            longest_s = EXPECTED_TIMES_MAX * offer.of(blocks).expected_s
+            return began_s + min(longest_s, self._worth_s(offer.have_blocks, blocks))
+
         try:
-            async with asyncio.timeout(left_s) as timer:
-                wait = Wait(timer=timer, longer_s=longer_s, ends_s=self._clock() + offer.expected_s)
+            async with asyncio.timeout_at(began_s + unseen_s) as timer:
+                ends_s = self._clock() + offer.expected_s
+                wait = Wait(timer=timer, until_s=until_s, blocks=offer.blocks, ends_s=ends_s)
                 if offer.sign_s == 0:
-                    wait.at_work()
+                    wait.at_work(offer.blocks)
                 self._under_way[digest] = offer, wait
                 try:
                     return await offer.source.bring(offer, wait)
@@ -312,21 +325,20 @@ class Gatherer:
             log.info("blocks did not come in time", kind=offer.kind.value, origin=offer.origin, blocks=offer.blocks)
             return 0
 
-    async def _other_brings(self, prompt: Prefix, offer: Offer, wait: Wait, left_s: float) -> bool:
+    async def _other_brings(self, prompt: Prefix, offer: Offer, wait: Wait, unseen_s: float) -> bool:
         """Wait for what is being brought for another prompt, if it saves time and is at work, or comes within what may
         be lost -> whether it was waited for."""
-        end = min(offer.have_blocks + offer.blocks, len(prompt.chain))
+        end = min(offer.have_blocks + wait.blocks, len(prompt.chain))
         same = bisect_left(range(end), True, key=lambda index: prompt.chain[index] != offer.prompt.chain[index])
         expected_s = max(0.0, wait.ends_s - self._clock())
         worth_s = self._worth_s(offer.have_blocks, same - offer.have_blocks)
-        if expected_s >= worth_s:
-            return False
+        longest_s = min(unseen_s, worth_s)
         if wait.is_seen:
-            left_s += min(EXPECTED_TIMES_MAX * expected_s, worth_s)
-        elif expected_s > left_s:
+            longest_s = max(longest_s, min(EXPECTED_TIMES_MAX * expected_s, worth_s))
+        if expected_s >= min(longest_s, worth_s):
             return False
         try:
-            async with asyncio.timeout(left_s):
+            async with asyncio.timeout(longest_s):
                 await wait.over.wait()
         except TimeoutError:
             log.info("what another prompt waits for did not come in time", blocks=offer.blocks)

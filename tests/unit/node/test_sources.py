@@ -70,7 +70,7 @@ class Played:
         try:
             if self.shows and self.sign_s:
                 await asyncio.sleep(self.sign_s)
-                wait.at_work()
+                wait.at_work(self.brings(offer))
             await asyncio.sleep(began_s + self.takes(offer) - loop.time())
         except asyncio.CancelledError:
             self.given_up.append(wait.timer.expired())
@@ -195,11 +195,12 @@ def test_a_fixed_cost_keeps_short_prompts_from_it() -> None:
     ("expected_s", "sign_s", "shows", "takes_s", "came", "waited_s"),
     [
         (0.04, 0.01, True, 0.04, 64, 0.04),
-        (0.04, 0.01, True, 0.095, 64, 0.095),
-        (0.04, 0.01, True, 1e6, 0, 0.08 + 0.01536),
-        (0.09, 0.01, True, 1e6, 0, 0.1024 + 0.01536),
+        (0.04, 0.01, True, 0.075, 64, 0.075),
+        (0.04, 0.01, True, 1e6, 0, 0.08),
+        (0.09, 0.01, True, 1e6, 0, 0.1024),
+        (0.005, 0.001, True, 1e6, 0, 0.01536),
         (0.04, 0.01, False, 1e6, 0, 0.01536),
-        (0.04, 0.0, True, 1e6, 0, 0.08 + 0.01536),
+        (0.04, 0.0, True, 1e6, 0, 0.08),
         (0.04, 0.016, True, 0.04, 0, 0.0),
     ],
 )
@@ -207,7 +208,7 @@ def test_a_source_may_cost_a_share_of_computing(
     expected_s: float, sign_s: float, shows: bool, takes_s: float, came: int, waited_s: float
 ) -> None:
     """Computing takes 102 ms, of which 15 may be lost; all 64 blocks are expected after `expected_s`. One that shows in
-    time that it is at work, as the node's own always is, may take twice as long besides, but no longer than computing;
+    time that it is at work, as the node's own always is, may take twice as long, but no longer than computing;
     one that never shows it is given up after 15 ms, and one that is expected to show it later is not asked."""
     world = World()
     source = world.source(64, share=0.0, fixed_s=expected_s)
@@ -228,13 +229,47 @@ def test_a_short_prompt_may_wait_for_longer() -> None:
 
 
 def test_a_source_that_shows_itself_in_time_is_asked_where_a_better_one_does_not() -> None:
-    """A peer has all, and is expected to ask for room after 20 ms, where 15 may be lost. The disk has a
-    half, which comes; what that has saved may be lost with the peer's."""
+    """A peer has all, and is expected to ask for room after 20 ms, where 15 may be lost. The disk has a half: that
+    comes, and the peer is not asked for the rest either."""
     world = World()
-    world.source(64, share=0.1).sign_s = 0.02
+    peer = world.source(64, share=0.1)
+    peer.sign_s = 0.02
     world.source(32, share=0.5, kind=SourceKind.DISK)
     (got,), _ = world.run(prompt(64))
-    assert got.blocks == {SourceKind.DISK: 32, SourceKind.PEER: 32}
+    assert got.blocks == {SourceKind.DISK: 32} and peer.asked == []
+
+
+def test_what_has_come_does_not_pay_for_a_silent_source() -> None:
+    """Computing takes 205 ms, of which 31 may be lost. The disk brings 120 of 128 blocks in 10 ms. A silent peer has
+    the rest, which takes 12.8 ms to compute, and is waited for as long at a time, and for 31 ms in all."""
+    world = World()
+    world.source(120, share=0.0, fixed_s=0.01, kind=SourceKind.DISK)
+    peer = world.source(128, share=0.5)
+    peer.sign_s, peer.shows, peer.takes = 0.001, False, lambda offer: 1e6
+    (got,), took_s = world.run(prompt(128))
+    assert got.blocks == {SourceKind.DISK: 120} and peer.asked == [8, 8, 8]
+    assert took_s == pytest.approx(0.01 + 0.03072)
+
+
+def test_a_source_that_was_granted_less_is_waited_for_as_long_as_that_is_worth() -> None:
+    """A peer offers 64 blocks, is granted 4 of them, which take 6.4 ms to compute, and stops. It costs the share that
+    any may cost, and no more."""
+    world = World()
+    peer = world.source(64, share=0.4)
+    peer.sign_s, peer.brings, peer.takes = 0.001, lambda offer: 4, lambda offer: 1e6
+    (got,), took_s = world.run(prompt(64))
+    assert got.blocks == {} and took_s == pytest.approx(0.01536)
+
+
+def test_a_short_prompt_waits_for_a_long_ones_fetch_whose_owner_it_would_not_ask() -> None:
+    """Owners show after 20 ms that they are at work. A prompt that takes 410 ms to compute asks one and is 5 ms from
+    its end when a prompt of 102 ms with the same beginning comes, which may lose 15 ms: it waits for those 5."""
+    world = World()
+    peer = world.source(256, share=0.0, fixed_s=0.06)
+    peer.sign_s = 0.02
+    (_, short), _ = world.run(prompt(256), prompt(64), at_s=(0.0, 0.055))
+    assert peer.asked == [256] and short.blocks == {}
+    assert world.ended_s[1] == pytest.approx(0.06)
 
 
 def test_prompts_that_wait_for_what_another_fetches_wait_until_it_comes_or_not_at_all() -> None:
