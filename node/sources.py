@@ -4,8 +4,8 @@ A `PrefixSource` is another node, or a tier below the region. Its blocks go into
 prompt is queued. The choice is by measured costs: the source is asked that is expected to save most time. Whatever
 fails, the prompt is computed. One rule bounds what that costs: a source is given up that has not shown that it is at
 work after a share of what computing takes, `LOST_SHARE_MAX`, or after `LOST_S_MIN` if that is more; and so is one that
-has shown it after twice the time that was expected. No source is waited for longer than computing what it brings, and
-what a gather waits beyond that comes out of one share.
+has shown it after twice the time that was expected besides, or as long as computing what it brings takes, if that is
+less. What a gather waits for in vain comes out of one share.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOST_SHARE_MAX: Final = 0.15
 LOST_S_MIN: Final = 0.003
 """It may cost as much anyway: about what a short prompt takes besides its computing."""
 EXPECTED_TIMES_MAX: Final = 2
-"""How many times longer than expected a source may take once it has shown that it is at work."""
+"""How many times what is expected of a source it may take besides, once it has shown that it is at work."""
 ROUNDS_MAX: Final = 16
 """Of one gather."""
 FAILURES_MAX: Final = 4
@@ -307,7 +307,7 @@ class Gatherer:
 
         def until_s(blocks: int) -> float:
             longest_s = EXPECTED_TIMES_MAX * offer.of(blocks).expected_s
-            return began_s + min(longest_s, self._worth_s(offer.have_blocks, blocks))
+            return began_s + unseen_s + min(longest_s, self._worth_s(offer.have_blocks, blocks))
 
         try:
             async with asyncio.timeout_at(began_s + unseen_s) as timer:
@@ -334,7 +334,7 @@ class Gatherer:
         worth_s = self._worth_s(offer.have_blocks, same - offer.have_blocks)
         longest_s = min(unseen_s, worth_s)
         if wait.is_seen:
-            longest_s = max(longest_s, min(EXPECTED_TIMES_MAX * expected_s, worth_s))
+            longest_s += min(EXPECTED_TIMES_MAX * expected_s, worth_s)
         if expected_s >= min(longest_s, worth_s):
             return False
         try:
