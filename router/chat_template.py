@@ -78,7 +78,7 @@ class ChatTemplate:
             if source is None:
                 return None
             return cls(source, _special_tokens(config))
-        except (OSError, ValueError, TemplateError) as error:
+        except (OSError, ValueError, RecursionError, TemplateError) as error:
             text = f"The chat template of {folder} cannot be read: {error}."
             raise BatonError(Reason.MODEL_BROKEN, text, field="model") from error
 

@@ -146,6 +146,15 @@ def test_a_template_that_refuses(folder: Path, tmp_path: Path) -> None:
     assert "no system message, please" in message
 
 
+@pytest.mark.parametrize("text", ["no JSON", "[]", "[" * 100_000 + "]" * 100_000])
+def test_a_broken_config_of_the_tokenizer(text: str, tmp_path: Path) -> None:
+    """No JSON, no object, or nested deeper than the parser goes."""
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    with pytest.raises(BatonError, match="cannot be read") as caught:
+        ChatTemplate.load(tmp_path)
+    assert caught.value.reason is Reason.MODEL_BROKEN
+
+
 def test_no_template(folder: Path) -> None:
     """A router without a model, or with a model that has no template, says what to send instead."""
     for codec in (None, TextCodec.load(folder)):
