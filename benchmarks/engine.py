@@ -88,6 +88,7 @@ LOAD_NAMES = {
     KernelSet.AVX512: "lightest",
     KernelSet.AVX512BF16: "light",
 }
+"""How much is measured with a set (engine_cases.py, `WEIGHTS`); with the others, all."""
 
 
 def load_name(kernels: KernelSet) -> str:

@@ -11,7 +11,6 @@ less. What a gather waits for in vain comes out of one share.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -147,10 +146,6 @@ class Offer:
     @property
     def nbytes(self) -> int:
         return self.block_bytes * self.blocks
-
-    def of(self, blocks: int) -> Offer:
-        """The same of so many blocks."""
-        return dataclasses.replace(self, blocks=blocks)
 
 
 class PrefixSource(Protocol):
@@ -306,7 +301,7 @@ class Gatherer:
         began_s = asyncio.get_running_loop().time()
 
         def until_s(blocks: int) -> float:
-            longest_s = EXPECTED_TIMES_MAX * offer.of(blocks).expected_s
+            longest_s = EXPECTED_TIMES_MAX * (offer.fixed_s + offer.block_s * blocks)
             return began_s + unseen_s + min(longest_s, self._worth_s(offer.have_blocks, blocks))
 
         try:
