@@ -1,10 +1,11 @@
 #!/bin/bash
 # Inside the virtual machine: makes the Soft-RoCE device, runs the tests, and asks the device what it has counted.
 # Usage: guest.sh FOLDER PYTHON STDLIB SITE PYVERBS COMMAND...; the report and the exit code go to FOLDER.
+# Exit code 75: the kernel has lost the device by itself, so the tests after that say nothing.
 set -uo pipefail
 folder=$1 python=$2 stdlib=$3 site=$4 pyverbs=$5
 shift 5
-exec >"$folder/report" 2>&1
+exec >>"$folder/report" 2>&1
 trap 'echo "$?" >"$folder/rc"; sync' EXIT
 
 counters() {
@@ -42,17 +43,25 @@ echo 0 0 >"$BATON_RDMA_BYTES"
 rdma link
 counters before
 before=$(sent_packets)
+again=
+[ ! -e "$folder/cache" ] || again=again
 set +e
 "$python" "$@"
 rc=$?
 set -e
+# Soft-RoCE of Linux 6.1 now and then counts a reference to its device down twice: sysfs still lists it, all else denies
+# that it is there, and it can neither be removed nor made again.
+if [ -e /sys/class/infiniband/rxe0 ] && ! rdma statistic show link rxe0/1 >/dev/null 2>&1; then
+    dmesg | tail -n 60
+    exit 75
+fi
 counters after
 moved=$(($(sent_packets) + $(cat "$BATON_RDMA_PACKETS") - before))
 # What the cluster's handoffs moved, and what the device sent between their begin and their end.
 read -r bytes packets <"$BATON_RDMA_BYTES"
 echo "the device has sent $moved packets in all, each of at most 4096 bytes of data;"
 echo "handed over by the cluster: $bytes bytes, in which time it sent $packets packets"
-case " $* " in *" -k "*) whole=0 ;; *" tests/rdma "*) whole=1 ;; *) whole=0 ;; esac
+case " $* $again" in *" -k "* | *again) whole=0 ;; *" tests/rdma "*) whole=1 ;; *) whole=0 ;; esac
 if [ "$rc" -eq 0 ] && { [ "$moved" -le 0 ] || [ $((packets * 4096)) -lt "$bytes" ]; }; then
     echo "The device has not moved what was handed over: it went another way."
     rc=1

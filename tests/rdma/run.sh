@@ -3,13 +3,14 @@
 # needed) over this machine's files, makes a Soft-RoCE device there, and runs the tests of tests/rdma on it.
 #
 # Usage: run.sh [PYTHON ARGUMENTS...], by default "-m pytest tests/rdma". PYTHON names the interpreter of the virtual
-# environment; SECONDS_MAX is when the machine is given up.
+# environment; SECONDS_MAX is when the machine is given up. A machine whose kernel loses the device is booted once more,
+# for the tests that have not passed.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=$(realpath -s "${PYTHON:-.venv/bin/python}")
 seconds_max=${SECONDS_MAX:-900}
-work=$PWD/build/rdma
-[ "$#" -gt 0 ] || set -- -m pytest -p no:cacheprovider -p no:xdist -v --durations=8 tests/rdma
+work=$PWD/build/rdma run=$PWD/build/rdma/run
+[ "$#" -gt 0 ] || set -- -m pytest -o "cache_dir=$run/cache" --last-failed -p no:xdist -v --durations=8 tests/rdma
 
 say() { echo "test-rdma: $*"; }
 give_up() { say "$*" >&2; exit 1; }
@@ -91,21 +92,33 @@ pyverbs=$(dirname "$("$python" -c 'from kvtransfer.transports.rdma_verbs import 
 say "making the image"
 make_image
 
-run=$work/run
 rm -rf "$run"
 mkdir -p "$run"
 : >"$run/report"
-say "booting; at most $seconds_max s from here"
-PATH=$(dirname "$python"):$PATH setsid timeout -k 10 "$seconds_max" "$vng" --disable-kvm -r "$kernel" --cpus 2 \
-    --memory 4G --user root --rwdir "$run" --disk "$work/image" -- \
-    bash "$PWD/tests/rdma/guest.sh" "$run" "$python" "$stdlib" "$site" "$pyverbs" "$@" >"$run/console" 2>&1 </dev/null &
-machine=$!
-trap 'kill -- "-$machine" 2>/dev/null || true' EXIT
-tail -n +1 -f --pid="$machine" "$run/report" || true
-wait "$machine" || true
-if [ ! -e "$run/rc" ]; then
-    tail -20 "$run/console" >&2
-    give_up "the virtual machine has ended, or was given up after $seconds_max s, without a result"
+machine=
+trap '[ -z "$machine" ] || kill -- "-$machine" 2>/dev/null || true' EXIT
+
+# Boots the machine, shows its report, and sets `rc`.
+boot() {
+    rm -f "$run/rc"
+    say "booting; at most $seconds_max s from here"
+    PATH=$(dirname "$python"):$PATH setsid timeout -k 10 "$seconds_max" "$vng" --disable-kvm -r "$kernel" --cpus 2 \
+        --memory 4G --user root --rwdir "$run" --disk "$work/image" -- \
+        bash "$PWD/tests/rdma/guest.sh" "$run" "$python" "$stdlib" "$site" "$pyverbs" "$@" >"$run/console" 2>&1 </dev/null &
+    machine=$!
+    tail -n "+$(($(wc -l <"$run/report") + 1))" -f --pid="$machine" "$run/report" || true
+    wait "$machine" || true
+    if [ ! -e "$run/rc" ]; then
+        tail -20 "$run/console" >&2
+        give_up "the virtual machine has ended, or was given up after $seconds_max s, without a result"
+    fi
+    rc=$(cat "$run/rc")
+}
+
+boot "$@"
+if [ "$rc" -eq 75 ]; then
+    say "the kernel has lost the device by itself (see above); once more, for the tests that have not passed"
+    boot "$@"
 fi
-say "$((SECONDS - began)) s, exit code $(cat "$run/rc")"
-exit "$(cat "$run/rc")"
+say "$((SECONDS - began)) s, exit code $rc"
+exit "$rc"

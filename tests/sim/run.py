@@ -305,8 +305,8 @@ class _LogEar(logging.Handler):
             self._cluster.violation(text + cause)
 
 
-SUITE_SEEDS = 220
-"""Of `make test`."""
+SUITE_SEEDS = 120
+"""Of `make test-all`."""
 SUITE_REQUESTS = 40
 _SUITE_PROFILES = ("small", "tangled", "routers", "pair", "overtaken", "stalled")
 
