@@ -15,10 +15,15 @@ from tests.support.shm_harness import run
 
 WITHOUT_NIXL = pytest.mark.skipif(not installed(), reason="NIXL is not installed: `make test-ucx` runs these")
 
+HOST_AND_DEVICE_KITS = [
+    pytest.param(kit, marks=pytest.mark.slow) if kit.from_device != kit.to_device else pytest.param(kit) for kit in KITS
+]
+"""A device at one end goes through code that the kit with a device at both ends goes through too."""
+
 
 @pytest.mark.parametrize(
     "kit",
-    [*KITS, *(pytest.param(kit, marks=WITHOUT_NIXL) for kit in UCX_KITS)],
+    [*HOST_AND_DEVICE_KITS, *(pytest.param(kit, marks=WITHOUT_NIXL) for kit in UCX_KITS)],
     ids=lambda kit: kit.name,
 )
 @pytest.mark.parametrize("case", CASES + MORE_CASES, ids=lambda case: case.__name__)
