@@ -37,7 +37,7 @@ from kvtransfer.transports.tcp import moved_by
 from kvtransfer.transports.ucx import UcxUnavailable, destruction_fences, try_ucx
 from node.config import NodeConfig
 from node.grammars import Grammars
-from node.region_size import region_size
+from node.region_size import RegionSize, region_size
 from node.regions import (
     PoolRegion,
     clear_frames_of,
@@ -206,25 +206,8 @@ async def open_device_pool(
 
     Raises BatonError: MODEL_MISSING, MODEL_BROKEN, MODEL_UNSUPPORTED, BAD_CONFIG (no room, no such device or backend).
     """
-    weights_bytes = 0
-
-    def loading(done: int, total: int) -> None:
-        nonlocal weights_bytes
-        weights_bytes = total
-        progress("loading", done, total)
-
-    built = await asyncio.to_thread(build_runner, config, loading)
-    if built.kernel_set:
-        engine_log.info("compute kernels", set=built.kernel_set, why=built.kernels_why)
+    built, size = await _load(config, progress, spill, store)
     layout = built.runner.layout
-    size = region_size(
-        config,
-        layout,
-        context_len_max=built.runner.context_len_max,
-        weights_bytes=weights_bytes,
-        spill=spill,
-        store=store,
-    )
     began_s = time.monotonic()
     region = await open_pool_region(config, layout, size.num_blocks, f"baton-{name}", progress, transports)
     engine_log.info(f"KV: {size.text}", opened_s=round(time.monotonic() - began_s, 1))
@@ -245,12 +228,7 @@ async def open_device_pool(
                     spill, below=region, layout=layout, engine=engine, blocks=blocks, name=name, progress=progress
                 )
                 opened.callback(host.memory.close)
-            tiers = None
-            if store is not None and store.host_bytes:
-                tiers = await open_store(
-                    store, below=region, layout=layout, blocks=blocks, name=name, progress=progress
-                )
-                _bind_store(tiers, engine, blocks.ledger, host)
+            tiers = await _open_tiers(store, region, layout, engine, blocks, host, name=name, progress=progress)
         except BaseException as error:
             clear_frames_of(error)
             raise
@@ -281,12 +259,51 @@ async def open_device_pool(
     )
 
 
-def _bind_store(store: Store, engine: Engine, ledger: Ledger, host: HostMemory | None) -> None:
+async def _load(
+    config: EngineConfig, progress: Progress, spill: SpillConfig | None, store: StoreConfig | None
+) -> tuple[BuiltEngine, RegionSize]:
+    """The model, on a thread of its own, and the region that goes with it. Raises BatonError as `open_device_pool`."""
+    weights_bytes = 0
+
+    def loading(done: int, total: int) -> None:
+        nonlocal weights_bytes
+        weights_bytes = total
+        progress("loading", done, total)
+
+    built = await asyncio.to_thread(build_runner, config, loading)
+    if built.kernel_set:
+        engine_log.info("compute kernels", set=built.kernel_set, why=built.kernels_why)
+    size = region_size(
+        config,
+        built.runner.layout,
+        context_len_max=built.runner.context_len_max,
+        weights_bytes=weights_bytes,
+        spill=spill,
+        store=store,
+    )
+    return built, size
+
+
+async def _open_tiers(
+    config: StoreConfig | None,
+    region: PoolRegion,
+    layout: Layout,
+    engine: Engine,
+    blocks: BlockManager,
+    host: HostMemory | None,
+    *,
+    name: str,
+    progress: Progress,
+) -> Store | None:
     """Room that the store makes wakes the engine; under overcommit the answers' headroom is not spare for it."""
+    if config is None or not config.host_bytes:
+        return None
+    store = await open_store(config, below=region, layout=layout, blocks=blocks, name=name, progress=progress)
     store.room_changed = engine.changed
     if host is not None:
-        headroom = host.spill.headroom
+        ledger, headroom = blocks.ledger, host.spill.headroom
         store.spare = lambda: ledger.available - headroom()
+    return store
 
 
 async def _open_blocks(
