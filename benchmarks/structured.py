@@ -322,7 +322,8 @@ Generate = Callable[[list[list[int]], int, bool], Any]
 
 
 def measure_steps(generate: Generate, batches: Sequence[int], steps: int, rounds: int) -> dict[str, list[float]]:
-    """Of each batch: milliseconds of a step of free text, and with grammars. No answer may end before the last step."""
+    """Of each batch: milliseconds of a step that writes to all of its answers, of free text, and with grammars. Most
+    steps must be such: vLLM begins some answers later, while it compiles their grammars, and none may end early."""
     from benchmarks.engine_cases import full_steps
 
     taken = {}
@@ -333,7 +334,7 @@ def measure_steps(generate: Generate, batches: Sequence[int], steps: int, rounds
         for _ in range(rounds):
             for follows in (False, True):
                 full_s = full_steps(generate(prompts, 1 + steps, follows), batch)
-                assert len(full_s) >= steps - 1, f"an answer of {batch} has ended: {len(full_s)} full steps of {steps}"
+                assert 2 * len(full_s) > steps, f"an answer of {batch} has ended: {len(full_s)} full steps of {steps}"
                 least[follows] = min(least[follows], 1e3 * median(full_s))
         taken[str(batch)] = least
     return taken

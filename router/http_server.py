@@ -160,7 +160,7 @@ class OpenAiApp:
                 raise bad_field("resume_token_ids", f"resume_token_ids goes with the header {LAST_EVENT_ID}.")
             return await self._reply(request, call, called.traceparent, token)
         except BatonError as error:
-            return self._refused(request, responses.renamed(error) if is_response else error, chat=chat)
+            return self._refused(request, error, chat=chat)
 
     async def _read(
         self,

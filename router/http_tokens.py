@@ -24,6 +24,8 @@ def tokenize(
     """JSON: the tokens of a prompt, or of messages as a chat would have them. Raises BatonError naming the field."""
     body = openai.parse_body(raw)
     check_model_name(openai.typed(body, "model", "") or names[0], names)
+    if ("messages" in body) == ("prompt" in body):
+        raise bad_field("prompt", "Either prompt or messages must be there.")
     if "messages" in body:
         encode = partial(prompts.encode_chat, tools=parse_tools(body).tools, special_tokens=special_tokens)
         ids = openai.chat_tokens(body, encode)

@@ -443,6 +443,7 @@ class Job:
             output_logprobs=self.logprobs,
             request_digest=resume.digest,
             stop_token_ids=sampling.stop_token_ids,
+            grammar=sampling.HasField("grammar"),
         )
         state.MergeFrom(resume.state)
         if state.ByteSize() > RESUME_STATE_BYTES_MAX:

@@ -19,7 +19,7 @@ from baton.wire import ModelInfo
 from router.line import Priority
 from router.request import LOGPROBS_MAX, MESSAGES_MAX, ROLES, UINT32_MAX, check_role
 from router.resume import RESUMABLE_ANSWERS_MAX, request_digest
-from router.structured import grammar_of
+from router.structured import grammar_field, grammar_of
 
 CHOICES_MAX: Final = 128
 """Answers to one call: prompts times n."""
@@ -37,12 +37,22 @@ _REFUSED: Final[_Refused] = {
     ("use_beam_search", "early_stopping"): ((False,), _DRAWN),
     ("length_penalty",): ((1,), _DRAWN),
     ("typical_p",): ((1,), "top_p, top_k and min_p cut what is drawn from"),
-    ("logits_processors", "logits_processor"): (([],), "nothing of a client's runs here"),
+    ("logits_processors", "logits_processor", "custom_logit_processor"): (([],), "nothing of a client's runs here"),
+    ("vllm_xargs", "custom_params"): (({},), "nothing of a client's runs here"),
     ("spaces_between_special_tokens",): ((True,), "special tokens are no part of an answer's text"),
     ("truncation_side",): (("left",), "prompts are cut at their beginning"),
     ("prompt_embeds",): (([],), "prompts are text or token ids"),
     ("thinking_token_budget", "repetition_detection"): ((), "nothing ends an answer but its tokens, stop and limits"),
     ("no_repeat_ngram_size",): ((0,), "repetition_penalty and frequency_penalty keep repetitions down"),
+    ("logprob_token_ids",): (([],), "log-probabilities are those of the best tokens"),
+    ("return_prompt_text",): ((False,), "/tokenize and /detokenize show a prompt"),
+    ("return_hidden_states",): ((False,), "an answer is text, token ids and log-probabilities"),
+    ("kv_transfer_params", "ec_transfer_params"): (({},), "the cluster itself chooses its nodes"),
+    ("watermarking",): ((False,), "nothing marks an answer's tokens"),
+    ("stop_regex",): (([],), "stop strings are looked for as they are"),
+    ("no_stop_trim",): ((False,), "include_stop keeps the stop string"),
+    ("separate_reasoning",): ((True,), "reasoning is never content"),
+    ("lora_path",): ((), "the model has no adapters"),
 }  # fmt: skip
 _REFUSED_NAMES: Final = frozenset(name for names in _REFUSED for name in names)
 _REFUSED_IN_COMPLETIONS: Final[_Refused] = {
@@ -109,6 +119,8 @@ class OpenAiCall:
     """What the client says that it has, of each answer. Empty: it does not say."""
     reading: resume_pb2.AnswerReading | None = None
     """How the answers of a chat are split into content, reasoning and calls of tools. None: all is content."""
+    grammar_field: str = ""
+    """Of the body, the field that says what the answers are; errors of their grammar name it."""
     echo: dict[str, Any] | None = None
     """What the answer repeats of a call of /v1/responses. None: it is none."""
 
@@ -224,7 +236,6 @@ def _cut(prompt: Sequence[int], body: Mapping[str, Any], context_len_max: int, m
 def parse_chat(body: Mapping[str, Any], encode: EncodeChat, context_len_max: int = UINT32_MAX) -> OpenAiCall:
     """/v1/chat/completions. `body` as `parse_body` gives it. Raises BatonError naming the field."""
     _answers_each(body)
-    refuse(body, _REFUSED_IN_CHATS)
     sampling = _sampling(body)
     _set_integer(sampling, body, "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens")
     if typed(body, "logprobs", False):
@@ -238,6 +249,7 @@ def parse_chat(body: Mapping[str, Any], encode: EncodeChat, context_len_max: int
 
 def chat_tokens(body: Mapping[str, Any], encode: EncodeChat) -> Sequence[int]:
     """The prompt of a chat. Raises BatonError naming the field."""
+    refuse(body, _REFUSED_IN_CHATS)
     goes_on = typed(body, "continue_final_message", False)
     extra: dict[str, Any] = {"add_generation_prompt": typed(body, "add_generation_prompt", not goes_on)}
     if goes_on and extra["add_generation_prompt"]:
@@ -269,14 +281,15 @@ def _call(
         text = f"A resumable call may ask for {RESUMABLE_ANSWERS_MAX} answers; this one asks for {answers}."
         raise bad_field("resumable", text)
     options = typed(body, "stream_options", {})
-    include_usage = typed(options, "include_usage", False)
+    include_usage = typed(options, "include_usage", False, within="stream_options.")
+    continuous_usage = typed(options, "continuous_usage_stats", False, within="stream_options.")
     return OpenAiCall(
         chat=chat,
         requests=requests,
         n=n,
         stream=stream,
         include_usage=include_usage,
-        continuous_usage=include_usage and typed(options, "continuous_usage_stats", False),
+        continuous_usage=include_usage and continuous_usage,
         logprobs=requests[0].sampling.HasField("logprobs"),
         token_ids=typed(body, "return_token_ids", False),
         tokens_as_ids=typed(body, "return_tokens_as_token_ids", False),
@@ -284,6 +297,7 @@ def _call(
         resumable=resumable,
         digest=request_digest(requests, n) if resumable else 0,
         said=_said(body.get("resume_token_ids", []), answers) if resumable else (),
+        grammar_field=grammar_field(body),
     )
 
 
@@ -301,6 +315,8 @@ def _priority(value: object) -> Priority | None:
         return None
     if isinstance(value, str) and value in _PRIORITIES:
         return _PRIORITIES[value]
+    if isinstance(value, str):
+        raise bad_field("priority", f"priority must be {', '.join(_PRIORITIES)}, or a whole number.")
     number = _integer("priority", value, -(1 << 31), (1 << 31) - 1)
     return Priority.HIGH if number < 0 else Priority.LOW if number else Priority.NORMAL
 
@@ -398,6 +414,9 @@ def _messages(messages: object) -> list[dict[str, Any]]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise bad_field(f"messages.{i}", f"messages[{i}] must be an object with a role.")
         check_role(message["role"], i, field=f"messages.{i}.role", roles=(*ROLES, "function"))
+        if message.get("function_call") is not None:
+            text = f"messages[{i}] has a function_call: tool_calls are what it became."
+            raise bad_field(f"messages.{i}.function_call", text)
         checked.append({**message, "content": _content(message.get("content"), i)})
     return checked
 
@@ -424,13 +443,13 @@ def refuse(body: Mapping[str, Any], refused: _Refused) -> None:
                 raise bad_field(name, f"{name} is not supported: {why}. Leave it out.")
 
 
-def typed(body: Mapping[str, Any], name: str, default: _T) -> _T:
-    """The field, of the default's type."""
+def typed(body: Mapping[str, Any], name: str, default: _T, *, within: str = "") -> _T:
+    """The field, of the default's type. `within` is the path of `body`, with its dot."""
     value = body.get(name)
     if value is None:
         return default
     if not isinstance(value, type(default)):
-        raise bad_field(name, f"{name} must be {_KINDS[type(default)]}.")
+        raise bad_field(f"{within}{name}", f"{within}{name} must be {_KINDS[type(default)]}.")
     return value
 
 
@@ -452,11 +471,12 @@ def _set_integer(sampling: inference_pb2.Sampling, body: Mapping[str, Any], name
         setattr(sampling, field, _integer(name, body[name], low, high))
 
 
-def _integer(name: str, value: object, low: int, high: int) -> int:
+def _integer(name: str, value: object, low: int, high: int, *, place: str = "") -> int:
+    """`place` is what an error calls it, if not by its name."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise bad_field(name, f"{name} must be a whole number from {low} to {high}.")
+        raise bad_field(name, f"{place or name} must be a whole number from {low} to {high}.")
     return value
 
 
@@ -465,7 +485,7 @@ def token_ids(name: str, values: object) -> list[int]:
         raise bad_field(name, f"{name} must be a list of token ids.")
     if values and {*map(type, values)} == {int} and min(values) >= 0 and max(values) <= UINT32_MAX:
         return values
-    return [_integer(name, value, 0, UINT32_MAX) for value in values]
+    return [_integer(name, value, 0, UINT32_MAX, place=f"{name}[{i}]") for i, value in enumerate(values)]
 
 
 STATUS_OF: Final = {

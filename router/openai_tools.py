@@ -87,6 +87,8 @@ def _check_tool(tool: object, field: str, place: str) -> None:
         raise bad_field(f"{field}.function.name", text)
     if parameters is not None and not isinstance(parameters, dict):
         raise bad_field(f"{field}.function.parameters", f"The parameters of {place} must be a JSON schema, an object.")
+    if not isinstance(function.get("strict") or False, bool):
+        raise bad_field(f"{field}.function.strict", f"strict of {place} must be true or false.")
 
 
 def check_calls(messages: Sequence[Mapping[str, Any]]) -> None:

@@ -228,11 +228,15 @@ class Replies:
 
     def failure(self, error: BatonError) -> str:
         """What a stream that fails ends with."""
-        return json.dumps(error_json(error, chat=self.call.chat))
+        return json.dumps(error_json(self.renamed(error), chat=self.call.chat))
 
     def renamed(self, error: BatonError) -> BatonError:
         """The error with the names that the call's fields have."""
-        return error
+        if error.field != "sampling.grammar" or not self.call.grammar_field:
+            return error
+        changed = error.reworded(error.message)
+        changed.field = self.call.grammar_field
+        return changed
 
     def framed(self, data: str) -> str:
         """A chunk as server-sent events."""

@@ -71,6 +71,8 @@ class CheckedRequest:
 def text_of(state: resume_pb2.ResumeState) -> CheckedRequest:
     """Of a request that is taken over: what its text is cut by, and nothing to compute it by."""
     sampling = common_pb2.SamplingSpec(min_tokens=state.min_tokens, stop_token_ids=state.stop_token_ids)
+    if state.grammar:
+        sampling.grammar.SetInParent()
     return CheckedRequest(prompt=(), sampling=sampling, stop=tuple(state.stop), include_stop=state.include_stop)
 
 
@@ -339,11 +341,11 @@ def own_cache_salt(key_salt: str | None, asked: bytes) -> bytes:
     return b"\xff" + hashlib.sha256(len(key_bytes).to_bytes(8) + key_bytes + asked).digest()
 
 
-def check_role(role: str, i: int, *, field: str, roles: Sequence[str] = ROLES) -> None:
-    """Of message `i`. Templates write it between the characters of a special token, so it is one of a few. Raises
-    BatonError naming `field`."""
+def check_role(role: str, i: int, *, field: str, roles: Sequence[str] = ROLES, of: str = "messages") -> None:
+    """Of message `i`, of these. Templates write it between the characters of a special token, so it is one of a few.
+    Raises BatonError naming `field`."""
     if role not in roles:
-        raise bad_field(field, f"messages[{i}] has the role {role[:40]!r}; roles are {', '.join(roles)}.")
+        raise bad_field(field, f"{of}[{i}] has the role {role[:40]!r}; roles are {', '.join(roles)}.")
 
 
 def check_prompt(ids: Sequence[int], model: ModelInfo, *, field: str) -> None:
@@ -360,14 +362,19 @@ def check_prompt(ids: Sequence[int], model: ModelInfo, *, field: str) -> None:
         )
 
 
+def context_words(context_len_max: int) -> str:
+    """What errors of prompts that are too long begin with: frameworks look for it before they shorten a prompt."""
+    return f"This model's maximum context length is {context_len_max} tokens."
+
+
 def check_prompt_length(tokens: int, context_len_max: int, *, field: str) -> None:
     """Raises BatonError naming `field`."""
     if tokens >= context_len_max:
         raise bad_field(
             field,
-            # Frameworks look for the first words before they shorten a prompt, or for the last.
-            f"This model's maximum context length is {context_len_max} tokens. The prompt has {tokens} tokens, "
-            "and one output token must fit in it too: the prompt is too long.",
+            # Some frameworks look for the last words.
+            f"{context_words(context_len_max)} The prompt has {tokens} tokens, and one output token must fit in it "
+            "too: the prompt is too long.",
             reason=Reason.PROMPT_TOO_LONG,
         )
 

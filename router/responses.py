@@ -6,6 +6,7 @@ API: https://platform.openai.com/docs/api-reference/responses
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
@@ -17,7 +18,7 @@ from router.answer_reader import Piece, PieceKind
 from router.answers import AnswerPart, Collected
 from router.openai import Json, refuse, typed
 from router.replies import Replies
-from router.request import MESSAGES_MAX
+from router.request import MESSAGES_MAX, check_role
 
 PATH: Final = "/v1/responses"
 _STATELESS: Final = "nothing is stored here: send the whole conversation as input"
@@ -33,6 +34,8 @@ _REFUSED: Final[Mapping[tuple[str, ...], tuple[tuple[object, ...], str]]] = {
     ("max_tokens", "max_completion_tokens"): ((), "max_output_tokens is what it became"),
     ("n",): ((1,), "a response is one answer"),
     ("resumable", "return_token_ids"): ((False,), "/v1/chat/completions has it"),
+    ("previous_input_messages",): (([],), "input is the whole conversation"),
+    ("enable_response_messages",): ((False,), "/tokenize and /detokenize show a prompt"),
 }
 _OWN: Final = frozenset({
     "input", "instructions", "text", "max_output_tokens", "stream_options", "include", "metadata", "reasoning", "store",
@@ -51,7 +54,9 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
     """`body` as `parse_body` gives it. Raises BatonError naming the field."""
     refuse(body, _REFUSED)
     include = body.get("include", [])
-    if isinstance(include, list) and "message.output_text.logprobs" in include:
+    if not isinstance(include, list):
+        raise bad_field("include", "include must be a list.")
+    if "message.output_text.logprobs" in include:
         raise bad_field("include", "include asks for log-probabilities: /v1/chat/completions has them.")
     chat = {name: value for name, value in body.items() if name not in _OWN}
     chat["messages"] = _messages(body)
@@ -100,7 +105,9 @@ def renamed(error: BatonError) -> BatonError:
     """An error of the chat, naming the field of the response's call."""
     head, dot, rest = (error.field or "").removeprefix("sampling.").partition(".")
     if head in _NAMES:
-        changed = error.reworded(error.message)
+        message = error.message.replace("response_format.json_schema", "text.format")
+        name = "^messages\\b(?!\\[)" if head == "messages" else rf"\b{head}\b"  # elsewhere it is a word
+        changed = error.reworded(re.sub(name, _NAMES[head], message))
         # Which message it was is no place in the input.
         changed.field = (
             _NAMES[head] if head == "messages" else f"{_NAMES[head]}{dot}{rest.removeprefix('json_schema.')}"
@@ -161,7 +168,11 @@ def _messages(body: Mapping[str, Any]) -> list[Json]:
 def _message(item: Json, i: int) -> Json:
     kind, place = item.get("type", "message"), f"input.{i}"
     if kind == "message":
-        return {"role": item.get("role"), "content": _text(item.get("content"), f"{place}.content", _TEXT_PARTS)}
+        role = item.get("role")
+        if not isinstance(role, str):
+            raise bad_field(place, f"input[{i}] must have a role.")
+        check_role(role, i, field=f"{place}.role", of="input")
+        return {"role": role, "content": _text(item.get("content"), f"{place}.content", _TEXT_PARTS)}
     if kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -210,7 +221,7 @@ class ResponseReplies(Replies):
         return data
 
     def renamed(self, error: BatonError) -> BatonError:
-        return renamed(error)
+        return renamed(Replies.renamed(self, error))
 
     def chunk(self, _index: int, part: AnswerPart) -> str | None:
         self._begin()

@@ -23,6 +23,15 @@ def grammar_of(body: Mapping[str, Any]) -> Grammar | None:
     return next(iter(found.values()), None)
 
 
+def grammar_field(body: Mapping[str, Any]) -> str:
+    """Which field `grammar_of` has found; "" for none."""
+    return next((name for name in _FIELDS if name in body and not _is_text(name, body[name])), "")
+
+
+def _is_text(name: str, value: Any) -> bool:
+    return name == "response_format" and value["type"] == "text"
+
+
 def check_no_grammar(body: Mapping[str, Any], why: str) -> None:
     """Raises BatonError naming the field that says what the answer is."""
     for name in _found(body):
@@ -44,7 +53,8 @@ def _response_format(name: str, value: object) -> Grammar | None:
         inner = value.get("json_schema")
         if not isinstance(inner, dict):
             raise bad_field(name, "response_format.json_schema must be an object with a schema.")
-        return _schema(f"{name}.json_schema.schema", inner.get("schema") or _ANY_OBJECT)
+        schema = inner.get("schema")
+        return _schema(f"{name}.json_schema.schema", _ANY_OBJECT if schema in (None, {}) else schema)
     raise bad_field(name, "response_format must have the type text, json_object or json_schema.")
 
 

@@ -291,7 +291,7 @@ class TextStream:
 class AnswerText:
     """The text of one answer: what of it may be sent by now, and whether a stop string has ended it (`found`)."""
 
-    __slots__ = ("_min_tokens", "_stops", "_stream", "found", "may_stop", "tokens")
+    __slots__ = ("_held", "_min_tokens", "_stops", "_stream", "found", "may_stop", "tokens")
 
     def __init__(self, codec: TextCodec | None, checked: CheckedRequest, shown: frozenset[int] = frozenset()) -> None:
         """Without a codec there is no text. The first `min_tokens` tokens do not end the answer. `shown` are special
@@ -299,6 +299,8 @@ class AnswerText:
         self._stream = codec.stream(shown) if codec is not None else None
         self._stops = StopStrings(checked.stop, include=checked.include_stop) if checked.stop else None
         self._min_tokens = checked.sampling.min_tokens
+        self._held = checked.sampling.HasField("grammar")
+        """To a grammar: a sign for half a character would make a text of it that none allows."""
         self.may_stop = self._stops is not None
         """A stop string may end it."""
         self.found: str | None = None
@@ -330,7 +332,7 @@ class AnswerText:
         """At the end: what was held back. The last half of a character may complete a stop string."""
         if self._stream is None or self.found is not None:
             return ""
-        rest = self._stream.flush()
+        rest = "" if self._held else self._stream.flush()
         if self._stops is None:
             return rest
         text = self._stops.push(rest, may_end=self.tokens > self._min_tokens)

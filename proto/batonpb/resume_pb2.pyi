@@ -82,7 +82,7 @@ class ResumePlace(_message.Message):
     def __init__(self, request: _Optional[bytes] = ..., attempt: _Optional[int] = ..., decode: _Optional[int] = ..., tokens: _Optional[int] = ..., chars: _Optional[int] = ..., tokens_crc: _Optional[int] = ..., finished: bool = ..., text_offset: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class ResumeState(_message.Message):
-    __slots__ = ("call", "answer", "answers", "stop", "include_stop", "min_tokens", "logprobs", "prompt_tokens", "output_logprobs", "request_digest", "stop_token_ids")
+    __slots__ = ("call", "answer", "answers", "stop", "include_stop", "min_tokens", "logprobs", "prompt_tokens", "output_logprobs", "request_digest", "stop_token_ids", "grammar")
     CALL_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +94,7 @@ class ResumeState(_message.Message):
     OUTPUT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     call: str
     answer: int
     answers: int
@@ -105,4 +106,5 @@ class ResumeState(_message.Message):
     output_logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
     request_digest: int
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, call: _Optional[str] = ..., answer: _Optional[int] = ..., answers: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop: bool = ..., min_tokens: _Optional[int] = ..., logprobs: bool = ..., prompt_tokens: _Optional[int] = ..., output_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., request_digest: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    grammar: bool
+    def __init__(self, call: _Optional[str] = ..., answer: _Optional[int] = ..., answers: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop: bool = ..., min_tokens: _Optional[int] = ..., logprobs: bool = ..., prompt_tokens: _Optional[int] = ..., output_logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., request_digest: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., grammar: bool = ...) -> None: ...

@@ -106,6 +106,12 @@ def test_a_prompt_beyond_the_context_says_so_in_the_words_that_frameworks_look_f
             ask()
         assert caught.value.code == "context_length_exceeded"
         assert "This model's maximum context length is 4096 tokens. The prompt has " in caught.value.message
+    for create in (
+        lambda: client.completions.create(model="sea", prompt="x" * 2_000_001),
+        lambda: client.chat.completions.create(model="sea", messages=[{"role": "user", "content": "x" * 2_000_001}]),
+    ):
+        with pytest.raises(openai.BadRequestError, match=r"maximum context length is 4096 tokens\. .* characters"):
+            create()
 
 
 def test_a_developer_speaks_as_the_system_where_the_template_knows_none(client: openai.OpenAI) -> None:
@@ -138,6 +144,12 @@ def test_tokens_of_a_prompt_and_back(endpoint: str, model: Path) -> None:
     assert post(endpoint, "/tokenize", {"messages": MESSAGES})["tokens"] == chat
     assert post(endpoint, "/detokenize", {"tokens": chat}) == {"prompt": codec.decode(chat)}
     assert post(endpoint, "/detokenize", {"tokens": []}) == {"prompt": ""}
+    for body, param in (
+        ({}, "prompt"), ({"prompt": "a", "messages": MESSAGES}, "prompt"),
+        ({"messages": MESSAGES, "chat_template": "a"}, "chat_template"),
+    ):  # fmt: skip
+        status, _, raw = http_call(endpoint, "POST", "/tokenize", json.dumps(body).encode())
+        assert (status, json.loads(raw)["error"]["param"]) == (400, param)
 
 
 def test_what_is_there_for_tools_and_people(endpoint: str) -> None:

@@ -158,9 +158,26 @@ def test_clients_ask_over_http(cluster: RunningCluster) -> None:
         assert text in ("left", "right")
         text = ask(**chat, extra_body={"structured_outputs": {"regex": "[0-9]{4}"}}).parse().choices[0].message.content
         assert re.fullmatch("[0-9]{4}", text or "")
-        with pytest.raises(openai.BadRequestError, match="Invalid type: foo"):
+        with pytest.raises(openai.BadRequestError, match="Invalid type: foo") as caught:
             ask(**chat, extra_body={"guided_json": {"type": "foo"}})
+        assert caught.value.param == "guided_json"
     cluster.run(assert_conserved(cluster))
+
+
+def test_a_cut_answer_is_the_beginning_of_one_that_is_allowed(cluster: RunningCluster) -> None:
+    """Also where max_tokens cuts it within a character, in one piece and in a stream."""
+    whole = "a 🦊 é 标"
+    client = openai.OpenAI(base_url=f"http://{http_endpoint(cluster)}/v1", api_key="none", max_retries=0)
+    with client:
+        found = set()
+        for tokens in range(1, len(whole.encode())):
+            asked: Any = {"model": "model", "prompt": "hi", "max_tokens": tokens}
+            asked["extra_body"] = {"structured_outputs": {"choice": [whole]}}
+            text = client.completions.create(**asked).choices[0].text
+            assert whole.startswith(text)
+            assert "".join(chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True)) == text
+            found.add(text)
+    assert found == {whole[:length] for length in range(1, len(whole))}
 
 
 @pytest.mark.slow

@@ -292,6 +292,7 @@ def test_what_a_body_asks_for() -> None:
         ({"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice"),
         ({"tools": [tool("f")], "tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tools": [tool("f")], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tools": [tool("f"), tool("g", strict="yes")]}, "tools.1.function.strict"),
         ({"tools": [tool("f")], "tool_choice": "required", "guided_choice": ["a"]}, "guided_choice"),
         ({"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "f"}},
           "response_format": {"type": "json_object"}}, "response_format"),

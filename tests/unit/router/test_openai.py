@@ -115,7 +115,10 @@ def test_every_parameter_reaches_our_request() -> None:
         ("guided_choice", [], None), ("allowed_token_ids", [5], []),
         ("bad_words", ["a"], []), ("logits_processors", ["x"], []), ("skip_special_tokens", False, True),
         ("typical_p", 0.9, 1.0), ("no_repeat_ngram_size", 3, 0), ("use_beam_search", True, False),
-        ("length_penalty", 1.2, 1.0), ("early_stopping", True, False),
+        ("length_penalty", 1.2, 1.0), ("early_stopping", True, False), ("vllm_xargs", {"a": 1}, {}),
+        ("logprob_token_ids", [5], []), ("return_prompt_text", True, False), ("kv_transfer_params", {"a": 1}, {}),
+        ("watermarking", True, False), ("stop_regex", "a+", []), ("no_stop_trim", True, False),
+        ("separate_reasoning", False, True), ("lora_path", "a", None), ("custom_logit_processor", "a", []),
     ],
 )  # fmt: skip
 def test_what_would_make_another_answer_is_refused_by_name(name: str, value: object, neutral: object) -> None:
@@ -128,6 +131,26 @@ def test_what_would_make_another_answer_is_refused_by_name(name: str, value: obj
         assert isinstance(refused, BatonError)
         assert (refused.reason, refused.field) == (Reason.BAD_FIELD, name)
         assert isinstance(attempt(parse, json.dumps({**prompt, name: neutral}).encode()), OpenAiCall)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "says"),
+    [
+        ({"stream_options": {"include_usage": "yes"}}, "stream_options.include_usage", "true or false"),
+        ({"stream_options": {"continuous_usage_stats": 1}}, "stream_options.continuous_usage_stats", "true or false"),
+        ({"priority": "urgent"}, "priority", "must be high, normal, low, or a whole number"),
+        ({"stop_token_ids": [5, "6"]}, "stop_token_ids", "stop_token_ids[1] must be a whole number"),
+        ({"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]},
+         "messages.0.function_call", "tool_calls are"),
+        ({"chat_template": "{{ messages }}"}, "chat_template", "the model's own"),
+    ],
+)  # fmt: skip
+def test_an_error_says_the_place_and_what_may_stand_there(fields: dict[str, Any], field: str, says: str) -> None:
+    """Parts of fields, elements of lists, and older forms of messages."""
+    body = {"messages": [{"role": "user", "content": "hi"}], **fields}
+    refused = attempt(lambda each: parse_chat(each, encode), json.dumps(body).encode())
+    assert isinstance(refused, BatonError)
+    assert (refused.field, says in refused.message) == (field, True), refused.message
 
 
 @pytest.mark.parametrize(

@@ -96,13 +96,17 @@ def test_a_body_as_that_of_a_chat() -> None:
         ({"reasoning": {"effort": "hihg"}}, "reasoning.effort"),
         ({"reasoning": "low"}, "reasoning"),
         ({"n": 2}, "n"),
-        ({"max_tokens": 2}, "max_output_tokens"),
+        ({"max_tokens": 2}, "max_tokens"),
+        ({"include": "reasoning.encrypted_content"}, "include"),
+        ({"previous_input_messages": [{}]}, "previous_input_messages"),
+        ({"enable_response_messages": True}, "enable_response_messages"),
         ({"allowed_token_ids": [1]}, "allowed_token_ids"),
         ({"guided_regex": 5}, "guided_regex"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name"),
         ({"text": {"format": {"type": "json_schema", "schema": 5}}}, "text.format.schema"),
-        ({"input": [{"role": "owner", "content": "a"}]}, "input"),
+        ({"input": [{"role": "user", "content": "a"}, {"role": "owner", "content": "a"}]}, "input.1.role"),
+        ({"input": [{"content": "a"}]}, "input.0"),
         ({"input": "a" * 10_000}, "input"),
     ],
 )
@@ -112,31 +116,45 @@ def test_what_is_refused_is_named(body: dict[str, Any], field: str) -> None:
     prompts = PromptEncoder(codec=TextCodec(tokenizer), template=ChatTemplate("{{ messages }}", {}), chars_max=10_000)
     with pytest.raises(BatonError) as caught:
         parse_response(prompts, json.dumps({"input": "hi", **body}).encode(), False, 10_000)
-    assert error_json(renamed(caught.value))["error"]["param"] == field
+    assert error_json(caught.value)["error"]["param"] == field
 
 
 @pytest.mark.parametrize(
-    ("chat", "param"),
+    ("chat", "says", "param", "said"),
     [
-        ("messages.3.role", "input"),
-        ("token_ids", "input"),
-        ("response_format.json_schema.schema", "text.format.schema"),
-        ("sampling.max_tokens", "max_output_tokens"),
-        ("tools.1.function.name", "tools.1.name"),
-        ("sampling.top_p", "top_p"),
-        ("tool_choice", "tool_choice"),
+        ("messages.3.tool_calls", "The messages are wrong.", "input", "The messages are wrong."),
+        ("messages", "messages must be a list.", "input", "input must be a list."),
+        ("messages.3.role", "messages[3] has none.", "input", "messages[3] has none."),
+        ("token_ids", "No.", "input", "No."),
+        ("response_format.json_schema.schema", "response_format.json_schema.schema must be a JSON schema.",
+         "text.format.schema", "text.format.schema must be a JSON schema."),
+        ("response_format", "Leave response_format out.", "text.format", "Leave text.format out."),
+        ("max_completion_tokens", "max_completion_tokens must be 1.", "max_output_tokens",
+         "max_output_tokens must be 1."),
+        ("reasoning_effort", "reasoning_effort must be low.", "reasoning.effort", "reasoning.effort must be low."),
+        ("sampling.max_tokens", "No.", "max_output_tokens", "No."),
+        ("tools.1.function.name", "No.", "tools.1.name", "No."),
+        ("sampling.top_p", "No.", "top_p", "No."),
+        ("tool_choice", "No.", "tool_choice", "No."),
     ],
-)
-def test_errors_of_the_chat_name_the_fields_of_the_response(chat: str, param: str) -> None:
-    error = renamed(bad_field(chat, "No."))
-    assert (error_json(error, chat=True)["error"]["param"], error.message) == (param, "No.")
+)  # fmt: skip
+def test_errors_of_the_chat_name_the_fields_of_the_response(chat: str, says: str, param: str, said: str) -> None:
+    """In what they say, too."""
+    error = renamed(bad_field(chat, says))
+    assert (error_json(error, chat=True)["error"]["param"], error.message) == (param, said)
 
 
-def replies(*, reading: bool = True) -> ResponseReplies:
+def test_an_error_of_a_grammar_names_the_format_of_the_text() -> None:
+    """It comes from a node, which knows neither a chat nor a response."""
+    error = replies(grammar_field="response_format").renamed(bad_field("sampling.grammar", "No."))
+    assert error_json(error)["error"]["param"] == "text.format"
+
+
+def replies(*, reading: bool = True, grammar_field: str = "") -> ResponseReplies:
     call = OpenAiCall(
         chat=True, requests=(), n=1, stream=True, include_usage=False, logprobs=False,
         reading=resume_pb2.AnswerReading(tools=True, parallel=True) if reading else None,
-        echo=echo_of({"input": "hi", "metadata": {"a": "b"}, "instructions": "Be brief."}),
+        echo=echo_of({"input": "hi", "metadata": {"a": "b"}, "instructions": "Be brief."}), grammar_field=grammar_field,
     )  # fmt: skip
     made = ResponseReplies(request_id="r", call=call, model="m", created=7, token_text=str, form=FORM, secret=b"s" * 16)
     made.started(0, inference_pb2.Started(prompt_tokens=5))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
 import pytest
 from batonpb import common_pb2, inference_pb2
 
-from baton.errors import BatonError, Reason
+from baton.errors import BatonError, Reason, bad_field
 from baton.wire import GRAMMAR_BYTES_MAX, ModelInfo
-from router.openai import parse_completion
+from router.openai import error_json, parse_completion
+from router.replies import Replies
 from router.request import check_request
 from router.structured import grammar_of
 
@@ -57,6 +59,8 @@ def test_all_ways_to_ask(body: dict[str, Any], grammar: common_pb2.Grammar | Non
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}},
          "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": False}}},
+         "response_format.json_schema.schema"),
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
@@ -71,6 +75,26 @@ def test_what_is_none_of_them_is_refused_by_name(body: dict[str, Any], field: st
     with pytest.raises(BatonError) as caught:
         grammar_of(body)
     assert (caught.value.reason, caught.value.field) == (Reason.BAD_FIELD, field)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"guided_json": {"type": "foo"}}, "guided_json"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"response_format": {"type": "text"}, "regex": "("}, "regex"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({}, "grammar"),
+    ],
+)
+def test_an_error_of_a_grammar_names_the_clients_field(fields: dict[str, Any], field: str) -> None:
+    """Nodes know one field, clients many. Errors of other fields, and of calls without a grammar, are as they were."""
+    call = parse_completion({"prompt": "hi", **fields})
+    replies = Replies(request_id="i", call=call, model="m", created=1, token_text=str)
+    error, other = bad_field("sampling.grammar", "No."), bad_field("sampling.top_p", "No.")
+    assert error_json(replies.renamed(error))["error"]["param"] == field
+    assert json.loads(replies.failure(error)) == error_json(replies.renamed(error))
+    assert replies.renamed(other) is other
 
 
 @pytest.mark.parametrize(

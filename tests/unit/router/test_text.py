@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from batonpb import common_pb2, resume_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from baton.errors import BatonError, Reason
-from router.text import WINDOW_TOKENS_MAX, TextCodec, TextStream
+from router.request import CheckedRequest, text_of
+from router.text import WINDOW_TOKENS_MAX, AnswerText, TextCodec, TextStream
 
 REPLACEMENT = "\ufffd"
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -127,6 +129,18 @@ def test_an_answer_that_ends_in_half_a_character_shows_it_at_the_end() -> None:
     """max_tokens cut a character: the replacement character comes with the flush, as in the decoded whole."""
     ids = list(CODEC.encode("ok🦊"))[:-1]
     assert streamed([ids]) == ["ok", REPLACEMENT]
+
+
+@pytest.mark.parametrize("taken_over", [False, True])
+def test_an_answer_that_is_held_to_a_grammar_leaves_half_a_character_out(taken_over: bool) -> None:
+    """What there is of it is the beginning of a text that the grammar allows; so at a router that takes it over."""
+    held = CheckedRequest(
+        prompt=(1,), sampling=common_pb2.SamplingSpec(grammar=common_pb2.Grammar()), stop=(), include_stop=False
+    )
+    text = AnswerText(CODEC, text_of(resume_pb2.ResumeState(grammar=True)) if taken_over else held)
+    assert text.push(list(CODEC.encode("ok🦊"))[:-1])[1] + text.flush() == "ok"
+    free = AnswerText(CODEC, text_of(resume_pb2.ResumeState()))
+    assert free.push(list(CODEC.encode("ok🦊"))[:-1])[1] + free.flush() == f"ok{REPLACEMENT}"
 
 
 def test_garbage_does_not_hold_the_stream_back() -> None:
