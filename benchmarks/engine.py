@@ -16,12 +16,13 @@ kept those of the prefill, the same for all answers: its steps read less memory 
 of their own, filled with made-up KV.
 
 What a decode step of ours is held against is the time of reading its weights and its KV once, or that of its products
-at the rate of the set's multipliers on numbers in registers (engine_multipliers.c), whichever is longer. The rate of
-reading changes on shared machines within a minute, so it is measured for each case by itself: by the same process and
-threads, over a GiB of anonymous memory in huge pages, the median of eight passes, once when the prompts have been read
-and once after the last step. The case's median step is divided by the time at the mean of the two rates. (In files from
-before, a round has one rate, the best of ten passes at its end.) Of several rounds the table tells the median, the
-least and the most.
+at the rate of the set's multipliers on numbers in registers (engine_multipliers.c), whichever is longer. Both rates
+change on shared machines within a minute, so they are measured for each case by itself, by the same process and
+threads, once when the prompts have been read and once after the last step: reading over a GiB of anonymous memory in
+huge pages, the median of eight passes; multiplying as the median of fifty passes of some ms. The case's median step is
+divided by the time at the mean of the two rates. (In files from before, a round has one rate of either kind, the best
+of some passes at its end; that of the multipliers is still in the table's last line.) Of several rounds the table tells
+the median, the least and the most.
 
 vLLM wants an environment of its own:
 
@@ -174,7 +175,8 @@ def read_s(each: dict[str, Any], batch: int, context: int) -> float:
 
 def multiply_s(each: dict[str, Any], batch: int, context: int) -> float:
     """How long a step's products and attention take at the multipliers' rate; 0 where that is not known."""
-    rate, model = each["own"].get("multiply_flops_s", 0.0), each["model"]
+    own, model = each["own"], each["model"]
+    rate = own.get(f"multiply_flops_s_{batch}_{context}", own.get("multiply_flops_s", 0.0))
     tokens = batch * (context + each["steps"] // 2)
     return (batch * weight_bytes(model) + attention_flops(model, tokens)) / rate if rate else 0.0
 

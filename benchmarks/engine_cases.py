@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -97,8 +98,8 @@ Steps = list[tuple[float, int]]
 """Of each step of an engine: when it ended, in seconds after the prompts were submitted, and the answers it went on."""
 Generate = Callable[[list[list[int]], int], Steps]
 """(prompts, tokens to write) -> the steps."""
-Rates = Callable[[], list[float]]
-"""Bytes a second at which memory was read around the steps of the last `Generate`; empty where nobody measured it."""
+Rates = Callable[[], dict[str, list[float]]]
+"""By name, what was measured around the steps of the last `Generate`; empty where nobody measured."""
 
 
 def write_config(folder: Path, model: str) -> Path:
@@ -120,7 +121,7 @@ def weight_bytes(model: str) -> int:
 def product_flops(model: str) -> int:
     """Of a token in prefill: the layers' products, two for each weight. The output projection takes a few rows only."""
     output_bytes = 2 * MODELS[model]["vocab_size"] * MODELS[model]["hidden_size"]
-    return weight_bytes(model) - output_bytes
+    return int(weight_bytes(model) - output_bytes)
 
 
 def kv_bytes(model: str, tokens: int) -> int:
@@ -134,9 +135,9 @@ def attention_flops(model: str, tokens: int) -> int:
     return int(4 * tokens * m["num_hidden_layers"] * m["num_attention_heads"] * m["head_dim"])
 
 
-def measure(model: str, load: Load, rng: random.Random, generate: Generate, rates: Rates = list) -> dict[str, float]:
-    """Tokens a second of prefill; seconds of a step in which all answers are decoded, the median, and the mean of the
-    rates at which memory was read beside it. `rng` goes on from round to round: no prompt comes twice."""
+def measure(model: str, load: Load, rng: random.Random, generate: Generate, rates: Rates = dict) -> dict[str, float]:
+    """Tokens a second of prefill; seconds of a step in which all answers are decoded, the median, and the mean of each
+    of the rates around it. `rng` goes on from round to round: no prompt comes twice."""
     size = MODELS[model]["vocab_size"]
 
     def prompts(batch: int, context: int, begin: Sequence[int] = ()) -> list[list[int]]:
@@ -150,15 +151,15 @@ def measure(model: str, load: Load, rng: random.Random, generate: Generate, rate
     found = {"prefill_tokens_s": rate}
     for batch, context in DECODES[model]:
         steps: list[float] = []
-        read_bytes_s: list[float] = []
+        around: defaultdict[str, list[float]] = defaultdict(list)
         for _ in range(load.repeats):
             # One token more, as the peer keeps whole blocks.
             asked = prompts(batch, context + 1, read[0][:context]) if load.shared else prompts(batch, context)
             steps += full_steps(generate(asked, 1 + load.steps), batch)
-            read_bytes_s += rates()
+            for name, values in rates().items():
+                around[name] += values
         found[f"decode_s_{batch}_{context}"] = median(steps)
-        if read_bytes_s:
-            found[f"read_bytes_s_{batch}_{context}"] = mean(read_bytes_s)
+        found |= {f"{name}_{batch}_{context}": mean(values) for name, values in around.items()}
     return found
 
 
@@ -172,7 +173,7 @@ def full_steps(steps: Steps, batch: int) -> list[float]:
 
 
 def serve(
-    model: str, load: Load, generate: Generate, rates: Rates = list, more: Callable[[], dict[str, float]] = dict
+    model: str, load: Load, generate: Generate, rates: Rates = dict, more: Callable[[], dict[str, float]] = dict
 ) -> None:
     """Warm up and say so, then answer every line on the input with the figures of a round and what `more` returns."""
     rng = random.Random(1)

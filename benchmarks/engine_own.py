@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -158,36 +159,65 @@ class OwnEngine:
         )
 
 
-class RatedEngine:
-    """An engine whose decode steps stand between two measurements of how fast the same threads read memory."""
+class Multipliers:
+    """Those of a set: loops over numbers in registers, on some threads."""
 
-    def __init__(self, engine: OwnEngine, *, known: bool) -> None:
+    def __init__(self, kernels: KernelSet, threads: int) -> None:
+        handle = load_library(Path(__file__).with_name("engine_multipliers.c")).handle
+        self._loop = getattr(handle, f"multiply_{kernels.value}", None)
+        if self._loop is not None:
+            self._loop.restype, self._loop.argtypes = ctypes.c_int64, [ctypes.c_int64]
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads)
+
+    def flops_s(self) -> list[float]:
+        """The rate of each pass, all threads together. 0: not known."""
+        if self._loop is None:
+            return [0.0]
+        rates = []
+        for _ in range(MULTIPLY_PASSES):
+            started = time.perf_counter()
+            operations = sum(self._pool.map(self._loop, [MULTIPLY_ROUNDS] * self._threads))
+            rates.append(operations / (time.perf_counter() - started))
+        return rates
+
+
+class RatedEngine:
+    """An engine whose decode steps stand between two measurements of how fast the same threads read memory, and of how
+    fast they multiply."""
+
+    def __init__(self, engine: OwnEngine, multipliers: Multipliers, *, known: bool) -> None:
         """`known`: answers go on contexts that are taken to be computed, each in blocks of its own."""
         self._engine = engine
+        self._multipliers = multipliers
         self._known = known
         self._block = huge_pages(READ_BYTES).view(torch.int32).fill_(1)
-        self._rates: list[float] = []
-        self.all_rates: list[float] = []
+        self._rates: defaultdict[str, list[float]] = defaultdict(list)
+        self.all_read_bytes_s: list[float] = []
         """Of all calls."""
 
     def generate(self, prompts: list[list[int]], tokens: int) -> Steps:
-        """As `OwnEngine.generate`. Memory is read when all prompts have been, and after the last step; not where
+        """As `OwnEngine.generate`. Rates are taken when all prompts have been read, and after the last step; not where
         there is nothing but a prefill."""
-        self._rates = []
+        self._rates.clear()
 
         def step_ended(num_tokens: int) -> None:
             if num_tokens == len(prompts) and not self._rates:
-                self._rates.append(self._read_bytes_s())
+                self._take_rates()
 
         steps = self._engine.generate(prompts, tokens, step_ended=step_ended, known=self._known and tokens > 1)
         if self._rates:
-            self._rates.append(self._read_bytes_s())
-        self.all_rates += self._rates
+            self._take_rates()
+        self.all_read_bytes_s += self._rates.get("read_bytes_s", [])
         return steps
 
-    def rates(self) -> list[float]:
-        """Of the last call, bytes a second, before and after its steps."""
-        return self._rates
+    def rates(self) -> dict[str, list[float]]:
+        """Of the last call, before and after its steps: bytes and operations a second."""
+        return dict(self._rates)
+
+    def _take_rates(self) -> None:
+        self._rates["multiply_flops_s"].append(median(self._multipliers.flops_s()))
+        self._rates["read_bytes_s"].append(self._read_bytes_s())
 
     def _read_bytes_s(self) -> float:
         """The median of some passes, as a step's time is the median of some steps."""
@@ -211,37 +241,21 @@ def float32_flops_s() -> float:
     return 2 * rows * inner * columns / median(times[1:])
 
 
-def multiply_flops_s(kernels: KernelSet, threads: int) -> float:
-    """The rate at which the set's multipliers work on numbers in registers, all threads together: the best of some.
-    0: not known."""
-    handle = load_library(Path(__file__).with_name("engine_multipliers.c")).handle
-    loop = getattr(handle, f"multiply_{kernels.value}", None)
-    if loop is None:
-        return 0.0
-    loop.restype, loop.argtypes = ctypes.c_int64, [ctypes.c_int64]
-    best = 0.0
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(1 + MULTIPLY_PASSES):
-            started = time.perf_counter()
-            operations = sum(pool.map(loop, [MULTIPLY_ROUNDS] * threads))
-            best = max(best, operations / (time.perf_counter() - started))
-    return best
-
-
 def main() -> None:
     model, folder, threads = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(threads)
     engine = OwnEngine(write_config(folder, model), kernels=KernelSet(sys.argv[4]))
     load = load_of(model, sys.argv[5])
-    rated = RatedEngine(engine, known=load.shared)
+    multipliers = Multipliers(engine.kernel_set, threads)
+    rated = RatedEngine(engine, multipliers, known=load.shared)
 
     def more() -> dict[str, float]:
-        rates, rated.all_rates = rated.all_rates, []
+        rates, rated.all_read_bytes_s = rated.all_read_bytes_s, []
         return {
             "read_bytes_s": median(rates),
             "outside_runner_s": median(engine.outside_s),
             "float32_flops_s": float32_flops_s(),
-            "multiply_flops_s": multiply_flops_s(engine.kernel_set, threads),
+            "multiply_flops_s": max(multipliers.flops_s()),
         }
 
     serve(model, load, rated.generate, rated.rates, more)

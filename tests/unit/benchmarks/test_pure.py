@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.engine import over_limit, table
 from benchmarks.engine_cases import DECODES, LIGHT, LOADS, Steps, full_steps, kv_bytes, measure, weight_bytes
+from benchmarks.engine_libraries import interval
 from benchmarks.handoff_trace import Event, What, chrome_trace, figures, spans
 from benchmarks.interference import LOAD, STREAMS, Load, Run
 from benchmarks.interference_report import LONG_PROMPT, best_chunk, by_system, report
@@ -169,11 +170,16 @@ def test_the_rates_around_a_case_are_averaged() -> None:
         return [(float(step), len(prompts)) for step in range(1, tokens + 1)]
 
     load = LOADS["473m"]
-    found = measure("473m", load, random.Random(0), generate, lambda: [10.0 * len(calls), 10.0 * len(calls) + 2])
+
+    def rates() -> dict[str, list[float]]:
+        return {"read_bytes_s": [10.0 * len(calls), 10.0 * len(calls) + 2], "multiply_flops_s": [3.0, 4.0]}
+
+    found = measure("473m", load, random.Random(0), generate, rates)
     # The first call is the prefill's.
     assert [found[f"read_bytes_s_{batch}_{context}"] for batch, context in DECODES["473m"]] == [21, 31, 41, 51]
+    assert found["multiply_flops_s_16_64"] == 3.5
     assert calls == [4, 1, 1, 16, 16]
-    assert not any(name.startswith("read") for name in measure("473m", load, random.Random(0), generate))
+    assert not any("_bytes_s" in name for name in measure("473m", load, random.Random(0), generate))
 
 
 def test_a_slow_multiplier_bounds_a_step() -> None:
@@ -183,6 +189,16 @@ def test_a_slow_multiplier_bounds_a_step() -> None:
     assert over_limit(each, 16, 64) == pytest.approx(0.2 / (flops / 100e9))
     line = next(line for line in table([each]).splitlines() if "batch 16, context 64" in line)
     assert line.endswith("(multipliers) |")
+    each = engine_round(0.2, 50e9, multiply_flops_s=100e9, multiply_flops_s_16_64=80e9)
+    assert over_limit(each, 16, 64) == pytest.approx(0.2 / (flops / 80e9))
+
+
+def test_a_median_ratio_has_an_interval() -> None:
+    """Of a hundred pairs a tenth were disturbed: they do not move the median, and the interval lies close to it."""
+    low, middle, high = interval([0.99 + 0.0002 * at for at in range(90)] + 10 * [3.0])
+    assert middle == pytest.approx(0.9999)
+    assert 0.995 < low < middle < high < 1.005
+    assert interval([1.25, 1.25]) == (1.25, 1.25, 1.25)
 
 
 def test_a_light_round_goes_on_what_its_prefill_has_read() -> None:
