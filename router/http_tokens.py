@@ -25,7 +25,7 @@ def tokenize(
     body = openai.parse_body(raw)
     check_model_name(openai.typed(body, "model", "") or names[0], names)
     if ("messages" in body) == ("prompt" in body):
-        raise bad_field("prompt", "Either prompt or messages must be there.")
+        raise bad_field("prompt", "Either prompt or messages must be there, and not both.")
     if "messages" in body:
         encode = partial(prompts.encode_chat, tools=parse_tools(body).tools, special_tokens=special_tokens)
         ids = openai.chat_tokens(body, encode)

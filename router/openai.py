@@ -37,7 +37,7 @@ _REFUSED: Final[_Refused] = {
     ("use_beam_search", "early_stopping"): ((False,), _DRAWN),
     ("length_penalty",): ((1,), _DRAWN),
     ("typical_p",): ((1,), "top_p, top_k and min_p cut what is drawn from"),
-    ("logits_processors", "logits_processor", "custom_logit_processor"): (([],), "nothing of a client's runs here"),
+    ("logits_processors", "logits_processor", "custom_logit_processor"): (([], ""), "nothing of a client's runs here"),
     ("vllm_xargs", "custom_params"): (({},), "nothing of a client's runs here"),
     ("spaces_between_special_tokens",): ((True,), "special tokens are no part of an answer's text"),
     ("truncation_side",): (("left",), "prompts are cut at their beginning"),
@@ -49,10 +49,10 @@ _REFUSED: Final[_Refused] = {
     ("return_hidden_states",): ((False,), "an answer is text, token ids and log-probabilities"),
     ("kv_transfer_params", "ec_transfer_params"): (({},), "the cluster itself chooses its nodes"),
     ("watermarking",): ((False,), "nothing marks an answer's tokens"),
-    ("stop_regex",): (([],), "stop strings are looked for as they are"),
+    ("stop_regex",): (([], ""), "stop strings are looked for as they are"),
     ("no_stop_trim",): ((False,), "include_stop keeps the stop string"),
     ("separate_reasoning",): ((True,), "reasoning is never content"),
-    ("lora_path",): ((), "the model has no adapters"),
+    ("lora_path",): (([], ""), "the model has no adapters"),
 }  # fmt: skip
 _REFUSED_NAMES: Final = frozenset(name for names in _REFUSED for name in names)
 _REFUSED_IN_COMPLETIONS: Final[_Refused] = {
@@ -325,11 +325,15 @@ def _said(said: object, answers: int) -> tuple[tuple[int, ...], ...]:
     """A list of token ids for each answer; for one answer the list itself will do."""
     if not isinstance(said, list):
         raise bad_field("resume_token_ids", "resume_token_ids must be a list of token ids for each answer.")
-    lists = said if any(isinstance(each, list) for each in said) else [said] if said else []
+    nested = any(isinstance(each, list) for each in said)
+    lists = said if nested else [said] if said else []
     if lists and len(lists) != answers:
         text = f"resume_token_ids has {len(lists)} lists of token ids, and the call asks for {answers} answers."
         raise bad_field("resume_token_ids", text)
-    return tuple(tuple(token_ids("resume_token_ids", each)) for each in lists)
+    places = [f"resume_token_ids[{j}]" if nested else "" for j in range(len(lists))]
+    return tuple(
+        tuple(token_ids("resume_token_ids", each, place=place)) for each, place in zip(lists, places, strict=True)
+    )
 
 
 def _request(
@@ -401,7 +405,7 @@ def _prompts(prompt: object) -> Sequence[_Prompt]:
         if all(isinstance(each, str) for each in prompt):
             return prompt
         if all(isinstance(each, list) for each in prompt):
-            return [token_ids("prompt", each) for each in prompt]
+            return [token_ids("prompt", each, place=f"prompt[{j}]") for j, each in enumerate(prompt)]
     raise bad_field("prompt", "prompt must be a string, a list of strings, token ids, or a list of lists of token ids.")
 
 
@@ -414,7 +418,7 @@ def _messages(messages: object) -> list[dict[str, Any]]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise bad_field(f"messages.{i}", f"messages[{i}] must be an object with a role.")
         check_role(message["role"], i, field=f"messages.{i}.role", roles=(*ROLES, "function"))
-        if message.get("function_call") is not None:
+        if message.get("function_call"):
             text = f"messages[{i}] has a function_call: tool_calls are what it became."
             raise bad_field(f"messages.{i}.function_call", text)
         checked.append({**message, "content": _content(message.get("content"), i)})
@@ -480,12 +484,14 @@ def _integer(name: str, value: object, low: int, high: int, *, place: str = "") 
     return value
 
 
-def token_ids(name: str, values: object) -> list[int]:
+def token_ids(name: str, values: object, *, place: str = "") -> list[int]:
+    """`place` is where the list is, if not in the field itself."""
+    place = place or name
     if not isinstance(values, list):
-        raise bad_field(name, f"{name} must be a list of token ids.")
+        raise bad_field(name, f"{place} must be a list of token ids.")
     if values and {*map(type, values)} == {int} and min(values) >= 0 and max(values) <= UINT32_MAX:
         return values
-    return [_integer(name, value, 0, UINT32_MAX, place=f"{name}[{i}]") for i, value in enumerate(values)]
+    return [_integer(name, value, 0, UINT32_MAX, place=f"{place}[{i}]") for i, value in enumerate(values)]
 
 
 STATUS_OF: Final = {

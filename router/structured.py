@@ -19,7 +19,7 @@ def grammar_of(body: Mapping[str, Any]) -> Grammar | None:
     found = _found(body)
     if len(found) > 1:
         first, second = list(found)[:2]
-        raise bad_field(second, f"{first} and {second} both say what the answer is: leave one out.")
+        raise bad_field(first, f"{first} and {second} both say what the answer is: leave one out.")
     return next(iter(found.values()), None)
 
 
@@ -54,7 +54,7 @@ def _response_format(name: str, value: object) -> Grammar | None:
         if not isinstance(inner, dict):
             raise bad_field(name, "response_format.json_schema must be an object with a schema.")
         schema = inner.get("schema")
-        return _schema(f"{name}.json_schema.schema", _ANY_OBJECT if schema in (None, {}) else schema)
+        return _schema(f"{name}.json_schema.schema", _ANY_OBJECT if schema in (None, {}, "") else schema)
     raise bad_field(name, "response_format must have the type text, json_object or json_schema.")
 
 

@@ -118,7 +118,7 @@ def test_every_parameter_reaches_our_request() -> None:
         ("length_penalty", 1.2, 1.0), ("early_stopping", True, False), ("vllm_xargs", {"a": 1}, {}),
         ("logprob_token_ids", [5], []), ("return_prompt_text", True, False), ("kv_transfer_params", {"a": 1}, {}),
         ("watermarking", True, False), ("stop_regex", "a+", []), ("no_stop_trim", True, False),
-        ("separate_reasoning", False, True), ("lora_path", "a", None), ("custom_logit_processor", "a", []),
+        ("separate_reasoning", False, True), ("lora_path", "a", ""), ("custom_logit_processor", "a", ""),
     ],
 )  # fmt: skip
 def test_what_would_make_another_answer_is_refused_by_name(name: str, value: object, neutral: object) -> None:
@@ -143,12 +143,20 @@ def test_what_would_make_another_answer_is_refused_by_name(name: str, value: obj
         ({"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]},
          "messages.0.function_call", "tool_calls are"),
         ({"chat_template": "{{ messages }}"}, "chat_template", "the model's own"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "response_format", "and guided_regex both"),
+        ({"prompt": [5, True]}, "prompt", "prompt[1] must be a whole number"),
+        ({"prompt": [[1], [2, "x"]]}, "prompt", "prompt[1][1] must be a whole number"),
+        ({"prompt": "a", "stream": True, "resumable": True, "resume_token_ids": [5, -1]},
+         "resume_token_ids", "resume_token_ids[1] must be a whole number"),
+        ({"prompt": "a", "stream": True, "resumable": True, "n": 2, "resume_token_ids": [[5], [6, -1]]},
+         "resume_token_ids", "resume_token_ids[1][1] must be a whole number"),
     ],
 )  # fmt: skip
 def test_an_error_says_the_place_and_what_may_stand_there(fields: dict[str, Any], field: str, says: str) -> None:
-    """Parts of fields, elements of lists, and older forms of messages."""
+    """Parts of fields, elements of lists, two fields for one thing, and older forms of messages."""
     body = {"messages": [{"role": "user", "content": "hi"}], **fields}
-    refused = attempt(lambda each: parse_chat(each, encode), json.dumps(body).encode())
+    parse = parse_completion if "prompt" in body else lambda each: parse_chat(each, encode)
+    refused = attempt(parse, json.dumps(body).encode())
     assert isinstance(refused, BatonError)
     assert (refused.field, says in refused.message) == (field, True), refused.message
 

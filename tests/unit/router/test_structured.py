@@ -61,7 +61,7 @@ def test_all_ways_to_ask(body: dict[str, Any], grammar: common_pb2.Grammar | Non
          "response_format.json_schema.schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": False}}},
          "response_format.json_schema.schema"),
-        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "response_format"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs"),
