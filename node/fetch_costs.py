@@ -51,7 +51,7 @@ class OwnerFigures:
         self.sign_s, self.sign_measured_s = SIGN_S, -math.inf
         """What it takes until it asks for room."""
         self.silent = 0
-        """How often in a row the time was over before it asked for room."""
+        """How often in a row the time was over before it brought anything."""
 
     def ages(self, now_s: float) -> int:
         """How many times `COST_AGE_MS_MAX` ago it was measured last."""

@@ -35,8 +35,10 @@ from kvtransfer.checksums import checksums_from_proto
 from kvtransfer.protocol.receiver import AnswerRefused, CommitAsked, Refusal, ReserveAsked
 from kvtransfer.protocol.writer import HandoffEnd
 from kvtransfer.receiver import Receiver
+from kvtransfer.transport import RegionKind
 from kvtransfer.writer import WriterPeer
 from node.fetch_costs import FetchCosts
+from node.landing import Marks
 from node.peers import Peers
 from node.pool import DevicePool
 from node.sources import Offer, Prefix, SourceKind, Wait
@@ -55,15 +57,15 @@ CONNECT_MS_MAX: Final = 2_000
 FAILED_PAUSE_MS: Final = 5_000
 """An owner that has failed is not asked meanwhile."""
 SILENT_MAX: Final = 3
-"""An owner that so many times in a row did not ask for room in time has failed. It promotes what it has in lower tiers
-before, so a single time says nothing of other prompts."""
+"""An owner that was silent for too long so many times in a row has failed. It promotes what it has in lower tiers before
+it asks for room, and a busy machine stands still now and then, so a single time says nothing of other prompts."""
 UNFIT_PAUSE_MS: Final = 60_000
 """An owner whose KV is another's is not asked meanwhile."""
 ABSENT_PAUSE_MS: Final = 2_000
 """An owner is not asked again for a block that it had not. The router learns of it sooner or later."""
 BUSY_PAUSE_MS: Final = 500
-"""An owner that refused a block for want of room, or did not ask for room in time, is not asked for it again meanwhile:
-the next owner is."""
+"""An owner that refused a block for want of room, or was silent for too long, is not asked for it again meanwhile: the
+next owner is."""
 PAUSES_MAX: Final = 1_024
 """Remembered, oldest dropped first."""
 DRAFT_AFTER_MS: Final = 1
@@ -315,15 +317,16 @@ class Fetches:
             self._pause(owner, digest, BUSY_PAUSE_MS)
 
     def _late(self, fetch: Fetch, offer: Offer) -> None:
-        """The time is over, and nothing has come. That says something of an owner that was to bring it sooner, or to
-        ask for room by then."""
+        """The time is over, and not all has come. That says something of an owner that was to bring it sooner, or to
+        ask for room by then, and of one that was silent after it had."""
         now_s = self._loop.time()
         waited_s = now_s - fetch.began_s
         late = waited_s > self.costs.cost(fetch.owner, now_s).of(offer.nbytes)
         if late:
             self.costs.measured(fetch.owner, offer.nbytes, waited_s, now_s)
-        if not fetch.blocks and (late or waited_s > self.costs.sign_s(fetch.owner, now_s)):
-            self.costs.silent(fetch.owner, waited_s, now_s)
+        if fetch.blocks or late or waited_s > self.costs.sign_s(fetch.owner, now_s):
+            if not fetch.blocks:
+                self.costs.silent(fetch.owner, waited_s, now_s)
             self._pause(fetch.owner, offer.prompt.chain[offer.have_blocks], BUSY_PAUSE_MS)
             figures = self.costs.of(fetch.owner)
             figures.silent += 1
@@ -346,6 +349,7 @@ class Fetches:
         layout = self._pool.layout
         nbytes = fetch.filled // self._groups * layout.position_bytes
         self.costs.measured(fetch.owner, nbytes, seconds, self._loop.time())
+        self.costs.of(fetch.owner).silent = 0
         self.costs.brought(fetch.owner, tokens=fetch.came * layout.block_size, nbytes=nbytes, seconds=seconds)
 
     # What the owner asks, as the writer.
@@ -403,11 +407,14 @@ class Fetches:
         )
 
     def _signed(self, fetch: Fetch) -> None:
-        """The owner is at work: it is waited for longer."""
-        now_s = self._loop.time()
+        """The owner is at work: it is waited for longer. It may not write yet, so what will come can be marked, but on
+        a device's memory."""
+        now_s, pool = self._loop.time(), self._pool
         self.costs.signed(fetch.owner, now_s - fetch.began_s, now_s)
-        self.costs.of(fetch.owner).silent = 0
-        fetch.wait.at_work(len(fetch.blocks) // self._groups)
+        come: Callable[[], int] | None = None
+        if pool.region.kind is RegionKind.HOST:
+            come = Marks(pool.host_region, pool.layout, fetch.blocks, num_blocks=pool.ledger.num_blocks).gone
+        fetch.wait.at_work(len(fetch.blocks) // self._groups, come)
 
     def _draft(self, grant: GrantId) -> None:
         """Make the next entries of what is being written."""
