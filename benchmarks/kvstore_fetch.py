@@ -297,6 +297,7 @@ async def first_token(two: Two, channel: grpc.aio.Channel, mode: str, tokens: li
     gatherer = two.half.node.gatherer
     measured, fetches = gatherer._computing, two.fetches.costs.total.times.count
     if mode == "fetch":  # computing is believed to take a second a token: all is fetched at once
+        two.fetches._pauses.clear()  # the choice may have given the owner up
         gatherer._computing = ComputingCost(fixed_s=0.0, token_s=1.0)
     try:
         owners = [] if mode == "compute" else [two.owner]
