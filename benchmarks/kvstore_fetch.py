@@ -420,7 +420,8 @@ async def first_token_stopped(two: Two, channel: grpc.aio.Channel, tokens: list[
 
 def report_stopped(samples: list[dict[str, Any]]) -> str:
     """Judged by what a prompt waited over computing's median: computing varies by more than the bar allows. Beside it
-    the ratios of the whole times, in one round each. Without those whose blocks had all come before the owner stopped."""
+    the ratios of the whole times, in one round each. Without rounds whose blocks had all come before the owner stopped.
+    """
     lines = [
         "transport  stops    tokens  compute ms  waited ms (max)  1 + waited/compute  "
         "stopped/compute (half of the rounds)  in vain"

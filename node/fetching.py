@@ -57,8 +57,8 @@ CONNECT_MS_MAX: Final = 2_000
 FAILED_PAUSE_MS: Final = 5_000
 """An owner that has failed is not asked meanwhile."""
 SILENT_MAX: Final = 3
-"""An owner that was silent for too long so many times in a row has failed. It promotes what it has in lower tiers before
-it asks for room, and a busy machine stands still now and then, so a single time says nothing of other prompts."""
+"""An owner that was silent for too long so many times in a row has failed. It promotes what it has in lower tiers
+before it asks for room, and a busy machine stands still now and then: a single time says nothing of other prompts."""
 UNFIT_PAUSE_MS: Final = 60_000
 """An owner whose KV is another's is not asked meanwhile."""
 ABSENT_PAUSE_MS: Final = 2_000

@@ -379,8 +379,8 @@ class OnlySilenceEnds(Slow):
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("layers", [0, 1, None])
 def test_an_owner_that_stops_in_mid_fetch_is_given_up(layers: int | None, transport: str) -> None:
-    """Granted, it writes so many layers, or all, and nothing more is heard of it. It is expected to take a quarter of an
-    hour, but is given up when nothing has come for as long as the prompt may lose. The prompt is computed; the owner
+    """Granted, it writes so many layers, or all, and nothing more is heard of it. It is expected to take a quarter of
+    an hour, but is given up when nothing has come for as long as the prompt may lose. The prompt is computed; the owner
     gives the grant back, and its blocks are free again. Meanwhile both count in a drain. It has failed when that
     happens `SILENT_MAX` times in a row."""
     rng = random.Random(7)

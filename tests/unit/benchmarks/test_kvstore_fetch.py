@@ -64,8 +64,8 @@ def test_an_owner_that_costs_more_than_its_bar_is_said_to_miss_it() -> None:
 
 @pytest.mark.slow
 def test_an_owner_that_stops(tmp_path: Path) -> None:
-    """Its process stands still: before it is asked, when it has been granted room, and when a half has come. But for the
-    last one, which may have sent all by then, its prompt is computed, and one wait was in vain."""
+    """Its process stands still: before it is asked, when it has been granted room, and when a half has come. But for
+    the last one, which may have sent all by then, its prompt is computed, and one wait was in vain."""
     samples = asyncio.run(measure_stopped("shm", [256], 1, tmp_path))
     assert [sample["stop"] for sample in samples] == list(STOPS)
     for sample in samples[:2]:

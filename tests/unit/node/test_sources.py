@@ -238,9 +238,7 @@ def test_a_source_may_cost_a_share_of_computing(
     ],
     ids=["nothing", "two parts", "all, late", "with a pause too long", "on and on"],
 )
-def test_a_source_that_falls_silent_is_given_up(
-    moves: list[float], takes_s: float, came: int, waited_s: float
-) -> None:
+def test_a_source_that_falls_silent_is_given_up(moves: list[float], takes_s: float, came: int, waited_s: float) -> None:
     """Computing takes 102 ms, a silent source 12 of them at most. This one is expected to take 40 and shows after 10
     that it is at work. What comes is looked at four times in those 12 ms."""
     world = World()
