@@ -52,6 +52,8 @@ class OwnerFigures:
         self.measured_s = 0.0
         self.sign_s, self.sign_measured_s = SIGN_S, -math.inf
         """What it takes until it asks for room."""
+        self.come = 0
+        """Marks that fetches which are over have seen gone (`node/landing.py`)."""
         self.silent = 0
         """How often in a row the time was over before it brought anything."""
 

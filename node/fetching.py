@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import grpc.aio
@@ -94,6 +95,8 @@ class Fetch:
     """Both."""
     draft: Draft | None = None
     """Entries of `blocks`, made while they are being filled."""
+    marks: Marks | None = None
+    """In `blocks`, where what comes can be seen."""
     filled: int = 0
     """Leading ones of `blocks` that the Commit names."""
     came: int = 0
@@ -411,10 +414,23 @@ class Fetches:
         a device's memory."""
         now_s, pool = self._loop.time(), self._pool
         self.costs.signed(fetch.owner, now_s - fetch.began_s, now_s)
-        come: Callable[[], int] | None = None
         if pool.region.kind is RegionKind.HOST:
-            come = Marks(pool.host_region, pool.layout, fetch.blocks, num_blocks=pool.ledger.num_blocks).gone
+            fetch.marks = Marks(pool.host_region, pool.layout, fetch.blocks, num_blocks=pool.ledger.num_blocks)
+        come = partial(self._come_from, fetch.owner) if fetch.marks is not None else None
         fetch.wait.at_work(len(fetch.blocks) // self._groups, come)
+
+    def _come_from(self, owner: Owner) -> int:
+        """Of all its fetches: it writes one after the other, and is not silent while it writes any."""
+        granted = (fetch for fetch in self._granted.values() if fetch.owner.incarnation == owner.incarnation)
+        return self.costs.of(owner).come + sum(fetch.marks.gone() for fetch in granted if fetch.marks is not None)
+
+    def _take(self, grant: GrantId) -> Fetch:
+        """The fetch of a grant that is over."""
+        fetch = self._granted.pop(grant)
+        if fetch.marks is not None:
+            self.costs.of(fetch.owner).come += fetch.marks.gone()
+            fetch.marks = None  # it looks into the region
+        return fetch
 
     def _draft(self, grant: GrantId) -> None:
         """Make the next entries of what is being written."""
@@ -457,7 +473,7 @@ class Fetches:
 
     def committed(self, key: RequestKey, grant: GrantId) -> None:
         """The blocks are here: enter them, and let go. What the cache has by now under other blocks is released."""
-        fetch = self._granted.pop(grant)
+        fetch = self._take(grant)
         taken = self._receiver.grants.take_over(grant)
         assert taken, grant.hex()
         positions = (len(fetch.prefix) + fetch.filled) // self._groups
@@ -477,7 +493,7 @@ class Fetches:
 
     def let_go(self, grant: GrantId) -> None:
         """It does not come: given up, refused renewal, or its owner fenced."""
-        fetch = self._granted.pop(grant)
+        fetch = self._take(grant)
         self._cache.released(fetch.table, used=False)
         if not fetch.arrived.done():
             fetch.arrived.set_result(None)

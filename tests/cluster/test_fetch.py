@@ -420,7 +420,7 @@ def test_an_owner_that_stops_in_mid_fetch_is_given_up(layers: int | None, transp
 def test_what_a_fetch_brings_is_seen_to_come(transport: str) -> None:
     """All marks are there when the owner may write, and none when the blocks are entered."""
     prompt = random_prompt(random.Random(8), PROMPT_TOKENS)
-    real_at_work, real_committed = Wait.at_work, Fetches.committed
+    real_at_work = Wait.at_work
     counts: list[Callable[[], int]] = []
     seen: list[int] = []
 
@@ -430,19 +430,41 @@ def test_what_a_fetch_brings_is_seen_to_come(transport: str) -> None:
         seen.append(come())
         real_at_work(self, blocks, come)
 
-    def committed(self: Fetches, *args: Any) -> None:
-        seen.append(counts[0]())
-        real_committed(self, *args)
-
     async def scene(cluster: InProcessCluster, steering: Steering) -> None:
         await ask(cluster, prompt)
         steering.prefill, steering.owners = "prefill-1", ["prefill-0"]
-        with patch.object(Wait, "at_work", at_work), patch.object(Fetches, "committed", committed):
+        with patch.object(Wait, "at_work", at_work):
             assert (await ask(cluster, prompt)).stats.sources.fetched == BLOCKS * SIZE
-        assert seen == [0, MARKS_MAX]
-        counts.clear()  # they look into the region
+        assert (seen, counts[0]()) == ([0], MARKS_MAX)
 
     play(scene, both={"transports": transport})
+
+
+def test_an_owner_that_writes_for_another_prompt_is_not_silent() -> None:
+    """It writes one after the other. Of the first prompt nothing comes, but all of a second one."""
+    rng = random.Random(9)
+    prompts = [random_prompt(rng, PROMPT_TOKENS) for _ in range(2)]
+
+    async def scene(cluster: InProcessCluster, steering: Steering) -> None:
+        for prompt in prompts:
+            await ask(cluster, prompt)
+        fetches = cluster.fetches["prefill-1"]
+        steering.prefill, steering.owners = "prefill-1", ["prefill-0"]
+        granted = asyncio.Event()
+        with (
+            patch.object(Handoff, "all_filled", lambda _handoff, _blocks: granted.set()),
+            patch.object(StepWrites, "layers_done", lambda *_: None),
+        ):
+            asking = asyncio.create_task(cluster.client.generate(prompts[0], max_tokens=2))
+            await granted.wait()
+        ((fetch,),) = [list(fetches._granted.values())]
+        assert fetches._come_from(fetch.owner) == 0
+        assert (await ask(cluster, prompts[1])).stats.sources.fetched == BLOCKS * SIZE
+        assert fetches._come_from(fetch.owner) == MARKS_MAX
+        asking.cancel()
+        await asyncio.wait([asking])
+
+    play(scene)
 
 
 def test_an_owner_that_asks_for_room_late_is_asked_for_other_prompts() -> None:
