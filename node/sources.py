@@ -31,7 +31,7 @@ log = get_log("sources")
 LOST_SHARE_MAX: Final = 0.12
 """Of the time that computing would take: how long a source may be silent. One that stops has been so twice at most,
 before it showed itself and behind the last that came, and a quarter of computing is what it may cost."""
-LOST_S_MIN: Final = 0.003
+LOST_S_MIN: Final = 0.004
 """It may cost as much anyway: about what a short prompt takes besides its computing."""
 EXPECTED_TIMES_MAX: Final = 2
 """How many times what is expected of a source it may take besides, once it has shown that it is at work."""

@@ -260,7 +260,7 @@ def test_prompts_that_wait_for_what_another_fetches_hear_its_silence_too() -> No
 
 
 def test_a_short_prompt_may_wait_for_longer() -> None:
-    """It takes 12.8 ms to compute. Its source is silent, and costs 3 ms."""
+    """It takes 12.8 ms to compute. Its source is silent, and costs 4 ms."""
     world = World()
     source = world.source(8, share=0.5)
     source.sign_s, source.shows, source.takes = 0.002, False, lambda offer: 1e6
