@@ -336,6 +336,8 @@ class Fetches:
             late = figures.silent >= SILENT_MAX
         if late:
             self._failed(fetch.owner, f"not here after {waited_s:.3f} s")
+        elif fetch.blocks:
+            self.costs.failed(fetch.owner)
 
     def _failed(self, owner: Owner, why: str) -> None:
         self.costs.failed(owner)

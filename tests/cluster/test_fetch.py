@@ -382,7 +382,7 @@ def test_an_owner_that_stops_in_mid_fetch_is_given_up(layers: int | None, transp
     """Granted, it writes so many layers, or all, and nothing more is heard of it. It is expected to take a quarter of
     an hour, but is given up when nothing has come for as long as the prompt may lose. The prompt is computed; the owner
     gives the grant back, and its blocks are free again. Meanwhile both count in a drain. It has failed when that
-    happens `SILENT_MAX` times in a row."""
+    happens `SILENT_MAX` times in a row, and is paused."""
     rng = random.Random(7)
     prompts = [random_prompt(rng, PROMPT_TOKENS) for _ in range(node.fetching.SILENT_MAX)]
     real_layers_done = StepWrites.layers_done
@@ -403,14 +403,16 @@ def test_an_owner_that_stops_in_mid_fetch_is_given_up(layers: int | None, transp
                 real_layers_done(step, first, layers)
 
         with patch.object(Handoff, "all_filled", never), patch.object(StepWrites, "layers_done", layers_done):
-            for prompt in prompts:
-                assert refusals(cluster) == (0, 0, 0)
+            for failed, prompt in enumerate(prompts):
+                assert refusals(cluster) == (0, 0, failed)
+                assert all(digest for _, digest in cluster.fetches["prefill-1"]._pauses)
                 await is_computed(cluster, steering, prompt)
+        assert not all(digest for _, digest in cluster.fetches["prefill-1"]._pauses)
         assert len(under_way) == len(prompts)
         owner, receiver = under_way[0]
         assert owner["fetches_under_way"] == 1 and owner["grants_written"] == 1
         assert receiver["fetches_under_way"] == 1 and receiver["grants_received"] == 1
-        assert refusals(cluster) == (0, 0, 1)
+        assert refusals(cluster) == (0, 0, len(prompts))
 
     with patch.object(node.fetch_costs, "FIXED_S", 1e3):
         play(scene, both={"transports": transport})
