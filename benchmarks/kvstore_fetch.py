@@ -8,7 +8,8 @@ made up at the owner, in records of 32 KiB, 16 layers: 128 MiB (`--mib`: larger 
 blocks indexed, all of them
 compared; beside `benchmarks.transfer`'s two sides with as many bytes and records. `choice`: a small model with random
 weights; time to first token of a prompt that the owner has computed, forced to compute, forced to fetch, and as the
-node chooses. `stopped`: the same where the owner's process is stopped, over computing.
+node chooses. `stopped`: the same where the owner's process is stopped, over computing: before it is asked, when it has
+been granted room, or when a half of the blocks have come.
 
 What computing takes varies by more than half between rounds, so ratios are of one round, in changing order, and the
 figure is their median. The better one of computing and fetching is that whose median is less.
@@ -27,8 +28,8 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,8 @@ from cli.services import Service
 from engine.demo_model import DemoModelParams, write_demo_model
 from kvtransfer.transports.settings import ShmConfig, TcpConfig
 from node.computing_cost import ComputingCost
-from node.fetching import Fetches
+from node.fetching import Fetch, Fetches
+from node.landing import Marks
 from node.sources import Gathered, Gatherer, Prefix, Wait
 from prefill_node.main import PrefillHalf
 
@@ -74,6 +76,9 @@ bfloat16, the last one of 32 with 8 of 128, as models of 8B parameters have."""
 WARM_UPS = 4
 WAIT_S_MAX = 60.0
 MODES = ("compute", "fetch", "choose")
+STOPS = ("asked", "granted", "half")
+"""When an owner stops."""
+LOOK_S = 2e-4
 ROUTER = 7
 
 
@@ -292,6 +297,7 @@ async def first_token(two: Two, channel: grpc.aio.Channel, mode: str, tokens: li
     gatherer = two.half.node.gatherer
     measured, fetches = gatherer._computing, two.fetches.costs.total.times.count
     if mode == "fetch":  # computing is believed to take a second a token: all is fetched at once
+        two.fetches._pauses.clear()  # the choice may have given the owner up
         gatherer._computing = ComputingCost(fixed_s=0.0, token_s=1.0)
     try:
         owners = [] if mode == "compute" else [two.owner]
@@ -335,14 +341,14 @@ async def measure_choice(transport: str, lengths: list[int], rounds: int, folder
     return samples
 
 
-async def measure_stopped(transport: str, rounds: int, folder: Path) -> list[dict[str, Any]]:
+async def measure_stopped(transport: str, lengths: list[int], rounds: int, folder: Path) -> list[dict[str, Any]]:
     params = DemoModelParams(context_len_max=CONTEXT, vocab_size=VOCAB)
     samples, rng = [], random.Random(transport)
     async with two_nodes(folder, params, 1024, transport) as two, AsyncExitStack() as opened:
         mine = await opened.enter_async_context(grpc.aio.insecure_channel(two.endpoint))
         of_owner = await opened.enter_async_context(grpc.aio.insecure_channel(two.owner.endpoint))
-        plan = [(number, length) for number in range(-1, rounds) for length in STOPPED_TOKENS]
-        for number, length in plan:
+        plan = [(number, length, stop) for number in range(-1, rounds) for length in lengths for stop in STOPS]
+        for number, length, stop in plan:
             tokens = prompt(rng.randrange(1 << 30), length)
             await ask_prefill(of_owner, two.owner.incarnation, tokens, [])
             found = {}
@@ -350,16 +356,48 @@ async def measure_stopped(transport: str, rounds: int, folder: Path) -> list[dic
                 if mode == "compute":
                     found[mode] = await first_token(two, mine, mode, tokens)
                 else:
-                    found[mode] = await first_token_stopped(two, mine, tokens)
+                    found[mode] = await first_token_stopped(two, mine, tokens, stop)
             if number >= 0:
-                samples.append({"part": "stopped", "transport": transport, "length": length, **found})
+                samples.append({"part": "stopped", "transport": transport, "stop": stop, "length": length, **found})
     return samples
 
 
-async def first_token_stopped(two: Two, channel: grpc.aio.Channel, tokens: list[int]) -> dict[str, Any]:
+@contextmanager
+def stopping(two: Two, stop: str) -> Iterator[None]:
+    """The owner stops at that point, by a signal of its receiver's, and goes on at the end."""
+    signed, loop = Fetches._signed, asyncio.get_running_loop()
+
+    def granted(self: Fetches, fetch: Fetch) -> None:
+        signed(self, fetch)
+        if stop == "granted":
+            two.side.signal(signal.SIGSTOP)
+            return
+        pool = self._pool
+        marks = Marks(pool.host_region, pool.layout, fetch.blocks, num_blocks=pool.ledger.num_blocks)
+        loop.call_soon(half_come, fetch, marks)
+
+    def half_come(fetch: Fetch, marks: Marks) -> None:
+        if 2 * marks.gone() >= marks.count:
+            two.side.signal(signal.SIGSTOP)
+        elif not fetch.arrived.done():
+            loop.call_later(LOOK_S, half_come, fetch, marks)
+
+    try:
+        if stop == "asked":
+            two.side.signal(signal.SIGSTOP)
+            yield
+        else:
+            with patch.object(Fetches, "_signed", granted):
+                yield
+    finally:
+        two.side.signal(signal.SIGCONT)
+
+
+async def first_token_stopped(two: Two, channel: grpc.aio.Channel, tokens: list[int], stop: str) -> dict[str, Any]:
     """Each time as if the owner stopped for the first time."""
     await first_token(two, channel, "fetch", tokens)  # so that it is believed to be fast
-    silent = sum(each.silent for each in two.fetches.costs.owners.values())
+    costs = two.fetches.costs
+    silent = sum(each.silent for each in costs.owners.values())
     waited_s, gather = [], Gatherer.gather
 
     async def timed(self: Gatherer, asked: Prefix) -> Gathered:
@@ -369,37 +407,42 @@ async def first_token_stopped(two: Two, channel: grpc.aio.Channel, tokens: list[
         finally:
             waited_s.append(time.perf_counter() - began_s)
 
-    two.side.signal(signal.SIGSTOP)
-    try:
-        with patch.object(Gatherer, "gather", timed):
-            found = await first_token(two, channel, "choose", tokens)
-    finally:
-        two.side.signal(signal.SIGCONT)
-    assert found["fetched"] == 0, found
+    with stopping(two, stop), patch.object(Gatherer, "gather", timed):
+        found = await first_token(two, channel, "choose", tokens)
+    assert found["fetched"] == 0 or stop == "half", found
     found["waited"] = sum(waited_s)
     await two.emptied()
-    found["asked"] = sum(each.silent for each in two.fetches.costs.owners.values()) - silent
+    found["asked"] = sum(each.silent for each in costs.owners.values()) - silent
     two.fetches._pauses.clear()
-    two.fetches.costs.owners.clear()
+    costs.owners.clear()
     return found
 
 
 def report_stopped(samples: list[dict[str, Any]]) -> str:
     """Judged by what a prompt waited over computing's median: computing varies by more than the bar allows. Beside it
-    the ratios of the whole times, in one round each."""
-    lines = ["transport  tokens  compute ms  waited ms (max)  1 + waited/compute  stopped/compute (half of the rounds)"]
-    for transport, length in sorted({(s["transport"], s["length"]) for s in samples}):
-        mine = [s for s in samples if (s["transport"], s["length"]) == (transport, length)]
+    the ratios of the whole times, in one round each. Without rounds whose blocks had all come before the owner stopped.
+    """
+    lines = [
+        "transport  stops    tokens  compute ms  waited ms (max)  1 + waited/compute  "
+        "stopped/compute (half of the rounds)  in vain"
+    ]
+    for transport, stop, length in sorted({(s["transport"], s["stop"], s["length"]) for s in samples}):
+        all_of_it = [s for s in samples if (s["transport"], s["stop"], s["length"]) == (transport, stop, length)]
+        mine = [s for s in all_of_it if not s["stopped"]["fetched"]]
+        if not mine:
+            lines.append(f"{transport:9}  {stop:7}  {length:6}  all came, {len(all_of_it)} times")
+            continue
         ratios = sorted(s["stopped"]["seconds"] / s["compute"]["seconds"] for s in mine)
-        compute_s = statistics.median(s["compute"]["seconds"] for s in mine)
+        compute_s = statistics.median(s["compute"]["seconds"] for s in all_of_it)
         waits_s = sorted(s["stopped"]["waited"] for s in mine)
         waited_s, quarter = statistics.median(waits_s), len(mine) // 4
         asked = sum(s["stopped"]["asked"] for s in mine)
         ratio = 1 + waited_s / compute_s
         lines.append(
-            f"{transport:9}  {length:6}  {1e3 * compute_s:10.1f}  {1e3 * waited_s:6.1f} ({1e3 * waits_s[-1]:6.1f})  "
+            f"{transport:9}  {stop:7}  {length:6}  {1e3 * compute_s:10.1f}  "
+            f"{1e3 * waited_s:6.1f} ({1e3 * waits_s[-1]:6.1f})  "
             f"{ratio:18.2f}  {statistics.median(ratios):.2f} ({ratios[quarter]:.2f}..{ratios[-1 - quarter]:.2f})"
-            f"  asked in vain {asked} of {len(mine)}" + ("" if ratio <= STOPPED_BAR else "  MISSED")
+            f"  {asked} of {len(all_of_it)}" + ("" if ratio <= STOPPED_BAR else "  MISSED")
         )
     return "\n".join(lines)
 
@@ -447,7 +490,7 @@ def run(options: argparse.Namespace) -> None:
                     for mib in options.mib:
                         samples += run_as_process(measure_rate(transport, mib, options.rounds, folder))
                 elif part == "stopped":
-                    samples += run_as_process(measure_stopped(transport, options.rounds, folder))
+                    samples += run_as_process(measure_stopped(transport, list(STOPPED_TOKENS), options.rounds, folder))
                 else:
                     samples += run_as_process(measure_choice(transport, options.tokens, options.rounds, folder))
             mine = [sample for sample in samples if sample["part"] == part]

@@ -33,6 +33,8 @@ CONNECT_S: Final = 0.02
 """What connecting is believed to take, before it was measured."""
 SIGN_S: Final = 0.001
 """What an owner is believed to take until it asks for room, before that was measured lately of any."""
+SILENT_TIMES: Final = 2
+"""Who has not asked for room in time would have done so later, nobody knows when."""
 TIMES_KEPT: Final = 8
 """How many measurements of either are remembered, about."""
 
@@ -50,8 +52,10 @@ class OwnerFigures:
         self.measured_s = 0.0
         self.sign_s, self.sign_measured_s = SIGN_S, -math.inf
         """What it takes until it asks for room."""
+        self.come = 0
+        """Marks that fetches which are over have seen gone (`node/landing.py`)."""
         self.silent = 0
-        """How often in a row the time was over before it asked for room."""
+        """How often in a row the time was over before it brought anything."""
 
     def ages(self, now_s: float) -> int:
         """How many times `COST_AGE_MS_MAX` ago it was measured last."""
@@ -154,8 +158,9 @@ class FetchCosts:
         self._learn_sign((self.of(owner), self.total), owner, seconds, now_s)
 
     def silent(self, owner: Owner, seconds: float, now_s: float) -> None:
-        """It was given up then: that says nothing of others."""
-        self._learn_sign((self.of(owner),), owner, seconds, now_s)
+        """It was given up then: that says nothing of others. It counts as `SILENT_TIMES` as long, or one that is always
+        silent would seem to come just in time."""
+        self._learn_sign((self.of(owner),), owner, SILENT_TIMES * seconds, now_s)
 
     def _learn_sign(self, figures: Iterable[OwnerFigures], owner: Owner, seconds: float, now_s: float) -> None:
         before_s = self.sign_s(owner, now_s)

@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import grpc.aio
@@ -35,8 +36,10 @@ from kvtransfer.checksums import checksums_from_proto
 from kvtransfer.protocol.receiver import AnswerRefused, CommitAsked, Refusal, ReserveAsked
 from kvtransfer.protocol.writer import HandoffEnd
 from kvtransfer.receiver import Receiver
+from kvtransfer.transport import RegionKind
 from kvtransfer.writer import WriterPeer
 from node.fetch_costs import FetchCosts
+from node.landing import Marks
 from node.peers import Peers
 from node.pool import DevicePool
 from node.sources import Offer, Prefix, SourceKind, Wait
@@ -55,15 +58,15 @@ CONNECT_MS_MAX: Final = 2_000
 FAILED_PAUSE_MS: Final = 5_000
 """An owner that has failed is not asked meanwhile."""
 SILENT_MAX: Final = 3
-"""An owner that so many times in a row did not ask for room in time has failed. It promotes what it has in lower tiers
-before, so a single time says nothing of other prompts."""
+"""An owner that was silent for too long so many times in a row has failed. It promotes what it has in lower tiers
+before it asks for room, and a busy machine stands still now and then: a single time says nothing of other prompts."""
 UNFIT_PAUSE_MS: Final = 60_000
 """An owner whose KV is another's is not asked meanwhile."""
 ABSENT_PAUSE_MS: Final = 2_000
 """An owner is not asked again for a block that it had not. The router learns of it sooner or later."""
 BUSY_PAUSE_MS: Final = 500
-"""An owner that refused a block for want of room, or did not ask for room in time, is not asked for it again meanwhile:
-the next owner is."""
+"""An owner that refused a block for want of room, or was silent for too long, is not asked for it again meanwhile: the
+next owner is."""
 PAUSES_MAX: Final = 1_024
 """Remembered, oldest dropped first."""
 DRAFT_AFTER_MS: Final = 1
@@ -92,6 +95,8 @@ class Fetch:
     """Both."""
     draft: Draft | None = None
     """Entries of `blocks`, made while they are being filled."""
+    marks: Marks | None = None
+    """In `blocks`, where what comes can be seen."""
     filled: int = 0
     """Leading ones of `blocks` that the Commit names."""
     came: int = 0
@@ -315,21 +320,24 @@ class Fetches:
             self._pause(owner, digest, BUSY_PAUSE_MS)
 
     def _late(self, fetch: Fetch, offer: Offer) -> None:
-        """The time is over, and nothing has come. That says something of an owner that was to bring it sooner, or to
-        ask for room by then."""
+        """The time is over, and not all has come. That says something of an owner that was to bring it sooner, or to
+        ask for room by then, and of one that was silent after it had."""
         now_s = self._loop.time()
         waited_s = now_s - fetch.began_s
         late = waited_s > self.costs.cost(fetch.owner, now_s).of(offer.nbytes)
         if late:
             self.costs.measured(fetch.owner, offer.nbytes, waited_s, now_s)
-        if not fetch.blocks and (late or waited_s > self.costs.sign_s(fetch.owner, now_s)):
-            self.costs.silent(fetch.owner, waited_s, now_s)
+        if fetch.blocks or late or waited_s > self.costs.sign_s(fetch.owner, now_s):
+            if not fetch.blocks:
+                self.costs.silent(fetch.owner, waited_s, now_s)
             self._pause(fetch.owner, offer.prompt.chain[offer.have_blocks], BUSY_PAUSE_MS)
             figures = self.costs.of(fetch.owner)
             figures.silent += 1
             late = figures.silent >= SILENT_MAX
         if late:
             self._failed(fetch.owner, f"not here after {waited_s:.3f} s")
+        elif fetch.blocks:
+            self.costs.failed(fetch.owner)
 
     def _failed(self, owner: Owner, why: str) -> None:
         self.costs.failed(owner)
@@ -346,6 +354,7 @@ class Fetches:
         layout = self._pool.layout
         nbytes = fetch.filled // self._groups * layout.position_bytes
         self.costs.measured(fetch.owner, nbytes, seconds, self._loop.time())
+        self.costs.of(fetch.owner).silent = 0
         self.costs.brought(fetch.owner, tokens=fetch.came * layout.block_size, nbytes=nbytes, seconds=seconds)
 
     # What the owner asks, as the writer.
@@ -403,11 +412,27 @@ class Fetches:
         )
 
     def _signed(self, fetch: Fetch) -> None:
-        """The owner is at work: it is waited for longer."""
-        now_s = self._loop.time()
+        """The owner is at work: it is waited for longer. It may not write yet, so what will come can be marked, but on
+        a device's memory."""
+        now_s, pool = self._loop.time(), self._pool
         self.costs.signed(fetch.owner, now_s - fetch.began_s, now_s)
-        self.costs.of(fetch.owner).silent = 0
-        fetch.wait.at_work(len(fetch.blocks) // self._groups)
+        if pool.region.kind is RegionKind.HOST:
+            fetch.marks = Marks(pool.host_region, pool.layout, fetch.blocks, num_blocks=pool.ledger.num_blocks)
+        come = partial(self._come_from, fetch.owner) if fetch.marks is not None else None
+        fetch.wait.at_work(len(fetch.blocks) // self._groups, come)
+
+    def _come_from(self, owner: Owner) -> int:
+        """Of all its fetches: it writes one after the other, and is not silent while it writes any."""
+        granted = (fetch for fetch in self._granted.values() if fetch.owner.incarnation == owner.incarnation)
+        return self.costs.of(owner).come + sum(fetch.marks.gone() for fetch in granted if fetch.marks is not None)
+
+    def _take(self, grant: GrantId) -> Fetch:
+        """The fetch of a grant that is over."""
+        fetch = self._granted.pop(grant)
+        if fetch.marks is not None:
+            self.costs.of(fetch.owner).come += fetch.marks.gone()
+            fetch.marks = None  # it looks into the region
+        return fetch
 
     def _draft(self, grant: GrantId) -> None:
         """Make the next entries of what is being written."""
@@ -450,7 +475,7 @@ class Fetches:
 
     def committed(self, key: RequestKey, grant: GrantId) -> None:
         """The blocks are here: enter them, and let go. What the cache has by now under other blocks is released."""
-        fetch = self._granted.pop(grant)
+        fetch = self._take(grant)
         taken = self._receiver.grants.take_over(grant)
         assert taken, grant.hex()
         positions = (len(fetch.prefix) + fetch.filled) // self._groups
@@ -470,7 +495,7 @@ class Fetches:
 
     def let_go(self, grant: GrantId) -> None:
         """It does not come: given up, refused renewal, or its owner fenced."""
-        fetch = self._granted.pop(grant)
+        fetch = self._take(grant)
         self._cache.released(fetch.table, used=False)
         if not fetch.arrived.done():
             fetch.arrived.set_result(None)

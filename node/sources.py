@@ -2,10 +2,10 @@
 
 A `PrefixSource` is another node, or a tier below the region. Its blocks go into the prefix cache, evictable, before the
 prompt is queued. The choice is by measured costs: the source is asked that is expected to save most time. Whatever
-fails, the prompt is computed. One rule bounds what that costs: a source is given up that has not shown that it is at
-work after a share of what computing takes, `LOST_SHARE_MAX`, or after `LOST_S_MIN` if that is more; and so is one that
-has shown it after twice the time that was expected besides, or as long as computing what it brings takes, if that is
-less. What a gather waits for in vain comes out of one share.
+fails, the prompt is computed. One rule bounds what that costs: a source is given up that is silent for a share of what
+computing takes, `LOST_SHARE_MAX`, or for `LOST_S_MIN` if that is more. It breaks its silence when it shows that it is
+at work, and then with all that is seen to come. At work it has twice the time that was expected besides, or as long as
+computing what it brings takes, if that is less. What a gather waits for in vain comes out of one share.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import asyncio
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, Protocol
@@ -27,12 +28,15 @@ from node.computing_cost import ComputingCost
 
 log = get_log("sources")
 
-LOST_SHARE_MAX: Final = 0.15
-"""Of the time that computing would take: what waiting for sources may cost a prompt."""
-LOST_S_MIN: Final = 0.003
+LOST_SHARE_MAX: Final = 0.12
+"""Of the time that computing would take: how long a source may be silent. One that stops has been so twice at most,
+before it showed itself and behind the last that came, and a quarter of computing is what it may cost."""
+LOST_S_MIN: Final = 0.004
 """It may cost as much anyway: about what a short prompt takes besides its computing."""
 EXPECTED_TIMES_MAX: Final = 2
 """How many times what is expected of a source it may take besides, once it has shown that it is at work."""
+LOOKS: Final = 4
+"""At what has come of a source, in the time that it may be silent."""
 ROUNDS_MAX: Final = 16
 """Of one gather."""
 FAILURES_MAX: Final = 4
@@ -174,7 +178,9 @@ class Wait:
     timer: asyncio.Timeout
     """Until the time is over."""
     until_s: Callable[[int], float] = lambda _blocks: 0.0
-    """When that is, by the loop's clock, once a source is at work that brings so many positions."""
+    """When that is at the latest, by the loop's clock, once a source is at work that brings so many positions."""
+    silent_s: float = math.inf
+    """How long nothing new may be seen of a source at work, where that can be seen."""
     blocks: int = 0
     """How many it brings, as far as is known."""
     ends_s: float = 0.0
@@ -183,13 +189,40 @@ class Wait:
     """Whether the source is known to be at work."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
     """For other prompts of the same beginning."""
+    _count: Callable[[], int] | None = None
+    _counted: int = 0
+    _moved_s: float = math.inf
+    _look_next: asyncio.TimerHandle | None = None
 
-    def at_work(self, blocks: int) -> None:
-        """The source brings so many positions: it may be waited for longer."""
+    def at_work(self, blocks: int, come: Callable[[], int] | None = None) -> None:
+        """The source brings so many positions: it may be waited for longer. `come` counts what is here of them, in
+        whatever unit; None: that cannot be seen."""
         when_s = self.timer.when()
         if when_s is not None and not self.is_seen and not self.timer.expired():
             self.timer.reschedule(max(when_s, self.until_s(blocks)))
+            if come is not None:
+                self._count, self._moved_s = come, asyncio.get_running_loop().time()
+                self._look_on()
         self.is_seen, self.blocks = True, blocks
+
+    def moved_s(self) -> float:
+        """When it was seen last that something came, by the loop's clock. Looks. Infinite: that cannot be seen."""
+        if self._count is not None and (count := self._count()) > self._counted:
+            self._counted, self._moved_s = count, asyncio.get_running_loop().time()
+        return self._moved_s
+
+    def _look_on(self) -> None:
+        loop, until_s = asyncio.get_running_loop(), self.moved_s() + self.silent_s
+        if until_s > (now_s := loop.time()):
+            self._look_next = loop.call_at(min(until_s, now_s + self.silent_s / LOOKS), self._look_on)
+        elif not self.timer.expired():
+            self.timer.reschedule(now_s)
+
+    def end(self) -> None:
+        self._count = None
+        if self._look_next is not None:
+            self._look_next.cancel()
+        self.over.set()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -295,7 +328,7 @@ class Gatherer:
         return self._computing.saved(have_blocks * self._block_size, (have_blocks + blocks) * self._block_size)
 
     async def _bring(self, offer: Offer, unseen_s: float) -> int:
-        """Waits so long for a source that does not show that it is at work -> positions that came."""
+        """Waits so long for a source that is silent -> positions that came."""
         digest = offer.prompt.chain[offer.have_blocks]
         unseen_s = min(unseen_s, self._worth_s(offer.have_blocks, offer.blocks))
         began_s = asyncio.get_running_loop().time()
@@ -307,7 +340,7 @@ class Gatherer:
         try:
             async with asyncio.timeout_at(began_s + unseen_s) as timer:
                 ends_s = self._clock() + offer.expected_s
-                wait = Wait(timer=timer, until_s=until_s, blocks=offer.blocks, ends_s=ends_s)
+                wait = Wait(timer=timer, until_s=until_s, silent_s=unseen_s, blocks=offer.blocks, ends_s=ends_s)
                 if offer.sign_s == 0:
                     wait.at_work(offer.blocks)
                 self._under_way[digest] = offer, wait
@@ -315,7 +348,7 @@ class Gatherer:
                     return await offer.source.bring(offer, wait)
                 finally:
                     del self._under_way[digest]
-                    wait.over.set()
+                    wait.end()
         except TimeoutError:
             log.info("blocks did not come in time", kind=offer.kind.value, origin=offer.origin, blocks=offer.blocks)
             return 0
@@ -332,9 +365,14 @@ class Gatherer:
             longest_s += min(EXPECTED_TIMES_MAX * expected_s, worth_s)
         if expected_s >= min(longest_s, worth_s):
             return False
-        try:
-            async with asyncio.timeout(longest_s):
-                await wait.over.wait()
-        except TimeoutError:
-            log.info("what another prompt waits for did not come in time", blocks=offer.blocks)
+        loop = asyncio.get_running_loop()
+        ends_s = loop.time() + longest_s
+        while not wait.over.is_set():
+            until_s = min(ends_s, wait.moved_s() + unseen_s)
+            if until_s <= loop.time():
+                log.info("what another prompt waits for did not come in time", blocks=offer.blocks)
+                break
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(until_s):
+                    await wait.over.wait()
         return True

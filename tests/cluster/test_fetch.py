@@ -24,13 +24,14 @@ from baton.lifecycle import Lifecycle
 from baton.wire import Owner
 from cachestore.prefix_cache import DIGEST_BYTES
 from decode_node.node import DecodeNode
-from kvtransfer.writer import Handoff, WriterPeer
+from kvtransfer.writer import Handoff, StepWrites, WriterPeer
 from node.fetching import Fetches, FetchOwner
+from node.landing import MARKS_MAX
 from node.sources import Prefix, Wait
 from prefill_node.node import PrefillNode
 from tests.support.cluster_harness import Answer, mock_spec, mock_tokens, random_prompt
 from tests.support.inprocess_cluster import InProcessCluster, inprocess, until
-from tests.support.steering import Steering, compute_slowly, connected, steered
+from tests.support.steering import Slow, Steering, compute_slowly, connected, steered
 
 SIZE = 16
 BLOCKS = 20
@@ -365,25 +366,105 @@ def test_an_owner_that_has_ended_costs_nothing() -> None:
     play(scene)
 
 
-def test_an_owner_that_stops_in_mid_fetch_is_given_up() -> None:
-    """Granted, and nothing more is heard of it: the prompt is computed, once twice what was expected and what it may
-    lose are over; the owner gives the grant back, and its blocks are free again. Meanwhile both count in a drain."""
-    prompt = random_prompt(random.Random(7), PROMPT_TOKENS)
+class OnlySilenceEnds(Slow):
+    """A prompt takes three seconds, and may lose a share of that; what is fetched of it is worth any time."""
+
+    def of(self, first: int, end: int) -> float:
+        return 3.0
+
+    def saved(self, first: int, end: int) -> float:
+        return 1e6 * (end - first)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("layers", [0, 1, None])
+def test_an_owner_that_stops_in_mid_fetch_is_given_up(layers: int | None, transport: str) -> None:
+    """Granted, it writes so many layers, or all, and nothing more is heard of it. It is expected to take a quarter of
+    an hour, but is given up when nothing has come for as long as the prompt may lose. The prompt is computed; the owner
+    gives the grant back, and its blocks are free again. Meanwhile both count in a drain. It has failed when that
+    happens `SILENT_MAX` times in a row, and is paused."""
+    rng = random.Random(7)
+    prompts = [random_prompt(rng, PROMPT_TOKENS) for _ in range(node.fetching.SILENT_MAX)]
+    real_layers_done = StepWrites.layers_done
 
     async def scene(cluster: InProcessCluster, steering: Steering) -> None:
-        compute_slowly(cluster, "prefill-1", 0.01)
-        await ask(cluster, prompt)
+        cluster.prefill["prefill-1"].gatherer._computing = OnlySilenceEnds()
+        for prompt in prompts:
+            await ask(cluster, prompt)
         under_way = []
 
         def never(handoff: Handoff, blocks: int) -> None:
             under_way.append([cluster.prefill[n].holds().left() for n in ("prefill-0", "prefill-1")])
 
-        with patch.object(Handoff, "all_filled", never):
-            await is_computed(cluster, steering, prompt)
+        def layers_done(step: StepWrites, first: int, end: int) -> None:
+            if not step.handoff.is_fetch or layers is None:
+                real_layers_done(step, first, end)
+            elif first < layers:
+                real_layers_done(step, first, layers)
+
+        with patch.object(Handoff, "all_filled", never), patch.object(StepWrites, "layers_done", layers_done):
+            for failed, prompt in enumerate(prompts):
+                assert refusals(cluster) == (0, 0, failed)
+                assert all(digest for _, digest in cluster.fetches["prefill-1"]._pauses)
+                await is_computed(cluster, steering, prompt)
+        assert not all(digest for _, digest in cluster.fetches["prefill-1"]._pauses)
+        assert len(under_way) == len(prompts)
         owner, receiver = under_way[0]
         assert owner["fetches_under_way"] == 1 and owner["grants_written"] == 1
         assert receiver["fetches_under_way"] == 1 and receiver["grants_received"] == 1
-        assert refusals(cluster) == (0, 0, 1)
+        assert refusals(cluster) == (0, 0, len(prompts))
+
+    with patch.object(node.fetch_costs, "FIXED_S", 1e3):
+        play(scene, both={"transports": transport})
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_what_a_fetch_brings_is_seen_to_come(transport: str) -> None:
+    """All marks are there when the owner may write, and none when the blocks are entered."""
+    prompt = random_prompt(random.Random(8), PROMPT_TOKENS)
+    real_at_work = Wait.at_work
+    counts: list[Callable[[], int]] = []
+    seen: list[int] = []
+
+    def at_work(self: Wait, blocks: int, come: Callable[[], int] | None = None) -> None:
+        assert come is not None
+        counts.append(come)
+        seen.append(come())
+        real_at_work(self, blocks, come)
+
+    async def scene(cluster: InProcessCluster, steering: Steering) -> None:
+        await ask(cluster, prompt)
+        steering.prefill, steering.owners = "prefill-1", ["prefill-0"]
+        with patch.object(Wait, "at_work", at_work):
+            assert (await ask(cluster, prompt)).stats.sources.fetched == BLOCKS * SIZE
+        assert (seen, counts[0]()) == ([0], MARKS_MAX)
+
+    play(scene, both={"transports": transport})
+
+
+def test_an_owner_that_writes_for_another_prompt_is_not_silent() -> None:
+    """It writes one after the other. Of the first prompt nothing comes, but all of a second one."""
+    rng = random.Random(9)
+    prompts = [random_prompt(rng, PROMPT_TOKENS) for _ in range(2)]
+
+    async def scene(cluster: InProcessCluster, steering: Steering) -> None:
+        for prompt in prompts:
+            await ask(cluster, prompt)
+        fetches = cluster.fetches["prefill-1"]
+        steering.prefill, steering.owners = "prefill-1", ["prefill-0"]
+        granted = asyncio.Event()
+        with (
+            patch.object(Handoff, "all_filled", lambda _handoff, _blocks: granted.set()),
+            patch.object(StepWrites, "layers_done", lambda *_: None),
+        ):
+            asking = asyncio.create_task(cluster.client.generate(prompts[0], max_tokens=2))
+            await granted.wait()
+        ((fetch,),) = [list(fetches._granted.values())]
+        assert fetches._come_from(fetch.owner) == 0
+        assert (await ask(cluster, prompts[1])).stats.sources.fetched == BLOCKS * SIZE
+        assert fetches._come_from(fetch.owner) == MARKS_MAX
+        asking.cancel()
+        await asyncio.wait([asking])
 
     play(scene)
 

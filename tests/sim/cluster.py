@@ -368,7 +368,7 @@ def _replacements(cluster: SimCluster) -> list[tuple[Any, str, Any]]:
         pool = make_pool(
             config, groups=profile.layer_groups, step_s=profile.step_s, token_s=profile.token_s, rng=process.loop.rng
         )
-        process.region = memoryview(pool.host_region.array_U8)  # type: ignore[arg-type]  # a bytearray here
+        process.region = memoryview(pool.host_region.array_U8)  # type: ignore[arg-type]  # a buffer
         process.page_bytes = pool.layout.page_bytes
         process.ledger = pool.ledger
         LedgerWatch(pool.ledger, process)

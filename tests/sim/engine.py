@@ -17,6 +17,8 @@ from random import Random
 from typing import Any, cast
 from zlib import crc32
 
+import numpy as np
+
 from baton.ids import BlockId
 from baton.wire import ModelInfo
 from cachestore.block_manager import BlockManager
@@ -58,7 +60,7 @@ class SimRegion:
     kind = RegionKind.HOST
 
     def __init__(self, nbytes: int) -> None:
-        self.array_U8 = bytearray(nbytes)
+        self.array_U8 = np.zeros(nbytes, np.uint8)
         self.nbytes = nbytes
 
     def close(self) -> None:
@@ -92,9 +94,9 @@ class SimRunner:
         self.layers: list[list[memoryview]] = []
         """The records that each layer may have: those of its row of the region."""
 
-    def bind(self, region: bytearray, num_blocks: int) -> None:
+    def bind(self, region: np.ndarray, num_blocks: int) -> None:
         record = 2 * self._size * SLOT_BYTES
-        view = memoryview(region)
+        view = memoryview(region)  # type: ignore[arg-type]  # mypy knows no buffers of 3.11
         self._num_blocks = num_blocks
         self._slots = view.cast("I")
         records = [view[at : at + record] for at in range(0, self.layout.num_rows * num_blocks * record, record)]

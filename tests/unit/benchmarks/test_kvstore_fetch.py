@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.kvstore_fetch import crossover, measure_choice, measure_rate, report_choice, report_rate
+from benchmarks.kvstore_fetch import (
+    STOPS,
+    crossover,
+    measure_choice,
+    measure_rate,
+    measure_stopped,
+    report_choice,
+    report_rate,
+    report_stopped,
+)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +50,26 @@ def test_a_choice_beside_the_better_of_both() -> None:
     modes = {mode: {"seconds": took, "fetched": tokens} for mode, (took, tokens) in seconds.items()}
     line = report_choice([{"part": "choice", "transport": "tcp", "length": 32, **modes}]).splitlines()[1]
     assert line.split() == ["tcp", "32", "20.0", "10.0", "20.0", "0.50", "2.00", "0.00", "MISSED"]
+
+
+def test_an_owner_that_costs_more_than_its_bar_is_said_to_miss_it() -> None:
+    """Computing takes 20 ms. Of three owners that stop half-way two cost 6 ms, the third had sent all before."""
+    compute = {"seconds": 0.02, "fetched": 0}
+    stopped = {"seconds": 0.026, "fetched": 0, "waited": 0.006, "asked": 1}
+    gone = {"seconds": 0.01, "fetched": 240, "waited": 0.005, "asked": 0}
+    which = {"part": "stopped", "transport": "shm", "stop": "half", "length": 256, "compute": compute}
+    lines = report_stopped([{**which, "stopped": each} for each in (stopped, gone, stopped)]).splitlines()
+    assert lines[1].endswith("1.30  1.30 (1.30..1.30)  2 of 3  MISSED")
+
+
+@pytest.mark.slow
+def test_an_owner_that_stops(tmp_path: Path) -> None:
+    """Its process stands still: before it is asked, when it has been granted room, and when a half has come. But for
+    the last one, which may have sent all by then, its prompt is computed, and one wait was in vain."""
+    samples = asyncio.run(measure_stopped("shm", [256], 1, tmp_path))
+    assert [sample["stop"] for sample in samples] == list(STOPS)
+    for sample in samples[:2]:
+        assert (sample["stopped"]["fetched"], sample["stopped"]["asked"]) == (0, 1)
 
 
 @pytest.mark.slow

@@ -113,10 +113,21 @@ def test_the_first_sign_is_learned_and_forgotten() -> None:
     assert [costs.sign_s(owner(n), 1.0 + AGE_S) for n in (1, 2)] == [SIGN_S, SIGN_S]
 
 
+def test_an_owner_that_is_always_silent_is_not_asked_any_more() -> None:
+    """Each time it is given up after 30 ms, which is what a prompt may lose: it is expected to take longer than that
+    after some, until that is forgotten."""
+    costs, limit_s, asked = FetchCosts(), 0.03, 0
+    while costs.sign_s(owner(1), 1.0) < limit_s:
+        costs.silent(owner(1), limit_s, 1.0)
+        asked += 1
+        assert asked < 10
+    assert costs.sign_s(owner(1), 1.0 + AGE_S) == SIGN_S
+
+
 def test_an_owner_that_is_silent_says_nothing_of_others() -> None:
     costs = FetchCosts()
     costs.signed(owner(1), SIGN_S, 1.0)
-    costs.silent(owner(2), SIGN_S + 0.8, 1.0)
+    costs.silent(owner(2), SIGN_S / 2 + 0.4, 1.0)
     assert [costs.sign_s(owner(n), 1.0) for n in (1, 2, 3)] == pytest.approx([SIGN_S, SIGN_S + 0.1, SIGN_S])
 
 
