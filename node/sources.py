@@ -28,14 +28,15 @@ from node.computing_cost import ComputingCost
 
 log = get_log("sources")
 
-LOST_SHARE_MAX: Final = 0.12
+LOST_SHARE_MAX: Final = 0.115
 """Of the time that computing would take: how long a source may be silent. One that stops has been so twice at most,
-before it showed itself and behind the last that came, and a quarter of computing is what it may cost."""
+before it showed itself and behind the last that came, which is seen an eighth later: a quarter of computing is what it
+may cost."""
 LOST_S_MIN: Final = 0.004
 """It may cost as much anyway: about what a short prompt takes besides its computing."""
 EXPECTED_TIMES_MAX: Final = 2
 """How many times what is expected of a source it may take besides, once it has shown that it is at work."""
-LOOKS: Final = 4
+LOOKS: Final = 8
 """At what has come of a source, in the time that it may be silent."""
 ROUNDS_MAX: Final = 16
 """Of one gather."""
@@ -218,10 +219,14 @@ class Wait:
         elif not self.timer.expired():
             self.timer.reschedule(now_s)
 
-    def end(self) -> None:
-        self._count = None
+    def all_came(self) -> None:
+        """The source has nothing more to bring: its silence says nothing from now on."""
+        self._count, self._moved_s = None, math.inf
         if self._look_next is not None:
             self._look_next.cancel()
+
+    def end(self) -> None:
+        self.all_came()
         self.over.set()
 
 
@@ -366,7 +371,10 @@ class Gatherer:
         if expected_s >= min(longest_s, worth_s):
             return False
         loop = asyncio.get_running_loop()
-        ends_s = loop.time() + longest_s
+        began_s = loop.time()
+        ends_s = began_s + longest_s
+        if wait.moved_s() + unseen_s <= began_s:
+            return False
         while not wait.over.is_set():
             until_s = min(ends_s, wait.moved_s() + unseen_s)
             if until_s <= loop.time():

@@ -420,7 +420,7 @@ def test_an_owner_that_stops_in_mid_fetch_is_given_up(layers: int | None, transp
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_what_a_fetch_brings_is_seen_to_come(transport: str) -> None:
-    """All marks are there when the owner may write, and none when the blocks are entered."""
+    """All marks are there when the owner may write, and all are counted as gone when the blocks have come."""
     prompt = random_prompt(random.Random(8), PROMPT_TOKENS)
     real_at_work = Wait.at_work
     counts: list[Callable[[], int]] = []

@@ -49,6 +49,8 @@ class Played:
         """It does, if `sign_s` is set."""
         self.moves: Sequence[float] | None = None
         """When something is seen to come, from the call on, until all has. None: that cannot be seen."""
+        self.all_came_s: float | None = None
+        """When its Commit comes, from the call on."""
         self.asked: list[int] = []
         self.given_up: list[bool] = []
         """For each that was cancelled, whether the time was over."""
@@ -79,6 +81,9 @@ class Played:
             if self.shows and self.sign_s:
                 await asyncio.sleep(self.sign_s)
                 wait.at_work(self.brings(offer), self._come(began_s))
+            if self.all_came_s is not None:
+                await asyncio.sleep(began_s + self.all_came_s - loop.time())
+                wait.all_came()
             await asyncio.sleep(began_s + self.takes(offer) - loop.time())
         except asyncio.CancelledError:
             self.given_up.append(wait.timer.expired())
@@ -231,16 +236,16 @@ def test_a_source_may_cost_a_share_of_computing(
     ("moves", "takes_s", "came", "waited_s"),
     [
         ([], 1e6, 0, 0.01 + LOST_S),
-        ([0.015, 0.025], 1e6, 0, 0.01 + 5 * LOST_S / 4 + LOST_S),
+        ([0.015, 0.025], 1e6, 0, 0.01 + 11 * LOST_S / 8 + LOST_S),
         ([0.02, 0.03, 0.04, 0.05, 0.06, 0.07], 0.075, 64, 0.075),
-        ([0.02, 0.03, 0.04, 0.05, 0.066], 0.075, 0, 0.01 + 14 * LOST_S / 4 + LOST_S),
+        ([0.02, 0.03, 0.04, 0.05, 0.066], 0.075, 0, 0.01 + 28 * LOST_S / 8 + LOST_S),
         ([number / 1000 for number in range(11, 200)], 1e6, 0, 0.08 + LOST_S),
     ],
     ids=["nothing", "two parts", "all, late", "with a pause too long", "on and on"],
 )
 def test_a_source_that_falls_silent_is_given_up(moves: list[float], takes_s: float, came: int, waited_s: float) -> None:
     """Computing takes 102 ms, a silent source 12 of them at most. This one is expected to take 40 and shows after 10
-    that it is at work. What comes is looked at four times in those 12 ms."""
+    that it is at work. What comes is looked at eight times in those 12 ms."""
     world = World()
     source = world.source(64, share=0.0, fixed_s=0.04)
     source.sign_s, source.takes, source.moves = 0.01, lambda offer: takes_s, moves
@@ -277,6 +282,15 @@ def test_a_source_that_shows_itself_in_time_is_asked_where_a_better_one_does_not
     world.source(32, share=0.5, kind=SourceKind.DISK)
     (got,), _ = world.run(prompt(64))
     assert got.blocks == {SourceKind.DISK: 32} and peer.asked == []
+
+
+def test_behind_its_commit_a_source_is_not_silent() -> None:
+    """All has come after 20 ms. The check of the bytes takes 40 more, far longer than a source may be silent."""
+    world = World()
+    source = world.source(64, share=0.0, fixed_s=0.05)
+    source.sign_s, source.takes, source.moves, source.all_came_s = 0.01, lambda offer: 0.06, [0.015], 0.02
+    (got,), took_s = world.run(prompt(64))
+    assert got.blocks == {SourceKind.PEER: 64} and took_s == pytest.approx(0.06)
 
 
 def test_what_has_come_does_not_pay_for_a_silent_source() -> None:
