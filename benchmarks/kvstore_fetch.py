@@ -57,7 +57,6 @@ from engine.demo_model import DemoModelParams, write_demo_model
 from kvtransfer.transports.settings import ShmConfig, TcpConfig
 from node.computing_cost import ComputingCost
 from node.fetching import Fetch, Fetches
-from node.landing import Marks
 from node.sources import Gathered, Gatherer, Prefix, Wait
 from prefill_node.main import PrefillHalf
 
@@ -351,7 +350,7 @@ async def measure_stopped(transport: str, lengths: list[int], rounds: int, folde
         for number, length, stop in plan:
             tokens = prompt(rng.randrange(1 << 30), length)
             await ask_prefill(of_owner, two.owner.incarnation, tokens, [])
-            found = {}
+            found: dict[str, dict[str, Any]] = {}
             for mode in ("compute", "stopped") if number % 2 else ("stopped", "compute"):
                 if mode == "compute":
                     found[mode] = await first_token(two, mine, mode, tokens)
@@ -372,15 +371,15 @@ def stopping(two: Two, stop: str) -> Iterator[None]:
         if stop == "granted":
             two.side.signal(signal.SIGSTOP)
             return
-        pool = self._pool
-        marks = Marks(pool.host_region, pool.layout, fetch.blocks, num_blocks=pool.ledger.num_blocks)
-        loop.call_soon(half_come, fetch, marks)
+        loop.call_soon(half_come, fetch)
 
-    def half_come(fetch: Fetch, marks: Marks) -> None:
-        if 2 * marks.gone() >= marks.count:
+    def half_come(fetch: Fetch) -> None:
+        if fetch.marks is None:
+            return  # it is over
+        if 2 * fetch.marks.gone() >= fetch.marks.count:
             two.side.signal(signal.SIGSTOP)
-        elif not fetch.arrived.done():
-            loop.call_later(LOOK_S, half_come, fetch, marks)
+        else:
+            loop.call_later(LOOK_S, half_come, fetch)
 
     try:
         if stop == "asked":

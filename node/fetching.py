@@ -456,7 +456,6 @@ class Fetches:
         fetch = self._granted.get(grant)
         if fetch is not None and self._receiver.grants.blocks_uncommitted(grant, pair) is not None:
             fetch.filled = min(request.blocks_filled, len(fetch.blocks)) // self._groups * self._groups
-            fetch.wait.all_came()
         sampled = bool(request.checksums or request.checksum_layers or request.checksum_blocks)
         return await self._receiver.commit(
             CommitAsked(

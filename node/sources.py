@@ -219,14 +219,10 @@ class Wait:
         elif not self.timer.expired():
             self.timer.reschedule(now_s)
 
-    def all_came(self) -> None:
-        """The source has nothing more to bring: its silence says nothing from now on."""
-        self._count, self._moved_s = None, math.inf
+    def end(self) -> None:
+        self._count = None
         if self._look_next is not None:
             self._look_next.cancel()
-
-    def end(self) -> None:
-        self.all_came()
         self.over.set()
 
 

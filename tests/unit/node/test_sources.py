@@ -49,8 +49,6 @@ class Played:
         """It does, if `sign_s` is set."""
         self.moves: Sequence[float] | None = None
         """When something is seen to come, from the call on, until all has. None: that cannot be seen."""
-        self.all_came_s: float | None = None
-        """When its Commit comes, from the call on."""
         self.asked: list[int] = []
         self.given_up: list[bool] = []
         """For each that was cancelled, whether the time was over."""
@@ -81,9 +79,6 @@ class Played:
             if self.shows and self.sign_s:
                 await asyncio.sleep(self.sign_s)
                 wait.at_work(self.brings(offer), self._come(began_s))
-            if self.all_came_s is not None:
-                await asyncio.sleep(began_s + self.all_came_s - loop.time())
-                wait.all_came()
             await asyncio.sleep(began_s + self.takes(offer) - loop.time())
         except asyncio.CancelledError:
             self.given_up.append(wait.timer.expired())
@@ -282,15 +277,6 @@ def test_a_source_that_shows_itself_in_time_is_asked_where_a_better_one_does_not
     world.source(32, share=0.5, kind=SourceKind.DISK)
     (got,), _ = world.run(prompt(64))
     assert got.blocks == {SourceKind.DISK: 32} and peer.asked == []
-
-
-def test_behind_its_commit_a_source_is_not_silent() -> None:
-    """All has come after 20 ms. The check of the bytes takes 40 more, far longer than a source may be silent."""
-    world = World()
-    source = world.source(64, share=0.0, fixed_s=0.05)
-    source.sign_s, source.takes, source.moves, source.all_came_s = 0.01, lambda offer: 0.06, [0.015], 0.02
-    (got,), took_s = world.run(prompt(64))
-    assert got.blocks == {SourceKind.PEER: 64} and took_s == pytest.approx(0.06)
 
 
 def test_what_has_come_does_not_pay_for_a_silent_source() -> None:
