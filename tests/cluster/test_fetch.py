@@ -206,6 +206,12 @@ async def is_computed(
     assert (sources.fetched, sources.computed) == (0, len(prompt))
 
 
+async def is_fetched(cluster: InProcessCluster, steering: Steering, prompt: list[int]) -> None:
+    """All whole blocks, from prefill-0."""
+    steering.prefill, steering.owners = "prefill-1", ["prefill-0"]
+    assert (await ask(cluster, prompt)).stats.sources.fetched == BLOCKS * SIZE
+
+
 REFUSALS: dict[str, Callable[[InProcessCluster], Any]] = {
     "busy": lambda cluster: patch.object(node.fetching, "FETCHES_OWNED_MAX", 0),
     "draining": lambda cluster: patch.object(cluster.runtimes["prefill-0"].lifecycle, "_state", Lifecycle.CORDONED),
@@ -249,9 +255,8 @@ def test_a_caller_of_a_version_that_sends_no_digests() -> None:
 
     async def scene(cluster: InProcessCluster, steering: Steering) -> None:
         await ask(cluster, prompt)
-        steering.prefill, steering.owners = "prefill-1", ["prefill-0"]
         with asked_with(digests=b""):
-            assert (await ask(cluster, prompt)).stats.sources.fetched == BLOCKS * SIZE
+            await is_fetched(cluster, steering, prompt)
         assert refusals(cluster) == (1, 0, 0)
 
     play(scene)
@@ -434,9 +439,8 @@ def test_what_a_fetch_brings_is_seen_to_come(transport: str) -> None:
 
     async def scene(cluster: InProcessCluster, steering: Steering) -> None:
         await ask(cluster, prompt)
-        steering.prefill, steering.owners = "prefill-1", ["prefill-0"]
         with patch.object(Wait, "at_work", at_work):
-            assert (await ask(cluster, prompt)).stats.sources.fetched == BLOCKS * SIZE
+            await is_fetched(cluster, steering, prompt)
         assert (seen, counts[0]()) == ([0], MARKS_MAX)
 
     play(scene, both={"transports": transport})
@@ -593,9 +597,8 @@ def test_an_owner_that_looks_long_connects_again() -> None:
         await ask(cluster, prompt)
         owner = cluster.prefill["prefill-0"]._transfers.owner
         store: Any = ClosesPeers(cluster)
-        steering.prefill, steering.owners = "prefill-1", ["prefill-0"]
         with patch.object(owner, "_pool", replace(owner._pool, store=store)):
-            assert (await ask(cluster, prompt)).stats.sources.fetched == BLOCKS * SIZE
+            await is_fetched(cluster, steering, prompt)
         assert refusals(cluster) == (1, 0, 0)
 
     play(scene)
@@ -615,9 +618,8 @@ def test_blocks_that_may_be_broken_when_they_have_come() -> None:
 
     async def scene(cluster: InProcessCluster, steering: Steering) -> None:
         await ask(cluster, prompt)
-        steering.prefill, steering.owners = "prefill-1", ["prefill-0"]
         with patch.object(Fetches, "committed", committed):
-            assert (await ask(cluster, prompt)).stats.sources.fetched == BLOCKS * SIZE
+            await is_fetched(cluster, steering, prompt)
         total = cluster.fetches["prefill-1"].costs.total
         assert (total.times.count, total.tokens, total.failed) == (2, BLOCKS * SIZE, 0)
 
@@ -685,8 +687,7 @@ def test_idle_pairs_are_fenced_beyond_a_limit() -> None:
             await until(cluster, "one pair to be left", lambda: len(receiver._writers) == 1)
         assert [place.name for place in receiver._writers.values()] == ["decode-0"]
         await connected(cluster, "prefill-1", "prefill-0")
-        steering.prefill, steering.owners = "prefill-1", ["prefill-0"]
-        assert (await ask(cluster, prompt)).stats.sources.fetched == BLOCKS * SIZE
+        await is_fetched(cluster, steering, prompt)
 
     play(scene)
 
